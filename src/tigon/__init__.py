@@ -1,0 +1,64 @@
+"""Tigon: fused Triton kernels, losses that never build the logits, and `tigon.fuse(model)`.
+
+The names below are imported on first use, so that `import tigon` costs little more than `import torch`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "use_backend": "tigon.backend",
+    "rms_norm": "tigon.ops.rms_norm",
+    "rope": "tigon.ops.rope",
+    "swiglu": "tigon.ops.gated",
+    "geglu": "tigon.ops.gated",
+    "cross_entropy": "tigon.ops.cross_entropy",
+    "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
+    "fuse": "tigon.models.fusion",
+    "Fusion": "tigon.models.fusion",
+}
+_MODULES = ("backend", "losses", "models", "nn", "ops")
+
+if TYPE_CHECKING:
+    from tigon import backend, losses, models, nn, ops
+    from tigon.backend import use_backend
+    from tigon.losses.linear_cross_entropy import linear_cross_entropy
+    from tigon.models.fusion import Fusion, fuse
+    from tigon.ops.cross_entropy import cross_entropy
+    from tigon.ops.gated import geglu, swiglu
+    from tigon.ops.rms_norm import rms_norm
+    from tigon.ops.rope import rope
+
+__all__ = [
+    "Fusion",
+    "backend",
+    "cross_entropy",
+    "fuse",
+    "geglu",
+    "linear_cross_entropy",
+    "losses",
+    "models",
+    "nn",
+    "ops",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "use_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"tigon.{name}")
+    else:
+        raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
