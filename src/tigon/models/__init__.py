@@ -1,0 +1,1 @@
+"""Fused training of any Hugging Face model, and the shapes of real ones."""

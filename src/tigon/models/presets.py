@@ -1,0 +1,131 @@
+"""Shapes of real models, and of tiny ones that train on a laptop, by name: one row per model.
+
+The rows are the arguments of the `transformers` configuration class, as the publishers' own config.json gives them.
+Only the shape is a preset: weights are random, and the tokenizer is the user's, or one trained on the user's data.
+"""
+
+# ruff: noqa: C408 (the rows are keyword arguments, and read as such)
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **scaling}
+
+
+_LLAMA_3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# fmt: off
+PRESETS: dict[str, dict[str, Any]] = {
+    # Small enough for a CPU. The vocabulary is replaced by that of the tokenizer that `tigon train` trains on the data.
+    "llama-tiny": dict(
+        model_type="llama", vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4), tie_word_embeddings=True,
+    ),
+    "llama-20m": dict(
+        model_type="llama", vocab_size=16384, hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=2048, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4), tie_word_embeddings=True,
+    ),
+    "llama-60m": dict(
+        model_type="llama", vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4), tie_word_embeddings=True,
+    ),
+    "llama-3-8b": dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e5), tie_word_embeddings=False, bos_token_id=128000, eos_token_id=128001,
+    ),
+    "llama-3.2-1b": dict(
+        model_type="llama", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e5, factor=32.0, **_LLAMA_3_SCALING), tie_word_embeddings=True,
+        bos_token_id=128000, eos_token_id=128001,
+    ),
+    "llama-3.2-3b": dict(
+        model_type="llama", vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
+        num_attention_heads=24, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e5, factor=32.0, **_LLAMA_3_SCALING), tie_word_embeddings=True,
+        bos_token_id=128000, eos_token_id=128001,
+    ),
+    "mistral-7b": dict(
+        model_type="mistral", vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e6), tie_word_embeddings=False, sliding_window=None,
+    ),
+    "qwen2-7b": dict(
+        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e6), tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151643,
+    ),
+    "qwen3-1.7b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e6), tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
+    ),
+    "qwen3-8b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e6), tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151645,
+    ),
+    "gemma-7b": dict(
+        model_type="gemma", vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e4), hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True,
+        bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    ),
+    "gemma-2-2b": dict(
+        model_type="gemma2", vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e4), query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    ),
+    "phi-3-mini": dict(
+        model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4), sliding_window=2047, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
+    ),
+}
+# fmt: on
+
+
+def close_names(name: str) -> list[str]:
+    """The presets that a mistyped name may have meant, best first."""
+    return difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
+
+
+def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
+    """The configuration of a preset, with some of its fields replaced.
+
+    Args:
+        name: a key of PRESETS.
+        overrides: fields of the configuration class, such as num_hidden_layers=2 or vocab_size=4096. Token ids beyond
+            an overridden vocabulary are dropped, unless they are overridden too.
+    Raises: ValueError for an unknown name.
+    """
+    if name not in PRESETS:
+        close = close_names(name)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(PRESETS)}."
+        raise ValueError(f"preset_config: name must be a preset, got {name!r}; {hint}")
+    from transformers import AutoConfig
+
+    fields = {**PRESETS[name], **overrides}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # The configuration classes have defaults of their own, made for their own vocabularies.
+        if key not in overrides and (fields.get(key) is None or fields[key] >= fields["vocab_size"]):
+            fields[key] = None
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
