@@ -1,0 +1,73 @@
+# Every target runs in .venv, which the first of them makes from the versions pinned in constraints.txt.
+#
+#   make demo       train a small Llama twice, plain and fused, and print the difference
+#   make test       the whole suite on the CPU: torch reference, interpreted kernels, kernels compiled ahead of time
+#   make lint       ruff, ruff format, mypy
+#   make docs       the documentation, into site/
+#   make gpu-test   the same suite on a CUDA device
+#   make bench      benchmarks on a CUDA device, into benchmarks/results
+#   make clean      remove .venv and everything that was built
+#
+#   make PYTHON=python3.12 …   build .venv with that interpreter
+#   make PY=python3 …          use an interpreter that has everything installed, and no .venv
+#   make PYTEST_ARGS="-k rms"  what pytest gets besides
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint docs gpu-test bench clean
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+# transformers and half of the pinned set need Python 3.11; tigon itself runs on 3.10.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)) python3)
+PYTEST_ARGS ?=
+WORKERS ?= 2
+
+ifeq ($(origin PY),undefined)
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+# src first, so that a foreign interpreter (PY=…) needs no installed tigon.
+RUN := PYTHONPATH=src $(PY)
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+venv: $(STAMP)
+
+# The stamp is written last: an interrupted installation is taken up again by the next make.
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"make: the pinned versions need Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}. Name another one: make PYTHON=python3.12 …")'
+	@rm -f $@
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs]' --group dev
+	@touch $@
+
+demo: $(READY)
+	$(RUN) -m tigon demo
+
+# One thread per worker: the suite is bound by Python and by the interpreter, not by matrix products.
+test: $(READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --timeout=600 --durations=10 $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+docs: $(READY)
+	$(RUN) -m mkdocs build --strict --quiet
+
+gpu-test: $(READY)
+	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: torch sees no CUDA device here. On a CPU: make test.")'
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest --durations=10 $(PYTEST_ARGS)
+
+bench: $(READY)
+	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'
+	$(RUN) -m tigon bench --all --output benchmarks/results
+
+clean:
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

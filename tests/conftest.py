@@ -1,0 +1,58 @@
+"""What every test shares: the environment, set before anything imports Triton, and the device.
+
+On a machine without CUDA the Triton kernels run in Triton's interpreter. The switch is read when a kernel is decorated,
+so it is set here, before the first import of a kernel file.
+"""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import tigon.backend as backend_module
+from tigon import use_backend
+
+HAS_TRITON = backend_module.HAS_TRITON
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest):
+    """Each implementation in turn, forced: the Triton kernels are interpreted where there is no CUDA device."""
+    if request.param == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    with use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def triton_backend():
+    if not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    with use_backend("triton"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _same_state_after_every_test():
+    """A test that leaves a backend forced would make the later ones compare the library with itself."""
+    forced = backend_module._forced
+    torch.manual_seed(0)
+    yield
+    assert backend_module._forced == forced, "the test left a backend forced"

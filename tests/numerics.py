@@ -1,0 +1,130 @@
+"""The one place that decides whether numbers are right.
+
+    error(tigon) ≤ max(2 · error(eager), one rounding of the answer's size) + fp32 arithmetic in another order
+
+in mean and in maximum, for the result and for every gradient. Errors are taken against the same formula in fp64, on the
+same (already rounded) inputs. Eager is what PyTorch code would do in the tested dtype. Bounds relative to eager, not to
+a tolerance somebody chose, are what makes a wrong answer fail: zeros, 1.01 times the answer and permuted answers do
+(tests/test_numerics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Outputs = dict[str, Tensor | None]
+# Roundings of fp32 sums and products that are associated differently from eager's.
+FP32_ROUNDINGS = 4
+# Above this share of the answer's mean size an allowance could let zeros pass: the case itself is then at fault.
+BLIND = 0.5
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def check(
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    *inputs: Any,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    draws: int = 1,
+    **options: Any,
+) -> None:
+    """Assert that op and its gradients are as right as eager PyTorch's.
+
+    Args:
+        op: called as op(*inputs, **options).
+        reference: same arguments; evaluated in fp64 it is the truth.
+        inputs: tensors, None or other values; or one function of a torch.Generator that returns them.
+        eager: what PyTorch users write, evaluated in the inputs' dtype. Default: the reference.
+        grad: also compare the gradients of every floating-point input, for a random upstream gradient.
+        draws: how many sets of inputs a function makes. Errors of few numbers are luck: small shapes need several.
+    """
+    eager = eager or reference
+    ours, theirs = Errors(), Errors()
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = inputs[0](generator) if callable(inputs[0]) and not isinstance(inputs[0], Tensor) else inputs
+        exact = evaluate(reference, [_as_fp64(t) for t in drawn], options, grad, seed)
+        got, base = evaluate(op, drawn, options, grad, seed), evaluate(eager, drawn, options, grad, seed)
+        ours.add(got, exact)
+        theirs.add(base, exact)
+    ours.assert_at_most_twice(theirs)
+
+
+def evaluate(
+    fn: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any], grad: bool = True, seed: int = 0
+) -> Outputs:
+    """Results and gradients of fn by name: "output 0", …, "gradient of input 0", …. Inputs are not touched."""
+    leaves = [t.detach().requires_grad_(grad and t.is_floating_point()) if isinstance(t, Tensor) else t for t in inputs]
+    results = fn(*leaves, **options)
+    results = results if isinstance(results, tuple | list) else (results,)
+    outputs: Outputs = {f"output {i}": r.detach() for i, r in enumerate(results)}
+    if not grad:
+        return outputs
+    wanted = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
+    active = [r for r in results if r.requires_grad]
+    # The same upstream numbers in every dtype: bf16's, which all of them hold exactly.
+    generator = torch.Generator().manual_seed(1000 + seed)
+    upstream = [torch.randn(r.shape, generator=generator).bfloat16().to(r) for r in active]
+    grads = torch.autograd.grad(active, list(wanted.values()), upstream, allow_unused=True)
+    outputs |= {f"gradient of input {i}": g for i, g in zip(wanted, grads, strict=True)}
+    return outputs
+
+
+def _as_fp64(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Errors:
+    """Absolute errors by output, over one or several draws."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, list[Tensor]] = {}
+        self.sizes: dict[str, list[Tensor]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, got: Outputs, exact: Outputs) -> None:
+        assert got.keys() == exact.keys(), f"outputs {sorted(got)}, expected {sorted(exact)}"
+        for name, truth in exact.items():
+            value = got[name]
+            if truth is None or value is None:
+                assert truth is None and value is None, f"{name}: {value} where {truth} was expected"
+                continue
+            assert value.shape == truth.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(truth.shape)}"
+            self.dtypes[name] = value.dtype
+            value, truth = value.double().flatten(), truth.double().flatten()
+            finite = truth.isfinite()
+            same = torch.equal(value[~finite].nan_to_num(), truth[~finite].nan_to_num())
+            assert same and bool((value.isfinite() == finite).all()), f"{name}: NaN or infinite in other places"
+            self.errors.setdefault(name, []).append((value - truth)[finite].abs())
+            self.sizes.setdefault(name, []).append(truth[finite].abs())
+
+    def assert_at_most_twice(self, eager: Errors) -> None:
+        complaints = []
+        for name, parts in self.errors.items():
+            ours, theirs, size = torch.cat(parts), torch.cat(eager.errors[name]), torch.cat(self.sizes[name])
+            if size.numel() == 0:
+                continue
+            dtype = self.dtypes[name]
+            assert dtype == eager.dtypes[name], f"{name}: {dtype}, eager gives {eager.dtypes[name]}"
+            for kind, of in (("mean", torch.mean), ("maximum", torch.max)):
+                error, base, scale = of(ours).item(), of(theirs).item(), of(size).item()
+                order = FP32_ROUNDINGS * unit_roundoff(torch.float32 if dtype != torch.float64 else dtype) * scale
+                allowed = max(2 * base, unit_roundoff(dtype) * scale) + order
+                assert kind == "maximum" or scale == 0 or allowed < BLIND * scale, (
+                    f"{name}: the allowance {allowed:.3g} is near the answer's mean size {scale:.3g}: this case could "
+                    "not tell zeros from the answer. Change its inputs."
+                )
+                if error > allowed:
+                    complaints.append(
+                        f"{name} ({dtype}): {kind} error {error:.3g} > {allowed:.3g} (eager {base:.3g}, "
+                        f"answer {scale:.3g})"
+                    )
+        assert not complaints, "\n".join(complaints)
