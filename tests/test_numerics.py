@@ -83,7 +83,9 @@ def test_rounding_in_between_fails():
         return (y * w).to(x.dtype)
 
     with pytest.raises(AssertionError, match="output 0"):
-        check(sloppy, reference, *inputs(torch.bfloat16), eager=lambda x, w: reference(x.float(), w.float()).to(x.dtype))
+        check(
+            sloppy, reference, *inputs(torch.bfloat16), eager=lambda x, w: reference(x.float(), w.float()).to(x.dtype)
+        )
 
 
 def test_a_missing_gradient_fails():
