@@ -1,1 +1,1 @@
-"""One file per operator, each from promise to silicon: formula → public op → reference → kernels → launches → autograd."""
+"""One file per operator, from promise to silicon: formula, public op, reference, kernels, launches, autograd."""

@@ -223,9 +223,7 @@ def _rms_norm_fwd_fake(x, weight, eps, offset, cast):
 
 
 @launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)", _rms_norm_fwd_fake)
-def _rms_norm_fwd(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
-) -> tuple[Tensor, Tensor]:
+def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
     y, rstd = _rms_norm_fwd_fake(x, weight, eps, offset, cast)
     if x.numel() == 0:
         return y, rstd

@@ -1,0 +1,210 @@
+"""Rotary position embedding: each pair (x₁, x₂) of a head is turned by the angle of its position.
+
+    y₁ = x₁ · cos₁ − x₂ · sin₁        x₁ the first half of the rotated dimensions, x₂ the second
+    y₂ = x₂ · cos₂ + x₁ · sin₂
+
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the half-rotation layout of GPT-NeoX and Llama.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import launcher, tl, triton, use_triton
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by their positions, in one launch, computed in fp32 and rounded once.
+
+    Args:
+        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides.
+        k: like q, with its own number of heads.
+        cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
+            the others pass unchanged. No gradient flows to them.
+        unsqueeze_dim: where the head dimension stands, by the name that transformers uses.
+    Returns: q and k rotated, in the promoted dtype of each with cos.
+    Raises: ValueError for shapes that do not fit, and for a cos or sin that requires a gradient.
+
+    Replaces::
+
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+    """
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(
+            f"rope: unsqueeze_dim must be 1, for (B, H, T, D), or 2, for (B, T, H, D), got {unsqueeze_dim}."
+        )
+    time_dim = 3 - unsqueeze_dim
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"rope: {name} must have four dimensions, got shape {tuple(x.shape)}.")
+    B, T, D = q.shape[0], q.shape[time_dim], q.shape[3]
+    if (k.shape[0], k.shape[time_dim], k.shape[3]) != (B, T, D):
+        raise ValueError(f"rope: k must match q {tuple(q.shape)} in all but the heads, got {tuple(k.shape)}.")
+    R = cos.shape[-1] if cos.dim() else 0
+    if cos.shape != sin.shape or tuple(cos.shape) not in ((B, T, R), (1, T, R), (T, R)) or R % 2 or R > D:
+        raise ValueError(
+            f"rope: cos and sin must both be ({B}, {T}, R), (1, {T}, R) or ({T}, R) with R even and at most {D}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("rope: cos and sin must not require a gradient: it would be lost. Detach them.")
+    if not use_triton(q, k, cos, sin):
+        return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim)
+
+
+def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(-3 if unsqueeze_dim == 1 else -2), sin.unsqueeze(-3 if unsqueeze_dim == 1 else -2)
+    acc = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+
+    def rotate(x: Tensor) -> Tensor:
+        R = cos.shape[-1]
+        turned, rest = x[..., :R].to(acc), x[..., R:]
+        x1, x2 = turned.chunk(2, dim=-1)
+        y = turned * cos.to(acc) + torch.cat((-x2, x1), dim=-1) * sin.to(acc)
+        dtype = torch.promote_types(x.dtype, cos.dtype)
+        return torch.cat((y.to(dtype), rest.to(dtype)), dim=-1) if rest.shape[-1] else y.to(dtype)
+
+    return rotate(q), rotate(k)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, y_ptr, c1, c2, s1, s2, heads, stride_xh, stride_yh, D,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, BLOCK_R)
+    for start in range(0, heads, BLOCK_H):
+        h = start + tl.arange(0, BLOCK_H)
+        mask = (h < heads)[:, None] & (pair < HALF)[None, :]
+        x_at = x_ptr + h[:, None] * stride_xh + pair[None, :]
+        y_at = y_ptr + h[:, None] * stride_yh + pair[None, :]
+        x1 = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_at + HALF, mask=mask, other=0.0).to(tl.float32)
+        if INVERSE:  # the transpose of the rotation, for the gradient
+            y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+        else:
+            y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+        tl.store(y_at, y1.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+        if BLOCK_REST > 0:
+            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+            mask = (h < heads)[:, None] & (rest < D)[None, :]
+            x = tl.load(x_ptr + h[:, None] * stride_xh + rest[None, :], mask=mask, other=0.0)
+            tl.store(y_ptr + h[:, None] * stride_yh + rest[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rope_kernel(
+    cos_ptr, sin_ptr, q_ptr, k_ptr, yq_ptr, yk_ptr, T, heads_q, heads_k, D,
+    stride_cb, stride_ct, stride_sb, stride_st, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
+    HALF: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    # One program a token: the angles are read once for all of its heads.
+    b = (tl.program_id(0) // T).to(tl.int64)
+    t = (tl.program_id(0) % T).to(tl.int64)
+    pair = tl.arange(0, BLOCK_R)
+    mask = pair < HALF
+    cos_ptr += b * stride_cb + t * stride_ct
+    sin_ptr += b * stride_sb + t * stride_st
+    c1 = tl.load(cos_ptr + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cos_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin_ptr + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(sin_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
+    if q_ptr is not None:
+        _rotate_heads(
+            q_ptr + b * stride_qb + t * stride_qt, yq_ptr + b * stride_yqb + t * stride_yqt, c1, c2, s1, s2,
+            heads_q, stride_qh, stride_yqh, D, HALF, BLOCK_HQ, BLOCK_R, BLOCK_REST, INVERSE,
+        )  # fmt: skip
+    if k_ptr is not None:
+        _rotate_heads(
+            k_ptr + b * stride_kb + t * stride_kt, yk_ptr + b * stride_ykb + t * stride_ykt, c1, c2, s1, s2,
+            heads_k, stride_kh, stride_ykh, D, HALF, BLOCK_HK, BLOCK_R, BLOCK_REST, INVERSE,
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
+    def like(x, dtype):
+        if x is None:
+            return cos.new_empty(0)
+        if not inverse:
+            return torch.empty_like(x, dtype=dtype)  # the strides of x: attention takes it as it was
+        # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
+        if unsqueeze_dim == 2:
+            return x.new_empty(x.shape, dtype=dtype)
+        B, H, T, D = x.shape
+        return x.new_empty((B, T, H, D), dtype=dtype).transpose(1, 2)
+
+    return like(q, dtype_q), like(k, dtype_k)
+
+
+@launcher(
+    "(Tensor cos, Tensor sin, Tensor? q, Tensor? k, int unsqueeze_dim, bool inverse, ScalarType dtype_q,"
+    " ScalarType dtype_k) -> (Tensor, Tensor)",
+    _rope_fake,
+)
+def _rope(
+    cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, unsqueeze_dim: int, inverse: bool,
+    dtype_q: torch.dtype, dtype_k: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    yq, yk = _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k)
+    x = q if q is not None else k
+    if x is None or (yq.numel() == 0 and yk.numel() == 0):
+        return yq, yk
+    time_dim = 3 - unsqueeze_dim
+    B, T, D, R = x.shape[0], x.shape[time_dim], x.shape[3], cos.shape[-1]
+    cos, sin = (a.expand(B, T, R) if a.stride(-1) == 1 else a.contiguous().expand(B, T, R) for a in (cos, sin))
+    block_r = triton.next_power_of_2(max(1, R // 2))
+
+    def block_h(x: Tensor | None) -> int:
+        return 1 if x is None else min(triton.next_power_of_2(max(1, x.shape[unsqueeze_dim])), max(1, 2048 // block_r))
+
+    def strides(x: Tensor | None) -> tuple[int, int, int]:
+        return (0, 0, 0) if x is None else (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
+
+    q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (q, k))
+    # fmt: off
+    _rope_kernel[(B * T,)](
+        cos, sin, q, k, yq, yk, T, 0 if q is None else q.shape[unsqueeze_dim],
+        0 if k is None else k.shape[unsqueeze_dim], D,
+        cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *strides(q), *strides(k),
+        *strides(None if q is None else yq), *strides(None if k is None else yk),
+        R // 2, block_h(q), block_h(k), block_r, triton.next_power_of_2(D - R) if D > R else 0, inverse, num_warps=4)
+    # fmt: on
+    return yq, yk
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+class RopeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.unsqueeze_dim, ctx.dtypes = unsqueeze_dim, (q.dtype, k.dtype)
+        ctx.set_materialize_grads(False)
+        promoted = [torch.promote_types(x.dtype, cos.dtype) for x in (q, k)]
+        return _rope(cos, sin, q, k, unsqueeze_dim, False, *promoted)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+        dq, dk = (dq if ctx.needs_input_grad[0] else None), (dk if ctx.needs_input_grad[1] else None)
+        if dq is None and dk is None:
+            return None, None, None, None, None
+        cos, sin = ctx.saved_tensors
+        gq, gk = _rope(cos, sin, dq, dk, ctx.unsqueeze_dim, True, *ctx.dtypes)
+        return gq if dq is not None else None, gk if dk is not None else None, None, None, None
