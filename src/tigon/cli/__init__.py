@@ -1,0 +1,61 @@
+"""The command `tigon`. Each command is a module of its own, and imports what is heavy when it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from tigon.cli.problem import Problem, disk_full, needs
+
+__all__ = ["Problem", "main", "needs"]
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The console entry point. Exits with 0, 1 (a check failed), 2 (a problem with what was given) or 130 (Ctrl-C)."""
+    try:
+        needs("the tigon command", "train", "typer", "rich")
+        sys.exit(_run(arguments))
+    except Problem as problem:
+        _say(str(problem))
+        sys.exit(problem.code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    from tigon.cli.app import app
+
+    # A termination runs the `finally` blocks too: child processes end, files are closed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
+    except (Problem, SystemExit):
+        raise
+    except BrokenPipeError:
+        # The reader of a pipe (`tigon … | head`) has gone; the interpreter must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except BaseException as error:
+        return _explain(error)
+
+
+def _explain(error: Any) -> int:
+    """Say a usage error, an interruption or a full disk in one sentence. Anything else is a bug and keeps its traceback."""
+    if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "tigon"
+        _say(f"{error.format_message().strip().rstrip('.')} (see `{command} --help`)")
+        return 2
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+        _say("interrupted")
+        return 130
+    if disk_full(error):
+        _say(f"the disk is full: {str(error).splitlines()[0]}; what was written before is intact")
+        return 2
+    raise error
+
+
+def _say(sentence: str) -> None:
+    # Under torchrun every process comes here with the same sentence.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"tigon: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

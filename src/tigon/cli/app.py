@@ -1,0 +1,45 @@
+"""The typer application: one row per command."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+COMMANDS = ("demo", "train", "inspect", "verify", "bench", "doctor")
+
+app = typer.Typer(
+    name="tigon",
+    help="Train Hugging Face models faster and in less memory.",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from tigon import __version__
+
+        typer.echo(f"tigon {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _tigon(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _name in COMMANDS:
+    try:
+        _command = getattr(importlib.import_module(f"tigon.cli.{_name}"), _name)
+    except ModuleNotFoundError:
+        continue
+    app.command(_name)(_command)

@@ -1,0 +1,143 @@
+"""What `--model` may be: a directory, a preset or a model on the Hugging Face hub; and the model built from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.cli.problem import Problem, one_line
+from tigon.models.presets import PRESETS, close_names, preset_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+@dataclass
+class Source:
+    """Where a model comes from: kind is "preset", "path" or "hub"; weights says whether trained weights are there."""
+
+    name: str
+    kind: str
+    config: PretrainedConfig
+    weights: bool
+
+
+def quiet_transformers() -> None:
+    """Silence the loading reports and progress bars of transformers: the commands have their own."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("accelerate", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+
+
+def find_model(name: str) -> Source:
+    """Resolve `--model`, loading its configuration alone.
+
+    Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not answer
+        and a model that has no language-model head.
+    """
+    if name in PRESETS:
+        return Source(name, "preset", preset_config(name), weights=False)
+    path = Path(name).expanduser()
+    if path.exists():
+        source = _from_path(path)
+    elif HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
+        source = _from_hub(name)
+    else:
+        raise Problem(f"--model {name}: there is no such directory, and it is neither a preset nor a name on the hub")
+    return _with_head(source)
+
+
+def _from_path(path: Path) -> Source:
+    from transformers import AutoConfig
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise Problem(f"--model {path}: the directory has no config.json, so it is not a model")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise Problem(f"--model {path}: {file.name} is not JSON ({one_line(error)})") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise Problem(f"--model {path}: {file.name} has no model_type, so it is not the configuration of a model")
+    try:
+        config = AutoConfig.from_pretrained(file)
+    except Exception as error:
+        raise Problem(f"--model {path}: transformers cannot read the configuration ({one_line(error)})") from error
+    weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHTS)
+    return Source(str(path), "path", config, weights)
+
+
+def _from_hub(name: str) -> Source:
+    from transformers import AutoConfig
+
+    close = close_names(name)
+    if close and "/" not in name:
+        raise Problem(f"--model {name}: there is no such preset; did you mean {' or '.join(close)}?")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:
+        known = "" if "/" in name else f", nor a preset ({', '.join(PRESETS)})"
+        raise Problem(
+            f"--model {name}: not a directory{known}, and the Hugging Face hub gave no configuration for it "
+            f"({one_line(error, 160)})"
+        ) from error
+    return Source(name, "hub", config, weights=True)
+
+
+def _with_head(source: Source) -> Source:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Problem(
+            f"--model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
+            "training on text needs"
+        )
+    return source
+
+
+def random_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model with random weights, from the current seed."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:
+        raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
+
+
+def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
+    """The model with its trained weights. Raises Problem where they are missing or unreadable."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(_folder(source), dtype=dtype, **options)
+    except Exception as error:
+        raise Problem(f"--model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
+
+
+def load_tokenizer(name: str, option: str) -> Any:
+    """The tokenizer of a directory or a hub model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+    except Exception as error:
+        raise Problem(f"{option} {name}: there is no tokenizer that can be loaded ({one_line(error, 160)})") from error
+
+
+def _folder(source: Source) -> str:
+    path = Path(source.name)
+    return str(path.parent if source.kind == "path" and path.is_file() else path)

@@ -1,0 +1,45 @@
+"""What goes wrong for a user, said in one sentence: a `Problem` is printed as `tigon: …`, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+
+
+class Problem(Exception):
+    """A command cannot go on, for a reason that the user can do something about.
+
+    Args:
+        sentence: what is wrong and what would be right.
+        code: the exit status; 2 for what the user gave, 1 for a result that is not what it must be.
+    """
+
+    def __init__(self, sentence: str, code: int = 2) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def needs(command: str, extra: str, *modules: str) -> None:
+    """Raise a Problem with the install line when a command's optional packages are missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Problem(f"{command} needs {', '.join(missing)}: pip install 'tigon[{extra}]'")
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of an error that says something, for use inside a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return (text if len(text) <= limit else text[:limit] + "…").rstrip(".")
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a device without space; safetensors and torch.save have errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        text = str(error)
+        if "No space left" in text or "File too large" in text or "PytorchStreamWriter failed writing" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
