@@ -1,0 +1,7 @@
+"""Benchmarks against eager PyTorch, `torch.compile` and the peers, in one run, as multiples of the hardware's floor.
+
+cases    what is measured: a table of operators, their shapes, bytes, FLOPs and implementations
+runner   how: correctness against fp64, interleaved timing, peak memory
+models   one training step of a whole model, each side in a process of its own
+report   rows as text, JSON and Markdown;  plots: as PNG
+"""

@@ -1,0 +1,291 @@
+"""Results of `tigon bench` as a text table, JSON and Markdown.
+
+    python -m tigon.bench.report results.json             the table
+    python -m tigon.bench.report results.json --markdown  what the documentation shows
+
+Nothing here needs more than torch, so that a bare GPU machine can measure.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Raised when a field changes its meaning or goes. kind "ops": rows are runner.Row; kind "model": models.Side.
+SCHEMA = 1
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "datasets",
+    "tokenizers",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+)
+
+
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Hardware and versions, as a result file records them. What is not there is None."""
+    from tigon import __version__
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, Any] = {
+        "device": _cpu_name() if device.type != "cuda" else torch.cuda.get_device_name(device),
+        "device_type": device.type,
+        "memory_gib": None,
+        "capability": None,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "hip": getattr(torch.version, "hip", None),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "tigon": __version__,
+        "packages": {name: package_version(name) for name in PACKAGES},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+    return found
+
+
+def package_version(name: str) -> str | None:
+    if name == "torch":  # its metadata leaves out the build, and the build is the half of it
+        return str(torch.__version__)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, from where the kernel module tells it."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    return next((word for word in line.split() if word[0].isdigit() and "." in word), None)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
+    """One result file as a dictionary: what was measured, on what, when, by which command."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
+        "environment": environment(device),
+        **more,
+        "rows": [row.to_dict() for row in rows],
+    }
+
+
+def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write a result file whole or not at all: a run that is killed leaves the file of the case before."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a result file. Raises ValueError with a sentence for anything that is not one of this schema."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a result file: {error}.") from None
+    if not isinstance(content, dict) or content.get("kind") not in COLUMNS:
+        raise ValueError(f"{path} is not a result file of tigon bench.")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {content.get('schema')!r}, this version reads {SCHEMA}.")
+    return content
+
+
+# ------------------------------------------------------------------------------------------------------------- cells
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, without an exponent."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - int(f"{value:e}".split("e")[1]))
+    return f"{value:,.{decimals}f}"
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return "×".join(map(str, row["shape"]))
+
+
+def _total(row: dict[str, Any]) -> str:
+    if row["total_ms"] is None:
+        return "–"
+    low, high = row["total_range_ms"]
+    return f"{_number(row['total_ms'])} ({_number(low)}–{_number(high)})"
+
+
+def _times_floor(row: dict[str, Any]) -> str:
+    return "–" if row["times_floor"] is None else f"{row['times_floor']:.2f}×"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return "–" if row["rate"] is None else f"{_number(row['rate'])} {row['rate_unit']}"
+
+
+def _errors(row: dict[str, Any]) -> str:
+    return f"{max(row['errors'].values()):.1e}" if row["errors"] else "–"
+
+
+def _remark(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return f"{row['status'].upper()}: {row['reason']}"
+    return row.get("note", "")
+
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "ops": {
+        "op": lambda r: r["op"],
+        "shape": _shape,
+        "dtype": lambda r: r["dtype"],
+        "by": lambda r: r["implementation"],
+        "fwd ms": lambda r: _number(r["forward_ms"]),
+        "bwd ms": lambda r: _number(r["backward_ms"]),
+        "fwd+bwd ms (range)": _total,
+        "× floor": _times_floor,
+        "rate": _rate,
+        "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
+        "error": _errors,
+        "remark": _remark,
+    },
+    "model": {
+        "model": lambda r: r["model"],
+        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
+        "by": lambda r: r["side"],
+        "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
+        "step ms": lambda r: _number(r["step_ms"]),
+        "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
+        "first loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
+        "last loss": lambda r: f"{r['losses'][-1]:.5f}" if r["losses"] else "–",
+        "remark": _remark,
+    },
+}
+_TEXT_COLUMNS = ("op", "shape", "dtype", "by", "model", "batch×seq", "first loss", "last loss", "remark")
+
+
+def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table. Columns that say nothing in any row are left out."""
+    columns = COLUMNS[content["kind"]]
+    rows = [[column(row) for column in columns.values()] for row in content["rows"]]
+    kept = [i for i in range(len(columns)) if any(row[i] not in ("", "–") for row in rows)]
+    return [list(columns)[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def headline(content: dict[str, Any]) -> str:
+    """The line above a table: hardware, ceilings, versions."""
+    env = content["environment"]
+    parts = [env["device"]]
+    if "ceilings" in content:
+        ceilings = content["ceilings"]
+        parts.append(f"copy {_number(ceilings['copy_gbps'])} GB/s")
+        parts.append(f"matmul {_number(ceilings['matmul_tflops'])} TFLOP/s ({ceilings['matmul']})")
+    versions = {
+        k: v for k, v in env["packages"].items() if v and k in ("torch", "triton", "transformers", "liger-kernel")
+    }
+    parts += [f"{k} {v}" for k, v in versions.items()]
+    return ", ".join([*parts, content["date"][:10]])
+
+
+# ----------------------------------------------------------------------------------------------------------- formats
+
+
+def to_text(content: dict[str, Any]) -> str:
+    header, rows = cells(content)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)] if rows else [len(h) for h in header]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if name in _TEXT_COLUMNS else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([headline(content), line(header), *(line(row) for row in rows)])
+
+
+def to_rich(content: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    header, rows = cells(content)
+    table = Table(title=headline(content), title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=name not in ("remark",))
+    last = None
+    for row, data in zip(rows, content["rows"], strict=True):
+        group = (data.get("op"), data.get("shape"), data.get("dtype"))
+        if last not in (None, group):
+            table.add_section()
+        last = group
+        ours = data.get("implementation", data.get("side", "")).startswith("tigon")
+        style = (
+            "red" if data["status"] == "wrong" else "dim" if data["status"] == "failed" else "bold" if ours else None
+        )
+        table.add_row(*map(escape, row), style=style)
+    return table
+
+
+def to_markdown(content: dict[str, Any]) -> str:
+    header, rows = cells(content)
+    align = [":--" if name in _TEXT_COLUMNS else "--:" for name in header]
+    lines = [header, align, *rows]
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"{headline(content)}. `{content['command']}`\n\n{table}\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tigon.bench.report", description="Show result files of tigon bench."
+    )
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown instead of text")
+    options = parser.parse_args(arguments)
+    for path in options.files:
+        try:
+            content = load(path)
+        except (OSError, ValueError) as error:
+            print(f"report: {error}", file=sys.stderr)
+            return 2
+        print(to_markdown(content) if options.markdown else to_text(content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

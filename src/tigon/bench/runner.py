@@ -1,0 +1,333 @@
+"""How `tigon bench` measures: correctness against fp64, peak memory, then interleaved timing.
+
+Times are medians of CUDA events over a cold cache (`triton.testing.do_bench`), of a host clock on a CPU. All
+implementations of a case are timed once per round, round after round, so that a drift of the card's clocks meets all of
+them; the report is the median over the rounds and their range. The backward is the difference of the two measurements:
+timed alone it would need a retained graph, which several peers overwrite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.bench.cases import TOLERANCE, Implementation, Inputs, Op, Shape
+
+# Above this a cold cache no longer matters, and do_bench's calls before the measured ones would cost minutes.
+LONG_MS = 20.0
+LONG_REPEATS = 5
+
+
+@dataclass
+class Row:
+    """One implementation on one case. Milliseconds, MiB; NaN-free: what was not measured is None."""
+
+    op: str
+    shape: Shape
+    dtype: str
+    implementation: str
+    status: str = "ok"  # ok | wrong | failed
+    reason: str = ""
+    note: str = ""
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    total_ms: float | None = None
+    total_range_ms: tuple[float, float] | None = None
+    floor_ms: float | None = None
+    times_floor: float | None = None
+    rate: float | None = None
+    rate_unit: str = ""
+    peak_mib: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float | None:
+        return max(self.errors.values()) if self.errors else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure: rounds over all implementations, and milliseconds of warm-up and of repeats in each."""
+
+    rounds: int = 3
+    warmup_ms: float = 25.0
+    repeat_ms: float = 100.0
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reached in this run: a large copy (bytes read + written), and a square matrix product."""
+
+    copy_gbps: float
+    matmul_tflops: float
+    matmul: str
+
+
+def time_ms(fn: Callable[[], Any], device: torch.device, settings: Settings, estimate_ms: float | None = None) -> float:
+    """Median milliseconds of fn()."""
+    if estimate_ms is None:
+        fn()
+        estimate_ms = _once_ms(fn, device)
+    if device.type == "cuda" and estimate_ms < LONG_MS:
+        from triton.testing import do_bench
+
+        return float(do_bench(fn, warmup=settings.warmup_ms, rep=settings.repeat_ms, return_mode="median"))
+    repeats = max(LONG_REPEATS, min(1000, int(settings.repeat_ms / max(estimate_ms, 1e-3))))
+    fn()
+    if device.type != "cuda":
+        return statistics.median(_once_ms(fn, device) for _ in range(repeats))
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in marks)
+
+
+def _once_ms(fn: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    fn()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_ceilings(device: torch.device, settings: Settings | None = None) -> Ceilings:
+    settings = settings or Settings()
+    on_gpu = device.type == "cuda"
+    elements = 1 << (29 if on_gpu else 23)
+    if on_gpu:  # source and copy take a quarter of what is free at most
+        elements = min(elements, torch.cuda.mem_get_info(device)[0] // 16)
+    copy_gbps = _copy_gbps(elements, torch.bfloat16 if on_gpu else torch.float32, device, settings)
+    _free(device)
+    n, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    ms = time_ms(lambda: torch.mm(a, b, out=out), device, settings)
+    return Ceilings(copy_gbps, 2 * n**3 / ms / 1e9, f"{n}³ {str(dtype).removeprefix('torch.')}")
+
+
+def _copy_gbps(elements: int, dtype: torch.dtype, device: torch.device, settings: Settings) -> float:
+    source = torch.randn(elements, device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    ms = time_ms(lambda: target.copy_(source), device, settings)
+    return 2 * source.numel() * source.element_size() / ms / 1e6
+
+
+def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[str, Implementation]:
+    """Implementations to measure: all that run here and need no asking, or `tigon` with those named and their variants."""
+    if names is None:
+        return {
+            name: implementation
+            for name, implementation in op.implementations.items()
+            if not implementation.on_request and (device.type == "cuda" or not implementation.gpu_only)
+        }
+    wanted = {"tigon", *names}
+    return {
+        name: implementation
+        for name, implementation in op.implementations.items()
+        if name in wanted or (name.split("-")[0] in wanted and not implementation.on_request)
+    }
+
+
+def run_case(
+    op: Op,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    ceilings: Ceilings,
+    *,
+    implementations: dict[str, Implementation] | None = None,
+    settings: Settings | None = None,
+    ignored: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Check and time every implementation of one operator on one shape. One that fails gets a row that says why."""
+    settings = settings or Settings()
+    implementations = choose(op, None, device) if implementations is None else implementations
+    dtype_name = str(dtype).removeprefix("torch.")
+    title = f"{op.name} {'×'.join(map(str, shape))} {dtype_name}"
+    if "compile" in implementations:
+        torch._dynamo.reset()
+    inputs = op.make(shape, dtype, device, ignored)
+    say(f"{title}: reference")
+    expected = op.expect(inputs)
+    _free(device)
+
+    rows, steps, estimates = {}, {}, {}
+    for name, implementation in implementations.items():
+        say(f"{title}: check {name}")
+        row = rows[name] = Row(op.name, shape, dtype_name, name, note=implementation.note)
+        if implementation.gpu_only and device.type != "cuda":
+            row.status, row.reason = "failed", "runs on a GPU only"
+            continue
+        try:
+            fn = implementation.load()
+            row.errors = _errors(fn, inputs.clone(), expected)
+            if not all(e <= TOLERANCE[dtype] for e in row.errors.values()):  # NaN is not <=
+                row.status = "wrong"
+                row.reason = f"relative error above {TOLERANCE[dtype]:g} in " + ", ".join(
+                    k for k, e in row.errors.items() if not e <= TOLERANCE[dtype]
+                )
+            row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
+            steps[name] = fn
+        except Exception as error:  # a peer may fail in any way, and its row says how
+            row.status, row.reason = "failed", _one_line(error)
+        _free(device)
+    del expected
+
+    floor = _Floor(op, inputs, shape, dtype, device, ceilings, settings)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for r in range(settings.rounds):
+        floor.measure()
+        for name in list(steps):
+            say(f"{title}: round {r + 1} of {settings.rounds}, {name}")
+            try:
+                times[name].append(
+                    _time_round(steps[name], implementations[name], inputs, device, settings, estimates[name])
+                )
+            except Exception as error:
+                rows[name].status, rows[name].reason = "failed", _one_line(error)
+                del steps[name], times[name]
+            _free(device)
+    for name, measured in times.items():
+        _fill(rows[name], measured, floor)
+    return list(rows.values())
+
+
+def _run(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    out = fn(**inputs.arguments)
+    outs = out if isinstance(out, tuple) else (out,)
+    return outs, torch.autograd.grad(outs, [inputs.arguments[k] for k in inputs.wrt], inputs.grads)
+
+
+def _errors(fn: Callable[..., Any], inputs: Inputs, expected: dict[str, list[tuple[Any, Tensor]]]) -> dict[str, float]:
+    outs, grads = _run(fn, inputs)
+    got = dict(zip((*inputs.outputs, *(f"d{k}" for k in inputs.wrt)), (*outs, *grads), strict=True))
+    errors = {}
+    for name, parts in expected.items():
+        wrong = sum((got[name].detach()[index].double() - value).square().sum() for index, value in parts)
+        size = sum(value.square().sum() for _, value in parts)
+        errors[name] = float(torch.as_tensor(wrong / size).sqrt())
+    return errors
+
+
+def _peak_mib(fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> tuple[float | None, float]:
+    """Peak memory of forward + backward beyond inputs and upstream gradients (gradients count), and its rough time."""
+    if device.type != "cuda":
+        return None, _once_ms(lambda: _run(fn, inputs), device)
+    _free(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    ms = _once_ms(lambda: _run(fn, inputs), device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20, ms
+
+
+def _time_round(
+    fn: Callable[..., Any],
+    implementation: Implementation,
+    inputs: Inputs,
+    device: torch.device,
+    settings: Settings,
+    estimate_ms: float,
+) -> tuple[float, float]:
+    """Milliseconds of the forward, as in training, and of forward + backward."""
+    if implementation.overwrites:
+        inputs = inputs.clone()
+    forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
+    return forward, time_ms(lambda: _run(fn, inputs), device, settings, estimate_ms)
+
+
+class _Floor:
+    """The least time that forward and backward can take here: bytes at the copy bandwidth, or GEMMs timed alone."""
+
+    def __init__(
+        self,
+        op: Op,
+        inputs: Inputs,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        ceilings: Ceilings,
+        settings: Settings,
+    ) -> None:
+        self.op, self.inputs, self.device, self.settings = op, inputs, device, settings
+        self.bytes = sum(op.nbytes(shape, dtype.itemsize))
+        self.flops = sum(op.flops(shape)) if op.flops else None
+        self.measured: list[float] = []
+        self._by_bytes = self.bytes / ceilings.copy_gbps / 1e6
+
+    def measure(self) -> None:
+        if self.op.floor is None:
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.measured.append(sum(time_ms(fn, self.device, self.settings) for fn in self.op.floor(self.inputs)))
+        _free(self.device)
+
+    @property
+    def ms(self) -> float | None:
+        if self.op.floor is None:
+            return self._by_bytes
+        return statistics.median(self.measured) if self.measured else None
+
+
+def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
+    totals = [total for _, total in measured]
+    row.total_ms = statistics.median(totals)
+    row.total_range_ms = (min(totals), max(totals))
+    row.forward_ms = statistics.median(forward for forward, _ in measured)
+    row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
+    row.floor_ms = floor.ms
+    row.times_floor = None if floor.ms is None else row.total_ms / floor.ms
+    if floor.flops is not None:
+        row.rate, row.rate_unit = floor.flops / row.total_ms / 1e9, "TFLOP/s"
+    else:
+        row.rate, row.rate_unit = floor.bytes / row.total_ms / 1e6, "GB/s"
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''}"
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parse_shape(op: Op, text: str) -> Shape:
+    """'8192x4096' as numbers. Raises ValueError with a sentence for another number of them than the operator takes."""
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != len(op.shape_names) or not all(p.isdecimal() and int(p) > 0 for p in parts):
+        example = "x".join(map(str, op.small[0]))
+        raise ValueError(
+            f"{op.name}: shape must be {'x'.join(n.replace(' ', '-') for n in op.shape_names)}, such as {example}, "
+            f"got {text!r}."
+        )
+    shape = tuple(map(int, parts))
+    if math.prod(shape) >= 1 << 48:
+        raise ValueError(f"{op.name}: shape {text} has {math.prod(shape):.1e} elements, more than any device holds.")
+    return shape
