@@ -141,7 +141,8 @@ def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
         if x is None:
             return cos.new_empty(0)
         if not inverse:
-            return torch.empty_like(x, dtype=dtype)  # the strides of x: attention takes it as it was
+            y = torch.empty_like(x, dtype=dtype)  # the strides of x: attention takes it as it was
+            return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernel writes unit strides
         # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
         if unsqueeze_dim == 2:
             return x.new_empty(x.shape, dtype=dtype)
