@@ -10,7 +10,7 @@ a tolerance somebody chose, are what makes a wrong answer fail: zeros, 1.01 time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def check(
     reference: Callable[..., Any],
     *inputs: Any,
     eager: Callable[..., Any] | None = None,
-    grad: bool = True,
+    grad: bool | Collection[int] = True,
     draws: int = 1,
     **options: Any,
 ) -> None:
@@ -43,7 +43,7 @@ def check(
         reference: same arguments; evaluated in fp64 it is the truth.
         inputs: tensors, None or other values; or one function of a torch.Generator that returns them.
         eager: what PyTorch users write, evaluated in the inputs' dtype. Default: the reference.
-        grad: also compare the gradients of every floating-point input, for a random upstream gradient.
+        grad: also compare gradients, for a random upstream one: of every floating-point input, or of these indices.
         draws: how many sets of inputs a function makes. Errors of few numbers are luck: small shapes need several.
     """
     eager = eager or reference
@@ -59,14 +59,24 @@ def check(
 
 
 def evaluate(
-    fn: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any], grad: bool = True, seed: int = 0
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    grad: bool | Collection[int] = True,
+    seed: int = 0,
 ) -> Outputs:
     """Results and gradients of fn by name: "output 0", …, "gradient of input 0", …. Inputs are not touched."""
-    leaves = [t.detach().requires_grad_(grad and t.is_floating_point()) if isinstance(t, Tensor) else t for t in inputs]
+
+    def leaf(i: int, t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.detach().requires_grad_(t.is_floating_point() and (grad if isinstance(grad, bool) else i in grad))
+
+    leaves = [leaf(i, t) for i, t in enumerate(inputs)]
     results = fn(*leaves, **options)
     results = results if isinstance(results, tuple | list) else (results,)
     outputs: Outputs = {f"output {i}": r.detach() for i, r in enumerate(results)}
-    if not grad:
+    if grad is False:
         return outputs
     wanted = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
     active = [r for r in results if r.requires_grad]
@@ -95,14 +105,14 @@ class Errors:
         for name, truth in exact.items():
             value = got[name]
             if truth is None or value is None:
-                assert truth is None and value is None, f"{name}: {value} where {truth} was expected"
+                assert value is truth, f"{name}: {value} where {truth} was expected"
                 continue
             assert value.shape == truth.shape, f"{name}: shape {tuple(value.shape)}, expected {tuple(truth.shape)}"
             self.dtypes[name] = value.dtype
             value, truth = value.double().flatten(), truth.double().flatten()
             finite = truth.isfinite()
-            same = torch.equal(value[~finite].nan_to_num(), truth[~finite].nan_to_num())
-            assert same and bool((value.isfinite() == finite).all()), f"{name}: NaN or infinite in other places"
+            assert torch.equal(value.isfinite(), finite), f"{name}: NaN or infinite in other places"
+            assert torch.equal(value[~finite].nan_to_num(), truth[~finite].nan_to_num()), f"{name}: another infinity"
             self.errors.setdefault(name, []).append((value - truth)[finite].abs())
             self.sizes.setdefault(name, []).append(truth[finite].abs())
 
@@ -110,10 +120,10 @@ class Errors:
         complaints = []
         for name, parts in self.errors.items():
             ours, theirs, size = torch.cat(parts), torch.cat(eager.errors[name]), torch.cat(self.sizes[name])
-            if size.numel() == 0:
-                continue
             dtype = self.dtypes[name]
             assert dtype == eager.dtypes[name], f"{name}: {dtype}, eager gives {eager.dtypes[name]}"
+            if size.numel() == 0:
+                continue
             for kind, of in (("mean", torch.mean), ("maximum", torch.max)):
                 error, base, scale = of(ours).item(), of(theirs).item(), of(size).item()
                 order = FP32_ROUNDINGS * unit_roundoff(torch.float32 if dtype != torch.float64 else dtype) * scale

@@ -69,7 +69,7 @@ def test_the_right_answer_passes(dtype):
 @pytest.mark.parametrize("where", ["output", "x", "w"])
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_wrong_answer_fails(spoil, where, dtype):
-    with pytest.raises(AssertionError, match="input|output"):
+    with pytest.raises(AssertionError, match=r"input|output"):
         check(lambda x, w: Wrong.apply(x, w, where, SPOILS[spoil]), reference, *inputs(dtype))
 
 
@@ -96,7 +96,7 @@ def test_a_missing_gradient_fails():
 def test_another_shape_or_dtype_fails():
     with pytest.raises(AssertionError, match="shape"):
         check(lambda x, w: reference(x, w).sum(0), reference, *inputs(torch.float32))
-    with pytest.raises(AssertionError, match="dtype|bfloat16"):
+    with pytest.raises(AssertionError, match=r"float32.*bfloat16"):
         check(lambda x, w: reference(x, w).float(), reference, *inputs(torch.bfloat16))
 
 

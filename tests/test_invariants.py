@@ -1,0 +1,439 @@
+"""The rules that every operator keeps (CONTRIBUTING.md), over the table of operators and both implementations."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from numerics import check, evaluate
+from ops_table import OPS, Case, Op
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tigon
+
+CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
+EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def run(op: Op, inputs, options):
+    return evaluate(op.public, inputs, options, grad=op.differentiable(inputs))
+
+
+def compare(op: Op, public, case: Case, inputs) -> None:
+    """check() for inputs that are there already."""
+    check(public, op.reference, *inputs, eager=op.eager, grad=op.differentiable(inputs), **case.options)
+
+
+def assert_same_bits(got, expected, what: str) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, f"{what}: {name}"
+        else:
+            assert torch.equal(got[name], value), f"{what}: {name} differs"
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_forward_and_gradients(op: Op, case: Case, dtype, backend, device):
+    check(
+        op.public,
+        op.reference,
+        lambda generator: op.draw(case, dtype, device, generator),
+        eager=op.eager,
+        grad=op.differentiable(op.draw(case, dtype, device)),
+        draws=case.draws,
+        **case.options,
+    )
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_fp64_runs_through_the_reference(op: Op, case: Case, device):
+    inputs = op.draw(case, torch.float64, device)
+    inputs = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+    got, eager = run(op, inputs, case.options), evaluate(op.eager, inputs, case.options, grad=op.differentiable(inputs))
+    for name, value in eager.items():
+        if value is not None:
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
+
+
+@EVERY_OP
+def test_a_forced_backend_never_falls_back(op: Op, device, triton_backend):
+    """The kernels take no fp64: forced to them, the call raises where the reference would have served."""
+    with pytest.raises(RuntimeError, match=r"triton backend was forced, but .*float64"):
+        run(op, op.draw(op.typical, torch.float64, device), op.typical.options)
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t
+
+
+def every_other(t: Tensor) -> Tensor:
+    wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1])) if t.dim() else t
+    if t.dim():
+        wide[..., ::2] = t
+        wide[..., 1::2] = 77  # what a kernel that ignores the stride would read
+        return wide[..., ::2]
+    return t
+
+
+def padded(t: Tensor) -> Tensor:
+    if not t.dim():
+        return t
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), 77)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+@pytest.mark.parametrize("layout", [transposed, every_other, padded], ids=lambda f: f.__name__)
+@EVERY_OP
+def test_strided_inputs(op: Op, layout, backend, device):
+    case = op.typical
+    plain = op.draw(case, torch.float32, device)
+    strided = [layout(t) if isinstance(t, Tensor) else t for t in plain]
+    assert any(not t.is_contiguous() for t in strided if isinstance(t, Tensor))
+    compare(op, op.public, case, strided)
+    if backend == "triton":
+        assert_same_bits(run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
+
+
+@EVERY_OP
+def test_expanded_upstream_gradient(op: Op, backend, device):
+    """`y.sum().backward()` hands down a gradient whose strides are all zero."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+
+    def grads(of):
+        leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+        results = op.public(*leaves, **case.options)
+        results = results if isinstance(results, tuple) else (results,)
+        leaves = [leaves[i] for i in op.differentiable(inputs)]
+        return torch.autograd.grad(results, leaves, [of(r) for r in results])
+
+    expanded = grads(lambda r: r.new_ones(()).expand(r.shape))
+    dense = grads(torch.ones_like)
+    for a, b in zip(expanded, dense, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert backend == "torch" or torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"), [pytest.param(o, s, id=f"{o}-{'x'.join(map(str, s))}") for o in OPS for s in o.empty]
+)
+def test_empty_inputs(op: Op, shape, backend, device):
+    case = Case("empty", shape, op.typical.options, op.typical.inputs)
+    compare(op, op.public, case, op.draw(case, torch.bfloat16, device))
+
+
+# --------------------------------------------------------------------------------- nothing a caller sees is touched
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_inputs_saved_tensors_and_gradients_are_unchanged(op: Op, case: Case, backend, device):
+    inputs = op.draw(case, torch.float32, device)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+    kept: list[tuple[str, Tensor, Tensor, int]] = []
+
+    def keep(name: str, t: Tensor) -> Tensor:
+        kept.append((name, t, t.detach().clone(), t._version))
+        return t
+
+    for i, t in enumerate(leaves):
+        if isinstance(t, Tensor):
+            keep(f"input {i}", t)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: keep("saved tensor", t), lambda t: t):
+        results = op.public(*leaves, **case.options)
+    results = results if isinstance(results, tuple) else (results,)
+    upstream = [keep("incoming gradient", torch.randn_like(r)) for r in results]
+    for i, r in enumerate(results):
+        keep(f"output {i}", r)
+    torch.autograd.backward(results, upstream)
+    for name, t, before, version in kept:
+        assert torch.equal(t, before), f"{name} was overwritten"
+        assert t._version == version, f"{name} was written to in place"
+
+
+@EVERY_OP
+def test_outputs_share_no_memory_with_inputs(op: Op, backend, device):
+    inputs = op.draw(op.typical, torch.float32, device)
+    results = op.public(*inputs, **op.typical.options)
+    storages = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
+    for r in results if isinstance(results, tuple) else (results,):
+        assert r.untyped_storage().data_ptr() not in storages
+
+
+# ----------------------------------------------------------------------------------------- only what is asked for
+
+
+class Work(TorchDispatchMode):
+    """Counts the elements that are written: a gradient that is not wanted must not show up here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor) and not func.is_view:
+                self.elements += t.numel()
+        return out
+
+
+def gradients_and_work(op: Op, case: Case, inputs, wanted) -> tuple[dict[int, Tensor], int]:
+    leaves = [t.detach().requires_grad_(i in wanted) if isinstance(t, Tensor) else t for i, t in enumerate(inputs)]
+    with Work() as work:
+        results = op.public(*leaves, **case.options)
+        results = results if isinstance(results, tuple) else (results,)
+        active = [r for r in results if r.requires_grad]
+        torch.autograd.backward(active, [torch.ones_like(r) for r in active])
+    return {i: t.grad for i, t in enumerate(leaves) if isinstance(t, Tensor)}, work.elements
+
+
+@EVERY_OP
+def test_frozen_inputs_cost_nothing(op: Op, backend, device):
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    every = op.differentiable(inputs)
+    full, full_work = gradients_and_work(op, case, inputs, every)
+    for frozen in every:
+        wanted = [i for i in every if i != frozen]
+        grads, work = gradients_and_work(op, case, inputs, wanted)
+        assert grads[frozen] is None
+        for i in wanted:
+            assert torch.equal(grads[i], full[i]), f"gradient {i} depends on whether input {frozen} is frozen"
+        assert work < full_work, f"input {frozen} is frozen, yet as much is written as for its gradient"
+
+
+@EVERY_OP
+def test_no_grad_makes_no_graph(op: Op, backend, device):
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+
+    def refuse(_):
+        raise AssertionError("a tensor was saved for a backward pass that cannot come")
+
+    for no_graph in (torch.no_grad(), torch.inference_mode()):
+        with no_graph, torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+            result = op.public(*leaves, **case.options)
+        for r in result if isinstance(result, tuple) else (result,):
+            assert not r.requires_grad
+    _, with_grad = gradients_and_work(op, case, inputs, op.differentiable(inputs))
+    with torch.no_grad():
+        _, without = gradients_and_work(op, case, inputs, [])
+    assert without < with_grad
+
+
+@EVERY_OP
+def test_an_output_without_a_gradient(op: Op, backend, device):
+    """Zero upstream, and None upstream, which set_materialize_grads(False) lets through."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+    results = op.public(*leaves, **case.options)
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.backward(results, [torch.zeros_like(r) for r in results])
+    for i in op.differentiable(inputs):
+        assert leaves[i].grad.abs().max() == 0
+
+
+# -------------------------------------------------------------------------------------------------- graph and bits
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_same_bits_on_every_run(op: Op, case: Case, backend, device):
+    inputs = op.draw(case, torch.bfloat16, device)
+    first = run(op, inputs, case.options)
+    for _ in range(2):
+        assert_same_bits(run(op, inputs, case.options), first, "a later run")
+
+
+@EVERY_OP
+def test_backward_twice_with_retain_graph(op: Op, backend, device):
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+    results = op.public(*leaves, **case.options)
+    results = results if isinstance(results, tuple) else (results,)
+    upstream = [torch.randn_like(r) for r in results]
+    wanted = [leaves[i] for i in op.differentiable(inputs)]
+    first = [g.clone() for g in torch.autograd.grad(results, wanted, upstream, retain_graph=True)]
+    second = torch.autograd.grad(results, wanted, upstream, retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    # Gradients are linear in the upstream one: exactly so for a power of two.
+    doubled = torch.autograd.grad(results, wanted, [2 * u for u in upstream])
+    for a, b in zip(first, doubled, strict=True):
+        assert torch.equal(2 * a, b)
+
+
+@EVERY_OP
+def test_double_backward_is_refused(op: Op, device, triton_backend):
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+    result = op.public(*leaves, **case.options)
+    first = result[0] if isinstance(result, tuple) else result
+    (grad,) = torch.autograd.grad(first.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
+        grad.square().sum().backward()
+
+
+@EVERY_OP
+def test_a_shared_input_gets_the_sum_of_its_gradients(op: Op, backend, device):
+    """The in-place gradients of other libraries are wrong when one tensor feeds two calls."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    wanted = op.differentiable(inputs)
+    once, _ = gradients_and_work(op, case, inputs, wanted)
+    leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(inputs)]
+    for _ in range(2):
+        result = op.public(*leaves, **case.options)
+        for r in result if isinstance(result, tuple) else (result,):
+            r.backward(torch.ones_like(r), retain_graph=True)
+    for i in wanted:
+        torch.testing.assert_close(leaves[i].grad, 2 * once[i], rtol=1e-6, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------- compile
+
+
+@pytest.fixture
+def compiler(device):
+    """A compiler backend that counts its graphs. Inductor needs a GPU to be worth its time."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+    torch._dynamo.reset()
+
+
+@EVERY_OP
+def test_compiles_whole_and_dynamic(op: Op, backend, device, compiler):
+    case = op.typical
+    compiled = torch.compile(lambda *a: op.public(*a, **case.options), fullgraph=True, dynamic=True, backend=compiler)
+    first, *rest = case.shape
+    graphs = []
+    for rows in (first + 1, first + 4, first + 9):
+        sized = Case(case.why, (rows, *rest), case.options, case.inputs)
+        inputs = op.draw(sized, torch.float32, device)
+        compare(op, lambda *a, **_: compiled(*a), case, inputs)
+        if backend == "triton" and device.type == "cpu":
+            assert_same_bits(
+                evaluate(compiled, inputs, {}, grad=op.differentiable(inputs)),
+                run(op, inputs, case.options),
+                "compiled",
+            )
+        graphs.append(compiler.frame_count)
+    assert graphs[-1] == graphs[0], "another number of rows made it compile again"
+
+
+class LibraryCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tigon":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]:
+    """The torch.ops.tigon calls that an op makes under compile, recorded without compiling."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    inputs = op.draw(case, dtype, device)
+    with LibraryCalls() as recorded:
+        run(op, inputs, case.options)
+    monkeypatch.undo()
+    return recorded.calls
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, monkeypatch):
+    calls = library_calls(op, case, torch.bfloat16, device, monkeypatch)
+    assert calls, "nothing of this call goes through a library op"
+    for func, args in calls:
+        args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+        # Gradients are RMSNormFunction's and its like's: the ops themselves are not differentiable.
+        torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_every_library_op_is_in_the_table(device, triton_backend, monkeypatch):
+    called = set()
+    for op in OPS:
+        names = {
+            func.name().removeprefix("tigon::")
+            for case in op.cases
+            for func, _ in library_calls(op, case, torch.float32, device, monkeypatch)
+        }
+        assert names == set(op.launches), f"{op} calls {sorted(names)}"
+        called |= names
+        with contextlib.suppress(AttributeError):
+            monkeypatch.undo()
+    registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
+    assert called == registered
+
+
+# --------------------------------------------------------------------------------------------------- around the op
+
+
+@EVERY_OP
+def test_autocast(op: Op, backend, device):
+    """Autocast changes what matrix products return and nothing else."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        got = run(op, inputs, case.options)
+    assert got["output 0"].dtype == op.autocast
+    for i in op.differentiable(inputs):
+        assert got[f"gradient of input {i}"].dtype == torch.float32
+    if op.autocast == torch.float32:
+        assert_same_bits(got, run(op, inputs, case.options), "autocast")
+
+
+@EVERY_OP
+def test_functional_call(op: Op, backend, device):
+    """torch.func.functional_call swaps parameters: nothing may be remembered from an earlier call."""
+    case = op.typical
+    inputs, others = op.draw(case, torch.float32, device, 0), op.draw(case, torch.float32, device, 1)
+    learned = op.differentiable(inputs)
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for i in learned:
+                self.register_parameter(f"p{i}", torch.nn.Parameter(inputs[i]))
+
+        def forward(self):
+            return op.public(*[getattr(self, f"p{i}", t) for i, t in enumerate(inputs)], **case.options)
+
+    with torch.no_grad():
+        module = Module()
+        module()
+        got = torch.func.functional_call(module, {f"p{i}": others[i] for i in learned}, ())
+        want = op.public(*[others[i] if i in learned else t for i, t in enumerate(inputs)], **case.options)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("op", "bad"), [pytest.param(o, b, id=f"{o}-{i}") for o in OPS for i, b in enumerate(o.bad)])
+def test_bad_input_gets_a_sentence(op: Op, bad, device):
+    inputs = [t.to(device) if isinstance(t, Tensor) else t for t in bad.inputs()]
+    with pytest.raises(ValueError, match=bad.message):
+        op.public(*inputs, **bad.options)
+
+
+def test_every_public_operator_is_in_the_table():
+    functions = {n for n in tigon.__all__ if n.islower() and callable(getattr(tigon, n))} - {"fuse", "use_backend"}
+    assert functions == {op.name for op in OPS}
