@@ -1,0 +1,178 @@
+"""The loop behind every fused-linear loss: logits exist for one chunk of rows at a time, in one reused buffer.
+
+    for each chunk of rows:
+        logits ← x Wᵀ (+ bias)          matrix product into the buffer
+        logits ← d loss / d logits      one pass over the buffer; per-row losses on the side
+        dx     ← logits W               matrix product straight into its rows of dx
+        dw     += logitsᵀ x             matrix product that accumulates, in fp32 where several chunks add up
+
+A chunk is as many rows as fit a byte budget, so memory does not grow with the batch and matrix products stay large.
+Rows whose target is ignored can be left out altogether (`num_valid`): time and memory then follow the valid tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
+CHUNK_BYTES = 2**30
+CPU_CHUNK_BYTES = 2**25
+
+
+def chunk_budget(device: torch.device, chunk_bytes: int | None = None) -> int:
+    """Bytes of logits a chunk may hold: the argument, else TIGON_CHUNK_BYTES, else 1 GiB (32 MiB on a CPU)."""
+    if chunk_bytes is None:
+        text = os.environ.get("TIGON_CHUNK_BYTES")
+        if text:
+            try:
+                chunk_bytes = int(text)
+            except ValueError:
+                raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
+    if chunk_bytes is None:
+        return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")
+    return chunk_bytes
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """Rows a chunk: what the budget holds, balanced over the chunks, a multiple of 128 (the tiles of the products)."""
+    most = max(128, budget // max(1, row_bytes) // 128 * 128)
+    chunks = max(1, -(-rows // most))
+    balanced = -(-rows // chunks)
+    return max(1, min(rows, -(-balanced // 128) * 128))
+
+
+class ValidCount:
+    """The number of targets that are not ignored, on its way from the device to the host.
+
+    Start it when the labels are first seen; `int(count)` then waits only until the device has come to that point,
+    with all the work queued since still ahead of it: the device never idles.
+
+    Args:
+        target: integer labels of any shape.
+        ignore_index: what does not count.
+        shift: leave out the first label of each row, as a causal language model does.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
+        labels = target[..., 1:] if shift else target
+        count = (labels != ignore_index).sum()
+        self._event: torch.cuda.Event | None = None
+        if count.is_cuda:
+            host = torch.empty((), dtype=torch.int64, pin_memory=True)
+            host.copy_(count, non_blocking=True)
+            with torch.cuda.device(count.device):
+                self._event = torch.cuda.Event()
+                self._event.record()
+            count = host
+        self._count = count
+
+    def __int__(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return int(self._count)
+
+    __index__ = __int__
+
+
+@dataclass
+class Chunk:
+    """Rows start to stop, in the order of `Chunks`: their logits (scratch), inputs and targets."""
+
+    start: int
+    stop: int
+    logits: Tensor
+    x: Tensor
+    target: Tensor
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Chunks:
+    """The rows of one loss in the order in which they are worked on; iterating computes the logits chunk by chunk.
+
+    Args:
+        x: (N, H) inputs of the head, in the compute dtype.
+        weight: (V, H), compute dtype.
+        bias: (V,) or None.
+        target: (N,).
+        ignore_index: targets that do not count.
+        num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
+        budget: bytes of logits a chunk may hold.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
+        num_valid: int | None, budget: int,
+    ) -> None:  # fmt: skip
+        self.x, self.weight, self.bias, self.target = x, weight, bias, target
+        self.visited = x.shape[0] if num_valid is None else max(0, min(num_valid, x.shape[0]))
+        self.index: Tensor | None = None
+        if self.visited < x.shape[0]:
+            # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
+            order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
+            self.index = order[: self.visited]
+        self.size = chunk_rows(self.visited, weight.shape[0] * x.element_size(), budget) if self.visited else 0
+        self.count = -(-self.visited // self.size) if self.visited else 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        buffer = self.x.new_empty(self.size, self.weight.shape[0])
+        for start in range(0, self.visited, self.size or 1):
+            stop = min(start + self.size, self.visited)
+            if self.index is None:
+                x, target = self.x[start:stop], self.target[start:stop]
+            else:
+                here = self.index[start:stop]
+                x, target = self.x.index_select(0, here), self.target.index_select(0, here)
+            logits = buffer[: stop - start]
+            if self.bias is None:
+                torch.mm(x, self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, x, self.weight.t(), out=logits)
+            yield Chunk(start, stop, logits, x, target)
+
+    def in_batch_order(self, results: Tensor) -> Tensor:
+        """Per-row results (visited, ...) as (N, ...), zero for the rows that were left out."""
+        if self.index is None:
+            return results
+        return results.new_zeros(self.x.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
+
+    def new_input_gradient(self) -> Tensor:
+        """(N, H), zero where rows are left out."""
+        return torch.empty_like(self.x) if self.index is None else torch.zeros_like(self.x)
+
+    def add_input_gradient(self, dx: Tensor, chunk: Chunk) -> None:
+        """Rows of dx = dlogits W, where chunk.logits hold dlogits."""
+        if self.index is None:
+            torch.mm(chunk.logits, self.weight, out=dx[chunk.rows])
+        else:
+            dx.index_copy_(0, self.index[chunk.rows], torch.mm(chunk.logits, self.weight))
+
+
+def accumulate_weight_gradient(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
+    """dw (V, H) = or += dlogitsᵀ x, without a temporary of dw's size; dw may be fp32 under half-precision factors."""
+    if dw.dtype == x.dtype:
+        if first:
+            torch.mm(dlogits.t(), x, out=dw)
+        else:
+            dw.addmm_(dlogits.t(), x)
+    elif x.is_cuda:
+        if first:
+            torch.mm(dlogits.t(), x, out_dtype=dw.dtype, out=dw)
+        else:
+            torch.addmm(dw, dlogits.t(), x, out_dtype=dw.dtype, out=dw)
+    else:
+        dlogits, x = dlogits.t().to(dw.dtype), x.to(dw.dtype)
+        if first:
+            torch.mm(dlogits, x, out=dw)
+        else:
+            dw.addmm_(dlogits, x)

@@ -1,0 +1,320 @@
+"""Cross entropy of a linear head, without its logits: the loss and all gradients in one walk over chunks of rows.
+
+    logits = softcap(scale · (x Wᵀ + bias));   loss as in tigon.cross_entropy
+
+Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, https://arxiv.org/abs/2411.09009.
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsInt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.backend import launcher, tl, triton, use_triton
+from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
+from tigon.ops.cross_entropy import (
+    check_options,
+    check_target,
+    cross_entropy_reference,
+    cross_entropy_rows,
+    cross_entropy_rows_backward,
+    inverse_divisor,
+)
+
+ACCUMULATE = ("fp32", "weight")
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    divisor: Tensor | float | None = None,
+    num_valid: SupportsInt | None = None,
+    chunk_bytes: int | None = None,
+    accumulate: str = "fp32",
+) -> Tensor:
+    """Cross entropy of the logits x Wᵀ + bias, which are never all in memory at once.
+
+    Args:
+        x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
+        weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
+        target: (...), integer class indices.
+        bias: (V,) or None.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, scale, divisor: as in `tigon.cross_entropy`.
+        num_valid: how many targets are not ignore_index, when the host knows (an int or a
+            `tigon.losses.chunked.ValidCount`). The other rows are then left out: time and memory follow the valid
+            tokens. Too small a number gives a NaN loss. On a CPU it is counted.
+        chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES.
+        accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
+            dtype, at half the memory and n roundings for n chunks.
+    Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
+    Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
+
+    Beyond its gradients it holds one chunk of logits. With "mean" and "sum" the gradients are computed in the forward
+    pass: three matrix products in all. "none" computes the logits again in the backward pass, since every row has an
+    upstream gradient of its own.
+
+    Replaces::
+
+        loss = F.cross_entropy(F.linear(x, weight, bias).float(), target)
+    """
+    name = "linear_cross_entropy"
+    check_options(name, reduction, label_smoothing, softcap, divisor)
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (..., H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if not compute.is_floating_point:
+        raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
+    for argument, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != compute and not autocast:
+            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
+    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index)
+    budget = chunk_budget(x.device, chunk_bytes)
+
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    loss_dtype = torch.promote_types(compute, torch.float32)
+    valid = -1 if num_valid is None else int(num_valid)
+    inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)
+    if valid >= 0:
+        # A count that is too small would silently drop rows: make it loud, without looking at the device from here.
+        enough = (labels != ignore_index).sum() <= valid
+        guard = torch.where(enough, 1.0, float("nan")).to(loss_dtype)
+        inverse = guard if inverse is None else inverse * guard
+    loss = LinearCrossEntropyFunction.apply(
+        rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate,
+        torch.is_grad_enabled(), (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale),
+    )  # fmt: skip
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, reduction: str = "mean", *options: Any
+) -> Tensor:
+    """The specification: real logits. `options` as in `cross_entropy_reference`."""
+    rows = cross_entropy_reference(F.linear(x, weight, bias), target, *options)
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / (target != (options[0] if options else -100)).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    # A loss at the end of the graph has upstream gradient 1. In place that is one load, and nothing to do.
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if not IN_PLACE or factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, N, tl.num_programs(0).to(tl.int64) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _forward_fake(
+    x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
+):
+    V, H = weight.shape
+    acc = torch.promote_types(compute, torch.float32)
+    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=acc)
+    early = reduction != "none"
+    dx = x.new_empty(x.shape, dtype=compute) if need_dx and early else x.new_empty(0)
+    wide = _wide_weight_gradient(x.shape[0], V, x.device, reduction, compute, budget, fp32, weight.dtype)
+    dw = x.new_empty((V, H), dtype=acc if wide else compute) if need_dw and early else x.new_empty(0)
+    return loss, dx, dw, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
+
+
+def _wide_weight_gradient(
+    rows: Any, V: int, device: torch.device, reduction: str, compute: torch.dtype, budget: int, fp32: bool,
+    dtype: torch.dtype,
+) -> bool:  # fmt: skip
+    """Whether dW is summed in fp32 and narrowed in the backward pass, together with the upstream gradient.
+
+    "mean" in one chunk needs no sum and has its divisor folded in already: the product is rounded once, to its place.
+    A "sum" still waits for a factor (the token count), which would round a second time; fp16 would overflow.
+    """
+    if dtype != compute:  # fp32 master weights under autocast: the accumulator is the gradient
+        return True
+    if not fp32 and compute != torch.float16:
+        return False
+    return reduction == "sum" or compute == torch.float16 or rows * V * compute.itemsize > budget
+
+
+@launcher(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? inverse, int valid, str reduction,"
+    " ScalarType compute, int budget, bool fp32, bool need_dx, bool need_dw, bool need_db, int ignore_index,"
+    " float label_smoothing, float z_loss, float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward_fake,
+)
+def _linear_cross_entropy_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
+    reduction: str, compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    loss, dx, dw, db = _forward_fake(
+        x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
+    )
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+    need_dx, need_dw, need_db = (t.dim() > 0 and t.shape != (0,) for t in (dx, dw, db))
+    losses = x.new_empty(chunks.visited, dtype=loss.dtype)
+    # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
+    folded = None if compute == torch.float16 or reduction == "none" else inverse
+    if need_dx:
+        dx = chunks.new_input_gradient()
+    if need_db or chunks.count == 0:
+        db.zero_()
+    if chunks.count == 0:
+        dw.zero_()
+    gradient = need_dx or need_dw or need_db
+    for chunk in chunks:
+        cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, folded, gradient, *options)
+        if need_dx:
+            chunks.add_input_gradient(dx, chunk)
+        if need_dw:
+            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
+        if need_db:
+            db += chunk.logits.sum(0, dtype=db.dtype)
+    if reduction == "none":
+        loss = chunks.in_batch_order(losses)
+        return loss if inverse is None else loss * inverse, dx, dw, db
+    total = losses.sum()
+    return total if inverse is None else total * inverse, dx, dw, db
+
+
+def _chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype, budget: int,
+    ignore_index: int,
+) -> Chunks:  # fmt: skip
+    if valid < 0 and x.device.type == "cpu":
+        valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
+    x, weight = x.to(compute), weight.to(compute)
+    bias = bias if bias is None else bias.to(compute)
+    return Chunks(x, weight, bias, target, ignore_index, None if valid < 0 else valid, budget)
+
+
+def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):
+    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
+    return dx, dw, weight.new_empty(weight.shape[0]) if need_db else x.new_empty(0)
+
+
+@launcher(
+    "(Tensor dloss, Tensor x, Tensor weight, Tensor? bias, Tensor target, int valid, ScalarType compute, int budget,"
+    " bool fp32, bool need_dx, bool need_dw, bool need_db, int ignore_index, float label_smoothing, float z_loss,"
+    " float softcap, float scale) -> (Tensor, Tensor, Tensor)",
+    _backward_fake,
+)
+def _linear_cross_entropy_bwd(
+    dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype,
+    budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of reduction="none": logits again, since every row's upstream gradient is its own."""
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+    acc = torch.promote_types(compute, torch.float32)
+    dx = chunks.new_input_gradient() if need_dx else x.new_empty(0)
+    wide = weight.dtype != compute or (fp32 and chunks.count > 1)
+    dw = x.new_zeros(0)
+    if need_dw:
+        dw = x.new_empty(weight.shape, dtype=acc if wide else compute)
+        if chunks.count == 0:
+            dw.zero_()
+    db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
+    rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
+    lse = rows.new_empty(chunks.size)
+    for chunk in chunks:
+        here = lse[: chunk.stop - chunk.start]
+        cross_entropy_rows(chunk.logits, chunk.target, torch.empty_like(here), here, None, False, *options)
+        cross_entropy_rows_backward(rows[chunk.rows], chunk.logits, chunk.target, here, chunk.logits, *options)
+        if need_dx:
+            chunks.add_input_gradient(dx, chunk)
+        if need_dw:
+            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
+        if need_db:
+            db += chunk.logits.sum(0, dtype=acc)
+    return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype) if need_db else x.new_empty(0)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+    """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
+    in_place = ours and gradient.dtype == dtype
+    if torch.compiler.is_compiling() or not use_triton(gradient):
+        if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
+            return gradient
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+    n = gradient.numel()
+    _scale_kernel[(min(2048, triton.cdiv(n, 4096)),)](gradient, out, factor, n, in_place, 4096, num_warps=8)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
+        reduction: str, compute: torch.dtype, budget: int, accumulate: str, grad_enabled: bool, options: tuple,
+    ) -> Tensor:  # fmt: skip
+        needs = [need and grad_enabled for need in ctx.needs_input_grad[:3]]
+        fp32 = accumulate == "fp32"
+        loss, dx, dw, db = _linear_cross_entropy_fwd(
+            x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, *needs, *options
+        )
+        ctx.set_materialize_grads(False)
+        ctx.needs, ctx.reduction, ctx.arguments = needs, reduction, (valid, compute, budget, fp32)
+        ctx.options, ctx.dtypes = options, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        if reduction == "none":
+            ctx.save_for_backward(x, weight, bias, target, inverse)
+        else:
+            ctx.save_for_backward(dx, dw, db, inverse if compute == torch.float16 else None)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 12
+        if ctx.reduction == "none":
+            x, weight, bias, target, inverse = ctx.saved_tensors
+            dloss = dloss.contiguous() if inverse is None else dloss * inverse
+            grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *ctx.arguments, *ctx.needs, *ctx.options)
+        else:
+            *saved, inverse = ctx.saved_tensors
+            factor = dloss if inverse is None else dloss * inverse
+            # What forward computed may be scaled in place, unless the graph is kept for another backward pass.
+            ours = not torch.compiler.is_compiling() and not _graph_is_kept()
+            grads = [
+                _scaled(grad, factor, dtype, ours) if need else None
+                for grad, dtype, need in zip(saved, ctx.dtypes, ctx.needs, strict=True)
+            ]
+        return *(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)), *(None,) * 9
+
+
+def _graph_is_kept() -> bool:
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if kept is None else kept()

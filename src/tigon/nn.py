@@ -1,0 +1,95 @@
+"""Thin modules over the operators and losses, with the names and arguments of their torch counterparts."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsInt
+
+import torch
+from torch import Tensor
+
+from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.gated import geglu, swiglu
+from tigon.ops.rms_norm import rms_norm
+
+
+class RMSNorm(torch.nn.Module):
+    """`tigon.rms_norm` with a weight of its own.
+
+    Args:
+        normalized_shape: width N of the last dimension.
+        eps, offset, cast: as in `tigon.rms_norm`. With offset=1.0 the weight starts at zero, as Gemma stores it.
+        elementwise_affine: False for no weight.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
+        offset: float = 0.0,
+        cast: str = "llama",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.offset, self.cast = eps, offset, cast
+        start = torch.full((normalized_shape,), 1.0 - offset, device=device, dtype=dtype)
+        self.weight = torch.nn.Parameter(start) if elementwise_affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast=self.cast)
+
+    def extra_repr(self) -> str:
+        width = None if self.weight is None else self.weight.shape[0]
+        return f"{width}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) · up; with one argument, of its two halves. See `tigon.swiglu`."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return swiglu(gate, up)
+
+
+class GEGLU(torch.nn.Module):
+    """gelu(gate) · up; with one argument, of its two halves. See `tigon.geglu`."""
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return geglu(gate, up, approximate=self.approximate)
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """`tigon.cross_entropy` with its options fixed: forward(logits, target)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Tensor:
+        return cross_entropy(logits, target, divisor=divisor, **self.options)
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """`tigon.linear_cross_entropy` with its options fixed: forward(x, weight, target, bias)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        divisor: Tensor | float | None = None,
+        num_valid: SupportsInt | None = None,
+    ) -> Tensor:
+        return linear_cross_entropy(x, weight, target, bias=bias, divisor=divisor, num_valid=num_valid, **self.options)

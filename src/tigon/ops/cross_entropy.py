@@ -1,0 +1,415 @@
+"""Cross entropy of given logits. With z = softcap(scale · logits), lse = log Σ exp z, ε the smoothing, V classes:
+
+    loss = lse − (1 − ε) · z[target] − ε/V · Σ z + z_loss · lse²
+
+Sources: label smoothing, Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss, Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311; soft-capping, Gemma 2, https://arxiv.org/abs/2408.00118.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import launcher, rows_of, tl, triton, use_triton
+
+REDUCTIONS = ("mean", "sum", "none")
+CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    divisor: Tensor | float | None = None,
+) -> Tensor:
+    """Cross entropy that reads the logits once forward, and once more to write their gradient. They stay untouched.
+
+    Args:
+        logits: (..., V), any float dtype.
+        target: (...), integer class indices.
+        ignore_index: rows with this target have loss 0 and gradient 0.
+        reduction: "mean" over the rows that are not ignored, "sum", or "none" for one loss a row.
+        label_smoothing: ε in [0, 1], spread evenly over the classes.
+        z_loss: coefficient of lse², which keeps the logits from drifting.
+        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
+        scale: multiplies the logits, before the softcap.
+        divisor: with "mean", what the summed loss is divided by in place of the number of valid rows; a number or a
+            0-d tensor (the token count of a whole gradient-accumulation step).
+    Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 logits).
+    Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives a NaN loss on the
+        GPU, and a ValueError on the CPU or with TIGON_CHECKS=1.
+
+    Replaces::
+
+        loss = F.cross_entropy(logits.float(), target)
+    """
+    check_options("cross_entropy", reduction, label_smoothing, softcap, divisor)
+    if not logits.dtype.is_floating_point or logits.dim() == 0:
+        raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
+    check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index)
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
+    if not use_triton(logits):
+        rows = cross_entropy_reference(logits, target, *options)
+        inverse = inverse_divisor(target, ignore_index, reduction, divisor, rows.dtype)
+        return rows if reduction == "none" else rows.sum() if inverse is None else rows.sum() * inverse
+    rows = CrossEntropyFunction.apply(logits, target, *options)
+    if reduction == "none":
+        return rows
+    inverse = inverse_divisor(target, ignore_index, reduction, divisor, rows.dtype)
+    return rows.sum() if inverse is None else rows.sum() * inverse
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """One loss a row, (...)."""
+    z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
+    return _loss_reference(z, torch.logsumexp(z, dim=-1), target, ignore_index, label_smoothing, z_loss)
+
+
+def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor | float]:
+    """z = softcap(scale · logits) and dz/dlogits."""
+    z = logits * scale if scale != 1.0 else logits
+    if not softcap:
+        return z, scale
+    t = torch.tanh(z / softcap)
+    return softcap * t, scale * (1 - t * t)
+
+
+def _loss_reference(
+    z: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    valid = target != ignore_index
+    loss = lse - (1 - label_smoothing) * z.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        loss = loss - label_smoothing * z.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    return torch.where(valid, loss, 0.0)
+
+
+def _slope_reference(
+    z: Tensor, slope: Tensor | float, lse: Tensor, target: Tensor, factor: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """factor · d(loss)/d(logits) of (M, V) rows: the kernels' arithmetic, for the chunk loop on other devices."""
+    valid = (target != ignore_index).unsqueeze(-1)
+    dz = torch.exp(z - lse.unsqueeze(-1))
+    if z_loss:
+        dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
+    dz.scatter_add_(
+        -1, torch.where(valid, target.unsqueeze(-1), 0), dz.new_full((), label_smoothing - 1).expand(len(z), 1)
+    )
+    if label_smoothing:
+        dz -= label_smoothing / z.shape[-1]
+    if softcap or scale != 1.0:
+        dz *= slope
+    if factor is not None:
+        dz *= factor
+    return dz.masked_fill_(~valid, 0.0)
+
+
+def check_options(
+    name: str, reduction: str, label_smoothing: float, softcap: float | None, divisor: Tensor | float | None
+) -> None:
+    """Sentences for the options that every cross entropy shares."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
+    if divisor is not None and reduction != "mean":
+        raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
+    if isinstance(divisor, Tensor) and divisor.dim() != 0:
+        raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
+
+
+def check_target(name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int) -> None:
+    if target.shape != shape:
+        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
+    if target.dtype.is_floating_point or target.dtype == torch.bool:
+        raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
+    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    if (CHECKS or target.device.type == "cpu") and not torch.compiler.is_compiling() and target.numel():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            value = int(target[wrong].flatten()[0])
+            raise ValueError(
+                f"{name}: target must lie in [0, {classes}) or be ignore_index={ignore_index}, got {value}."
+            )
+
+
+def inverse_divisor(
+    target: Tensor, ignore_index: int, reduction: str, divisor: Tensor | float | None, dtype: torch.dtype
+) -> Tensor | None:
+    """1 / what the summed loss is divided by, as a 0-d tensor on the target's device; None for "sum" and "none".
+
+    Nothing here waits for the device. No valid row at all gives inf, and 0 · inf the NaN that torch gives.
+    """
+    if reduction != "mean":
+        return None
+    if divisor is None:
+        divisor = (target != ignore_index).sum()
+    elif not isinstance(divisor, Tensor):
+        return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)
+    return divisor.to(device=target.device, dtype=dtype).reciprocal()
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _cap(x, scale, softcap, SOFTCAP: tl.constexpr):
+    """z = softcap(scale · x) and dz/dx."""
+    z = x * scale
+    slope = scale
+    if SOFTCAP:
+        # tanh from exp(-2|u|), which neither overflows nor cancels for large u.
+        e = tl.exp(-2.0 * tl.abs(z / softcap))
+        t = tl.where(z >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
+        z = softcap * t
+        slope = scale * (1.0 - t * t)
+    return z, slope
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_fwd_kernel(
+    logits_ptr, target_ptr, loss_ptr, lse_ptr, inverse_ptr, V, stride_m,
+    ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and log-sum-exp of a row. With GRADIENT the row, a scratch buffer of our own, becomes d(loss)/d(logits)."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    target = tl.load(target_ptr + row)
+    lane = tl.arange(0, BLOCK)
+    if target == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
+                tl.store(logits_ptr + start + lane, zero, mask=start + lane < V)
+        return
+
+    # One pass with a running maximum a lane. DEPTH values are folded at a time within a thread, so that rescaling the
+    # sum costs 1/DEPTH of an exponential: the pass would otherwise be bound by exponentials, not by memory.
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top = tl.full((BLOCK,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        mask = start + tile < V
+        x = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        z, _ = _cap(x, scale, softcap, SOFTCAP)
+        z = tl.where(mask, z, float("-inf"))
+        if SMOOTHING:
+            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        new = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - new) + tl.sum(tl.exp(z - new[None, :]), 0)
+        top = new
+    m = tl.max(top, 0)
+    lse = m + tl.log(tl.sum(total * tl.exp(top - m), 0))
+
+    # A target out of range reads nothing and turns loss and gradient of its row into NaN.
+    valid = (target >= 0) & (target < V)
+    x = tl.load(logits_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+    z, _ = _cap(x, scale, softcap, SOFTCAP)
+    lse = tl.where(valid, lse, float("nan"))
+    loss = lse - (1.0 - smoothing) * z + z_loss * lse * lse
+    if SMOOTHING:
+        loss -= smoothing / V * tl.sum(sum_z, 0)
+    tl.store(loss_ptr + row, loss)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse)
+
+    if GRADIENT:
+        # The target's logit is read above by every thread and overwritten below by one.
+        tl.debug_barrier()
+        factor = 1.0
+        if inverse_ptr is not None:
+            factor = tl.load(inverse_ptr)
+        for start in range(0, V, DEPTH * BLOCK):
+            mask = start + tile < V
+            x = tl.load(logits_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+            dx = _slope(
+                x, lse, start + tile == target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP
+            )
+            tl.store(logits_ptr + start + tile, dx.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slope(
+    x, lse, is_target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """factor · d(loss)/d(logits)."""
+    z, slope = _cap(x, scale, softcap, SOFTCAP)
+    dz = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - tl.where(is_target, 1.0 - smoothing, 0.0)
+    if SMOOTHING:
+        dz -= smoothing / V
+    return dz * (factor * slope)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_bwd_kernel(
+    dloss_ptr, logits_ptr, target_ptr, lse_ptr, dlogits_ptr, V, stride_g, stride_m, stride_dm, ignore_index, smoothing,
+    z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    factor = tl.load(dloss_ptr + row * stride_g)
+    mask = cols < V
+    x = tl.load(logits_ptr + row * stride_m + cols, mask=mask & (target != ignore_index), other=0.0).to(tl.float32)
+    dx = _slope(x, lse, cols == target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
+    dx = tl.where(target == ignore_index, 0.0, dx)
+    tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def cross_entropy_rows(
+    logits: Tensor, target: Tensor, loss: Tensor, lse: Tensor | None, inverse: Tensor | None, gradient: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """Write each row's loss (and lse). With `gradient` overwrite the logits by their gradient times `inverse`.
+
+    logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; loss, lse: (M,).
+    """
+    M, V = logits.shape
+    if not use_triton(logits):
+        options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+        for part in _cache_sized(logits):
+            z, slope = _cap_reference(logits[part].to(loss.dtype), softcap, scale)
+            rows_lse = torch.logsumexp(z, dim=-1)
+            loss[part] = _loss_reference(z, rows_lse, target[part], *options[:3])
+            if lse is not None:
+                lse[part] = rows_lse
+            if gradient:
+                logits[part] = _slope_reference(z, slope, rows_lse, target[part], inverse, *options)
+        return
+    # 32 warps: one row a multiprocessor, so that the rows in flight (132 · 256 KiB for a vocabulary of 128k) stay in
+    # the L2 cache for the second reading.
+    warps = 4 if V <= 4096 else 8 if V <= 16384 else 32 if gradient else 16
+    block = min(triton.next_power_of_2(V), warps * 32 * 8)
+    depth = max(1, min(4, triton.next_power_of_2(V) // block))
+    # fmt: off
+    _cross_entropy_fwd_kernel[(M,)](
+        logits, target, loss, lse, inverse, V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
+        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, num_warps=warps)
+    # fmt: on
+
+
+def cross_entropy_rows_backward(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, dlogits: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """Write dlogits from the upstream gradient of each row's loss; dlogits may be logits, where those are scratch."""
+    M, V = logits.shape
+    if not use_triton(logits):
+        options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+        for part in _cache_sized(logits):
+            z, slope = _cap_reference(logits[part].to(lse.dtype), softcap, scale)
+            dlogits[part] = _slope_reference(z, slope, lse[part], target[part], dloss[part].unsqueeze(-1), *options)
+        return
+    block = min(2048, triton.next_power_of_2(V))
+    # fmt: off
+    _cross_entropy_bwd_kernel[(M * triton.cdiv(V, block),)](
+        dloss, logits, target, lse, dlogits, V, dloss.stride(0), logits.stride(0), dlogits.stride(0), ignore_index,
+        label_smoothing, z_loss, softcap, scale, label_smoothing != 0.0, softcap != 0.0, block, num_warps=4)
+    # fmt: on
+
+
+def _cache_sized(logits: Tensor) -> list[slice]:
+    """A few rows at a time: the temporaries of the torch path then stay in a CPU's caches and out of the peak."""
+    step = max(1, 2**20 // max(1, logits.shape[1]))
+    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
+
+
+def _cross_entropy_fwd_fake(logits, target, ignore_index, label_smoothing, z_loss, softcap, scale):
+    loss = logits.new_empty(target.shape, dtype=torch.float32)
+    return loss, torch.empty_like(loss)
+
+
+@launcher(
+    "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss, float softcap, float scale)"
+    " -> (Tensor, Tensor)",
+    _cross_entropy_fwd_fake,
+)
+def _cross_entropy_fwd(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+    loss, lse = _cross_entropy_fwd_fake(logits, target, *options)
+    if logits.numel():
+        cross_entropy_rows(rows_of(logits), target.contiguous(), loss, lse, None, False, *options)
+    return loss, lse
+
+
+def _cross_entropy_bwd_fake(dloss, logits, target, lse, ignore_index, label_smoothing, z_loss, softcap, scale):
+    return logits.new_empty(logits.shape)
+
+
+@launcher(
+    "(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing, float z_loss,"
+    " float softcap, float scale) -> Tensor",
+    _cross_entropy_bwd_fake,
+)
+def _cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+    dlogits = _cross_entropy_bwd_fake(dloss, logits, target, lse, *options)
+    if logits.numel():
+        # A summed loss hands every row the same gradient, as a tensor of stride 0: it is read as it comes.
+        summed = dloss.numel() > 1 and not any(dloss.stride())
+        rows = dloss.as_strided((dloss.numel(),), (0,)) if summed else dloss.reshape(-1)
+        out = dlogits.view(-1, logits.shape[-1])
+        cross_entropy_rows_backward(rows, rows_of(logits), target.contiguous(), lse, out, *options)
+    return dlogits
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+        loss, lse = _cross_entropy_fwd(logits, target, *options)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * (1 + len(ctx.options))
+        if dloss is None:
+            return None, *nothing
+        logits, target, lse = ctx.saved_tensors
+        return _cross_entropy_bwd(dloss, logits, target, lse, *ctx.options), *nothing
