@@ -40,7 +40,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Say a usage error, an interruption or a full disk in one sentence. Anything else is a bug and keeps its traceback."""
+    """Say a usage error, an interruption or a full disk in one sentence. Any other error is a bug."""
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"

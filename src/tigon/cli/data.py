@@ -39,7 +39,7 @@ class Corpus:
 
 
 def read_corpus(data: str) -> Corpus:
-    """Read `--data`. Raises Problem for what is missing, empty, unreadable or of the wrong form, with the line's number."""
+    """Read `--data`. Raises Problem for what is missing, empty or of the wrong form, naming the line."""
     path = Path(data).expanduser()
     if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
@@ -117,7 +117,7 @@ def _dataset_rows(data: str, path: Path) -> Iterator[tuple[str, Any]]:
             rows = datasets.load_dataset(name, config or None, split="train")
     except Exception as error:
         raise Problem(
-            f"--data {data}: no such file or directory, and no data set of that name can be loaded ({one_line(error, 160)})"
+            f"--data {data}: no such file, and no data set of that name can be loaded ({one_line(error, 160)})"
         ) from error
     yield from ((f"{data}: row {i}", row) for i, row in enumerate(rows, 1))
 
@@ -144,12 +144,12 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut texts before a line that starts with a word, about every PIECE characters; True marks the last piece of a text."""
+    """Cut texts about every PIECE characters, before a line that starts with a word; True marks a text's last piece."""
     for text in texts:
         start = 0
         while start < len(text):
             end = start + PIECE
-            # A merge never spans the start of such a line, so that the tokens are those of the whole text.
+            # Byte-level tokenizers never merge across the start of such a line: the tokens are those of the whole text.
             while 0 < end < len(text) and not (text[end - 1] == "\n" and not text[end].isspace()):
                 end = text.find("\n", end) + 1
             end = end if 0 < end < len(text) else len(text)

@@ -45,8 +45,8 @@ def quiet_transformers() -> None:
 def find_model(name: str) -> Source:
     """Resolve `--model`, loading its configuration alone.
 
-    Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not answer
-        and a model that has no language-model head.
+    Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
+        answer and a model that has no language-model head.
     """
     if name in PRESETS:
         return Source(name, "preset", preset_config(name), weights=False)

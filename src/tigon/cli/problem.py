@@ -34,7 +34,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a device without space; safetensors and torch.save have errors of their own."""
+    """Whether an error, or what caused it, is a disk without space; safetensors and torch have their own errors."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True

@@ -1,0 +1,127 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is written beside its place, sealed with a manifest of its files, flushed to the disk and then renamed:
+a kill at any moment leaves either the whole of it or nothing that a resume would take. Before a resume the manifest is
+held against the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.problem import Problem
+
+STAGING = ".incomplete"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+# Files above this are checked by length alone: reading 100 GB of optimizer state takes minutes.
+CRC_LIMIT = 64 << 20
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    found = [p for p in output.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of a finished folder, and flush everything to the disk."""
+    files = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with open(file, "rb+") as handle:
+            os.fsync(handle.fileno())
+        files[file.relative_to(folder).as_posix()] = _fingerprint(file)
+    write_json(folder / MANIFEST, {"files": files})
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Rename a sealed folder into place. What stands there under the same name is kept, as `….broken`."""
+    if final.exists():
+        aside = final.with_name(final.name + ".broken")
+        if aside.exists():
+            shutil.rmtree(aside)
+        final.rename(aside)
+    staged.rename(final)
+    _flush_directory(final.parent)
+
+
+def defect(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None when it is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}, so it was not written to its end, or not by tigon"
+    except (ValueError, KeyError, TypeError):
+        return f"its {MANIFEST} is not readable"
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        found = _fingerprint(file)
+        if found["bytes"] != expected["bytes"]:
+            return f"{name} has {found['bytes']:,} bytes and must have {expected['bytes']:,}"
+        if found.get("crc32") != expected.get("crc32"):
+            return f"the contents of {name} are not what was written (its checksum differs)"
+    return None
+
+
+def newest_whole(output: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint that is whole, and a sentence for each newer one that is not.
+
+    Raises: Problem when there is none, saying what is wrong with those that are there.
+    """
+    notes = []
+    for folder in checkpoints(output):
+        reason = defect(folder)
+        if reason is None:
+            return folder, notes
+        notes.append(f"{folder} cannot be used: {reason}")
+    if notes:
+        raise Problem(f"there is no whole checkpoint in {output} to resume from; {'; '.join(notes)}")
+    raise Problem(f"there is no checkpoint in {output} to resume from")
+
+
+def prune(output: Path, keep: int) -> None:
+    """Delete all but the newest checkpoints."""
+    for folder in checkpoints(output)[keep:]:
+        # Renamed first: a kill in the middle of the deletion leaves nothing that looks like a checkpoint.
+        doomed = output / STAGING / folder.name
+        doomed.parent.mkdir(exist_ok=True)
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    partial = file.with_name(file.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as handle:
+        json.dump(value, handle, indent=2)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    partial.replace(file)
+
+
+def _fingerprint(file: Path) -> dict[str, int]:
+    size = file.stat().st_size
+    if size > CRC_LIMIT:
+        return {"bytes": size}
+    return {"bytes": size, "crc32": zlib.crc32(file.read_bytes())}
+
+
+def _flush_directory(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)

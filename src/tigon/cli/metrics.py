@@ -1,0 +1,178 @@
+"""What a training run tells: a bar or lines on the screen, metrics.jsonl, TensorBoard, and a plot of the loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from tigon.cli.problem import Problem
+
+
+class Metrics(TrainerCallback):
+    """Collects each step's loss on the device and writes it when the run logs or saves: one wait for many steps.
+
+    A step that is computed again after a resume stands twice in metrics.jsonl; its last line counts.
+    """
+
+    def __init__(self, output: Path, console: Console, tokens_per_step: int, tensorboard: bool, main: bool) -> None:
+        self.file = output / "metrics.jsonl"
+        self.console = console
+        self.main = main
+        self.tokens_per_step = tokens_per_step
+        self.loss: torch.Tensor | None = None
+        self.pending: list[tuple[int, float, torch.Tensor, float]] = []
+        self.learning_rate = 0.0
+        self.last: dict[str, Any] = {}
+        self.tokens_per_second: list[float] = []
+        self.reduce: Any = None
+        self.writer: Any = None
+        self.mark = time.perf_counter()
+        self.bar: Progress | None = None
+        if main and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(output / "tensorboard"))
+
+    def add(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Take the loss of one micro-batch; those of a step add up to its mean."""
+        if self.loss is None:
+            self.learning_rate = learning_rate
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.mark = time.perf_counter()
+        if not self.main:
+            return
+        self.append({"event": "start", "step": state.global_step, "steps": state.max_steps})
+        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
+        self.bar.start()
+        self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.loss is not None:
+            self.pending.append((state.global_step, state.epoch, self.loss.float().reshape(()), self.learning_rate))
+        self.loss = None
+        if control.should_save or control.should_evaluate:
+            self.flush()  # before, so that the tokens/s of these steps do not include an evaluation
+        if self.bar is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "eval_loss" in logs:
+            self.last["eval_loss"] = logs["eval_loss"]
+            self.append({"step": state.global_step, "eval_loss": logs["eval_loss"]})
+            self.scalars(state.global_step, eval_loss=logs["eval_loss"])
+            self.say(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
+            self.mark = time.perf_counter()
+        elif "loss" in logs:
+            self.flush(logs.get("grad_norm"))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.flush()
+        self.mark = time.perf_counter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.flush()
+        self.close()
+
+    def flush(self, grad_norm: float | None = None) -> None:
+        """Write the steps since the last call. Raises Problem at the first loss that is not finite."""
+        if not self.pending:
+            return
+        losses = self.reduce(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
+        now = time.perf_counter()
+        speed = len(losses) * self.tokens_per_step / max(now - self.mark, 1e-9)
+        self.mark = now
+        self.tokens_per_second.append(speed)
+        rows = [
+            {"step": step, "epoch": round(epoch, 6), "loss": loss, "learning_rate": lr}
+            for (step, epoch, _, lr), loss in zip(self.pending, losses, strict=True)
+        ]
+        self.pending = []
+        rows[-1]["tokens_per_second"] = round(speed, 1)
+        if grad_norm is not None:
+            rows[-1]["grad_norm"] = float(grad_norm)
+        self.last.update(rows[-1])
+        self.append(*rows)
+        for row in rows:
+            self.scalars(row["step"], **{k: v for k, v in row.items() if k != "step"})
+        line = f"loss {losses[-1]:.4f}  lr {rows[-1]['learning_rate']:.2e}  {speed:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.task, description=line)
+        if not self.console.is_terminal:
+            self.say(f"step {rows[-1]['step']}: {line}")
+        for row in rows:
+            if not math.isfinite(row["loss"]):
+                raise Problem(f"the loss became {row['loss']} at step {row['step']}; a lower --lr may help", code=1)
+
+    def say(self, line: str) -> None:
+        if self.main:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def append(self, *rows: dict[str, Any]) -> None:
+        if self.main:
+            with open(self.file, "a", encoding="utf-8") as handle:
+                handle.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def scalars(self, step: int, **values: float) -> None:
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+        if self.writer is not None:
+            self.writer.close()
+
+
+def repair(file: Path) -> None:
+    """End the last line of metrics.jsonl where a kill cut it off, so that the next one stands on its own."""
+    if file.exists() and not file.read_bytes().endswith(b"\n"):
+        with open(file, "ab") as handle:
+            handle.write(b"\n")
+
+
+def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """The training and evaluation losses by step; of a step that stands twice, the last."""
+    train: dict[int, float] = {}
+    evaluation: dict[int, float] = {}
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # empty, or cut off by a kill
+        if "loss" in row:
+            train[row["step"]] = row["loss"]
+        elif "eval_loss" in row:
+            evaluation[row["step"]] = row["eval_loss"]
+    return dict(sorted(train.items())), dict(sorted(evaluation.items()))
+
+
+def plot_loss(file: Path, picture: Path) -> None:
+    """Plot the losses of metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    train, evaluation = read_metrics(file)
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(list(train), list(train.values()), linewidth=1, label="training")
+    if evaluation:
+        axes.plot(list(evaluation), list(evaluation.values()), marker="o", label="evaluation")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,173 @@
+"""The options of `tigon train`: their defaults, their checks, and the record of them that a resume goes by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.checkpoint import STAGING, checkpoints, write_json
+from tigon.cli.problem import Problem
+
+RECORD = "run.json"
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
+DEVICES = ("auto", "cpu", "cuda")
+# A resumed run may differ in these: they do not change what any step before the end computes.
+FREE = {"output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs"}
+
+
+@dataclass
+class TrainOptions:
+    model: str = ""
+    data: str = ""
+    output: str = "tigon-run"
+    tokenizer: str | None = None
+    vocab_size: int = 32768
+    plain: bool = False
+    steps: int | None = None
+    epochs: float = 1.0
+    batch_size: int = 8
+    grad_accum: int = 1
+    seq_len: int = 512
+    lr: float = 3e-4
+    warmup: float = 0.05
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    deterministic: bool = False
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    lora: int | None = None
+    eval_fraction: float = 0.02
+    save_every: int = 500
+    keep: int = 2
+    log_every: int = 10
+    tensorboard: bool = False
+
+    def check(self) -> None:
+        """Raise a Problem for the first option that is out of its range."""
+        one_of = (("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES))
+        for name, known in one_of:
+            if getattr(self, name) not in known:
+                raise Problem(f"{flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)}")
+        for name in ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise Problem(f"{flag(name)} must be above 0, got {value}")
+        for name in ("weight_decay", "warmup", "clip", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise Problem(f"{flag(name)} must be 0 or more, got {getattr(self, name)}")
+        if self.seq_len < 2:
+            raise Problem(f"--seq-len must be 2 or more, a token and one to predict it from, got {self.seq_len}")
+        if not 0 <= self.eval_fraction < 1:
+            raise Problem(f"--eval-fraction must be at least 0 and below 1, got {self.eval_fraction}")
+        if self.vocab_size < 257:
+            raise Problem(f"--vocab-size must be 257 or more, 256 bytes and the end of a text, got {self.vocab_size}")
+
+    def warmup_steps(self, total: int) -> int:
+        """--warmup below 1 is a share of all steps, otherwise a count."""
+        return int(self.warmup if self.warmup >= 1 else round(self.warmup * total))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions:
+    """The options of this run: what was given, and the defaults, or with --resume those of the recorded run.
+
+    Raises: Problem for a missing or contradicting option, and for an output directory that another run is in.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    output = Path(given.get("output", TrainOptions.output))
+    if resume and overwrite:
+        raise Problem("--resume and --overwrite contradict each other: go on with the run, or begin it anew")
+    if resume:
+        options = _recorded(output)
+        for name, value in given.items():
+            before = getattr(options, name)
+            if name not in FREE and value != before:
+                raise Problem(
+                    f"{flag(name)} was {before} in the run in {output}, and a resumed run goes on with it; got {value}"
+                )
+        options = dataclasses.replace(options, **given)
+        # A new limit of one kind replaces that of the other.
+        if "epochs" in given and "steps" not in given:
+            options.steps = None
+    else:
+        for name in ("model", "data"):
+            if name not in given:
+                raise Problem(f"{flag(name)} is missing (see `tigon train --help`)")
+        options = TrainOptions(**given)
+    options.check()
+    if output.exists() and not output.is_dir():
+        raise Problem(f"--output {output}: there is a file of that name")
+    # Under torchrun one process makes room; the others would see what it has begun to write.
+    if not resume and os.environ.get("RANK", "0") == "0":
+        _make_room(output, options, overwrite)
+    return options
+
+
+def record(output: Path, options: TrainOptions, facts: dict[str, Any]) -> None:
+    write_json(output / RECORD, {"options": dataclasses.asdict(options), **facts})
+
+
+def recorded_facts(output: Path) -> dict[str, Any]:
+    """What the record says beside the options."""
+    return _read_record(output)
+
+
+def _recorded(output: Path) -> TrainOptions:
+    known = {field.name for field in dataclasses.fields(TrainOptions)}
+    found = _read_record(output).get("options")
+    if not isinstance(found, dict) or not found.keys() <= known:
+        raise Problem(f"{output / RECORD} is not the record of a run of this version of tigon train")
+    return TrainOptions(**{**found, "output": str(output)})
+
+
+def _read_record(output: Path) -> dict[str, Any]:
+    try:
+        value = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"there is no run in {output} to resume: it has no {RECORD}") from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"{output / RECORD} cannot be read, so the run cannot be resumed ({error})") from error
+    if not isinstance(value, dict):
+        raise Problem(f"{output / RECORD} cannot be read, so the run cannot be resumed (it is not a record)")
+    return value
+
+
+OWN = (RECORD, "metrics.jsonl", "loss.png", "config.json", "generation_config.json", "tokenizer.json")
+
+
+def _own_files(output: Path) -> list[Path]:
+    """What a run writes into its directory."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "tokenizer_config.json")
+    patterns += ("chat_template.jinja", "tensorboard", STAGING, "checkpoint-*.broken")
+    found = [output / name for name in OWN] + [p for pattern in patterns for p in output.glob(pattern)]
+    return checkpoints(output) + [p for p in found if p.exists()]
+
+
+def _make_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
+    taken = _own_files(output)
+    if not taken:
+        return
+    if not overwrite:
+        raise Problem(
+            f"--output {output} holds another run ({taken[0].name}): go on with it by --resume, replace it by --overwrite, "
+            "or choose another directory"
+        )
+    for name in ("model", "data", "tokenizer"):
+        value = getattr(options, name)
+        if value and Path(value).exists() and Path(value).resolve().is_relative_to(output.resolve()):
+            raise Problem(f"--overwrite would delete what {flag(name)} reads: {value} is inside --output {output}")
+    for path in taken:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

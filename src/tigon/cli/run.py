@@ -1,0 +1,386 @@
+"""One training run: data, tokenizer, model, Hugging Face Trainer and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import shlex
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from tigon import __version__
+from tigon.cli.checkpoint import STAGING, newest_whole, prune, publish, seal, step_of
+from tigon.cli.data import Corpus, read_corpus
+from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
+from tigon.cli.model import Source, find_model, load_model, load_tokenizer, quiet_transformers, random_model
+from tigon.cli.options import TrainOptions, record, recorded_facts
+from tigon.cli.problem import Problem, disk_full
+from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer
+
+
+class CheckpointedTrainer(Trainer):
+    """The Trainer, with checkpoints that are whole or absent, and each step's loss handed to the metrics."""
+
+    def __init__(self, *args: Any, metrics: Metrics, keep: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.metrics, self.keep, self.staging = metrics, keep, False
+        metrics.reduce = lambda losses: self.accelerator.reduce(losses, "mean")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        learning_rate = float(self.lr_scheduler.get_last_lr()[0])
+        loss = super().training_step(*args, **kwargs)
+        self.metrics.add(loss, learning_rate)
+        return loss
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(self.args.output_dir, STAGING) if self.staging else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output = Path(self.args.output_dir)
+        name = f"checkpoint-{self.state.global_step}"
+        self.metrics.flush()
+        try:
+            self.staging = True
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.staging = False
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(output / STAGING / name)
+            publish(output / STAGING / name, output / name)
+            prune(output, self.keep)
+        self.accelerator.wait_for_everyone()
+
+
+class StopOnSignal(TrainerCallback):
+    """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once."""
+
+    def __init__(self, main: bool) -> None:
+        self.main = main
+        self.signal = 0
+        self.since = 0.0
+
+    def __enter__(self) -> StopOnSignal:
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, _: Any) -> None:
+        # torchrun passes on the signal that the terminal has sent already: at once is not a second time.
+        if self.signal and number == signal.SIGINT and time.monotonic() - self.since > 1:
+            raise KeyboardInterrupt
+        if not self.signal:
+            self.signal, self.since = number, time.monotonic()
+            if self.main:
+                os.write(2, b"\ntigon: stopping after this step, with a checkpoint\n")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.world_size > 1:
+            # All ranks must stop at the same step. The wait for one number is the price of it.
+            flag = torch.tensor([self.signal], device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.signal = int(flag)
+        if self.signal:
+            control.should_save = control.should_training_stop = True
+
+
+def run(options: TrainOptions, resume: bool) -> int:
+    """Train. Returns the exit status: 0, or 130 and 143 after an interruption that left a checkpoint."""
+    quiet_transformers()
+    output = Path(options.output)
+    use_cpu = _on_cpu(options)
+    state = PartialState(cpu=use_cpu)
+    console = Console(quiet=not state.is_main_process)
+
+    checkpoint, facts = None, {}
+    if resume:
+        facts = recorded_facts(output)
+        checkpoint, notes = newest_whole(output)
+        for note in notes:
+            console.print(f"{note}; going back to {checkpoint.name}", style="yellow", highlight=False, soft_wrap=True)
+    source = find_model(options.model)
+    limit = getattr(source.config, "max_position_embeddings", None)
+    if limit is not None and options.seq_len > limit:
+        raise Problem(f"--seq-len {options.seq_len} is beyond the {limit} positions of {options.model}")
+    if options.lora and not source.weights:
+        raise Problem(f"--lora {options.lora} adapts trained weights, and {options.model} has none")
+
+    started = time.perf_counter()
+    with _spinner(console) as bar:
+        bar.add_task("reading the data", total=None)
+        corpus = read_corpus(options.data)
+    tokenizer = _tokenizer(options, source, corpus, output, resume, state, console)
+    dataset = _tokenize(corpus, tokenizer, options, console)
+    if resume and facts.get("data") != dataset.digest:
+        raise Problem(f"--data {options.data} is not what the run in {output} was trained on, so it cannot be resumed")
+    train_set, eval_set = _split(dataset, options)
+
+    set_seed(options.seed)
+    pure = options.precision == "bf16-pure"
+    dtype = torch.bfloat16 if pure else torch.float32
+    if source.weights:
+        model = load_model(source, dtype)
+    else:
+        model = random_model(_sized(source, tokenizer)).to(dtype)
+    _fit_vocabulary(model, tokenizer, options)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
+        config.task_type = "CAUSAL_LM"
+        model = get_peft_model(model, config)
+    model.config.use_cache = False
+
+    arguments = _arguments(options, output, use_cpu, len(train_set), bool(eval_set), state.num_processes)
+    total = arguments.max_steps
+    if checkpoint is not None and step_of(checkpoint) >= total:
+        raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
+    if state.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        repair(output / "metrics.jsonl")
+        record(output, options, {"data": dataset.digest, "versions": _versions()})
+    console.print(
+        f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} sequences of up to "
+        f"{options.seq_len} tokens, {len(eval_set) if eval_set else 0:,} held out; {total:,} steps"
+        + (f", from step {step_of(checkpoint)}" if checkpoint else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+
+    fusion = None
+    if not options.plain:
+        from tigon import fuse
+
+        fusion = fuse(model)
+        console.print(fusion.report().to_rich())
+    tokens = options.batch_size * options.grad_accum * options.seq_len * state.num_processes
+    metrics = Metrics(output, console, tokens, options.tensorboard, state.is_main_process)
+    stop = StopOnSignal(state.is_main_process)
+    trainer = CheckpointedTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+        data_collator=partial(collate, pad=tokenizer.pad_token_id),
+        callbacks=[stop, metrics],
+        metrics=metrics,
+        keep=options.keep,
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    command = f"tigon train --resume --output {shlex.quote(options.output)}"
+    try:
+        with stop:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except Exception as error:
+        metrics.close()
+        if disk_full(error):
+            raise Problem(
+                f"the disk of {output} is full at step {trainer.state.global_step}; make room and go on by: {command}"
+            ) from error
+        raise
+    if stop.signal:
+        console.print(
+            f"stopped at step {trainer.state.global_step} of {total}; go on by: {command}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 128 + stop.signal
+    if eval_set and "eval_loss" not in metrics.last:
+        trainer.evaluate()
+    if fusion is not None:
+        fusion.remove()
+    if state.is_main_process:
+        _save(trainer, tokenizer, output)
+        plot_loss(output / "metrics.jsonl", output / "loss.png")
+        _summary(console, metrics, output, time.perf_counter() - started)
+    state.wait_for_everyone()
+    return 0
+
+
+def _on_cpu(options: TrainOptions) -> bool:
+    cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not cuda:
+        raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
+    use_cpu = options.device == "cpu" or not cuda
+    if options.precision == "fp16" and use_cpu:
+        raise Problem("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
+    return use_cpu
+
+
+def _spinner(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _tokenizer(
+    options: TrainOptions, source: Source, corpus: Corpus, output: Path, resume: bool, state: Any, console: Console
+) -> Any:
+    """The run's own tokenizer on resume; else the named one, the model's, or one trained on the data, in this order."""
+    if resume:
+        tokenizer = load_tokenizer(str(output), "--output")
+    elif options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
+    elif source.weights:
+        tokenizer = load_tokenizer(source.name, "--model")
+    else:
+        if state.is_main_process:
+            texts = corpus.texts or ["\n".join(m["content"] for m in c) for c in corpus.conversations]
+            size = min(options.vocab_size, source.config.vocab_size)
+            with _spinner(console) as bar:
+                bar.add_task(f"training a tokenizer of {size:,} tokens on the data", total=None)
+                output.mkdir(parents=True, exist_ok=True)
+                train_tokenizer(texts, size).save_pretrained(output)
+        state.wait_for_everyone()
+        tokenizer = load_tokenizer(str(output), "--output")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise Problem("the tokenizer has neither an end-of-text nor a padding token; give another by --tokenizer")
+    if corpus.conversations and not tokenizer.chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    if state.is_main_process and not resume:
+        output.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(output)
+    state.wait_for_everyone()
+    return tokenizer
+
+
+def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Console) -> Any:
+    with _spinner(console) as bar:
+        task = bar.add_task("tokenizing", total=corpus.characters)
+        advance = partial(bar.advance, task)
+        if corpus.texts:
+            return text_blocks(corpus, tokenizer, options.seq_len, advance)
+        rows, note = conversation_rows(corpus, tokenizer, options.seq_len, advance)
+    if note:
+        console.print(note, style="yellow", highlight=False, soft_wrap=True)
+    return rows
+
+
+def _split(dataset: Any, options: TrainOptions) -> tuple[Any, Any]:
+    """Hold out a share at random, by the seed; none where it would be less than one sequence."""
+    held = int(options.eval_fraction * len(dataset))
+    if held == 0:
+        return dataset, None
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    pick = torch.utils.data.Subset
+    return pick(dataset, sorted(order[held:])), pick(dataset, sorted(order[:held]))
+
+
+def _sized(source: Source, tokenizer: Any) -> Any:
+    """The configuration with the tokenizer's vocabulary, rounded up to a multiple of 64 for the matrix units."""
+    config = source.config
+    config.vocab_size = math.ceil(len(tokenizer) / 64) * 64
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    return config
+
+
+def _fit_vocabulary(model: Any, tokenizer: Any, options: TrainOptions) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        name = options.tokenizer or options.model
+        raise Problem(f"the tokenizer of {name} has {len(tokenizer):,} tokens, and the model embeds {rows:,}")
+
+
+def _arguments(
+    options: TrainOptions, output: Path, use_cpu: bool, sequences: int, evaluate: bool, processes: int
+) -> TrainingArguments:
+    per_step = options.batch_size * options.grad_accum * processes
+    steps = options.steps or max(1, math.ceil(options.epochs * sequences / per_step))
+    has_bf16 = not use_cpu and torch.cuda.is_bf16_supported()
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.grad_accum,
+        learning_rate=options.lr,
+        warmup_steps=options.warmup_steps(steps),
+        lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.clip,
+        bf16=options.precision == "bf16" or (options.precision == "auto" and has_bf16),
+        fp16=options.precision == "fp16",
+        seed=options.seed,
+        full_determinism=options.deterministic,
+        **_recomputation(options),
+        torch_compile=options.compile,
+        use_cpu=use_cpu,
+        ddp_backend="gloo" if use_cpu and processes > 1 else None,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        logging_strategy="steps",
+        logging_steps=options.log_every,
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=options.save_every,
+        prediction_loss_only=True,
+        disable_tqdm=True,
+        report_to=[],
+    )
+    if processes == 1:
+        # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one of them.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+def _recomputation(options: TrainOptions) -> dict[str, Any]:
+    if not options.gradient_checkpointing:
+        return {}
+    # The argument was renamed during transformers 5.
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+
+
+def _save(trainer: Trainer, tokenizer: Any, output: Path) -> None:
+    """Write the trained model beside its place, and move its files in one by one."""
+    staged = output / STAGING / "model"
+    trainer.model.config.use_cache = True
+    trainer.model.save_pretrained(staged)
+    tokenizer.save_pretrained(staged)
+    for file in staged.iterdir():
+        file.replace(output / file.name)
+    staged.rmdir()
+    if not any((output / STAGING).iterdir()):
+        (output / STAGING).rmdir()
+
+
+def _summary(console: Console, metrics: Metrics, output: Path, seconds: float) -> None:
+    train, _ = read_metrics(output / "metrics.jsonl")
+    speed = sorted(metrics.tokens_per_second)[len(metrics.tokens_per_second) // 2]
+    line = f"final loss {train[max(train)]:.4f} at step {max(train)}"
+    if "eval_loss" in metrics.last:
+        line += f", evaluation loss {metrics.last['eval_loss']:.4f}"
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        line += f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+    console.print(f"{line}, {speed:,.0f} tokens/s, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
+    console.print(
+        f"the model is in {output}, its losses in {output / 'metrics.jsonl'} and {output / 'loss.png'}", soft_wrap=True
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "tigon": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

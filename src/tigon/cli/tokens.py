@@ -1,0 +1,177 @@
+"""From a corpus to blocks of token ids, and a tokenizer trained on the corpus where the model brings none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tigon.cli.data import Corpus, pieces
+from tigon.cli.problem import Problem, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+IGNORE = -100
+# For tokenizers that have none: a line with the role, the text, and the end-of-text token that ends a turn.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+Advance = Callable[[int], None]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most vocab_size tokens: any text has tokens, and decodes to itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for piece, _ in pieces(texts)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+class Blocks(torch.utils.data.Dataset):
+    """Plain text as (n, seq_len) token ids; the labels are the ids, which the model shifts by one."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(self.ids[i].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.ids).tobytes()).hexdigest()[:16]
+
+
+class Conversations(torch.utils.data.Dataset):
+    """Conversations as token ids and labels of their own lengths; padded when they are put into a batch."""
+
+    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids, labels = self.rows[i]
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for ids, labels in self.rows:
+            digest.update(ids.tobytes() + labels.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def collate(rows: list[dict[str, torch.Tensor]], pad: int) -> dict[str, torch.Tensor]:
+    """Stack rows, padded on the right; only rows of unequal lengths need an attention mask."""
+    lengths = {len(row["input_ids"]) for row in rows}
+    if len(lengths) == 1:
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    pad_to = torch.nn.utils.rnn.pad_sequence
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": pad_to(ids, batch_first=True, padding_value=pad),
+        "labels": pad_to([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE),
+        "attention_mask": pad_to([torch.ones_like(row) for row in ids], batch_first=True, padding_value=0),
+    }
+
+
+def text_blocks(corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance) -> Blocks:
+    """Tokenize the texts, put the end-of-text token after each, and cut them into blocks; the rest is left."""
+    ids: list[np.ndarray] = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for piece, last in pieces(corpus.texts):
+        tokens = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids.append(np.asarray(tokens + end if last else tokens, dtype=np.int32))
+        advance(len(piece))
+    flat = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    count = len(flat) // seq_len
+    if count == 0:
+        raise Problem(
+            f"--data {corpus.name}: the data has {len(flat)} tokens, less than one block of --seq-len {seq_len}; "
+            "give more data or a smaller --seq-len"
+        )
+    return Blocks(flat[: count * seq_len].reshape(count, seq_len))
+
+
+def conversation_rows(
+    corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance
+) -> tuple[Conversations, str | None]:
+    """Tokenize conversations with the tokenizer's chat template, with loss on the assistant's turns.
+
+    Returns: the rows, and a sentence when the template does not say which tokens are the assistant's, so that the loss
+        is on all of them.
+    """
+    rows, unmasked, cut = [], 0, 0
+    for number, messages in enumerate(corpus.conversations, 1):
+        try:
+            ids, mask = _assistant_mask(messages, tokenizer)
+        except Exception as error:
+            raise Problem(
+                f"--data {corpus.name}: the chat template cannot render conversation {number} ({one_line(error)})"
+            ) from error
+        unmasked += mask is None
+        cut += len(ids) > seq_len
+        labels = np.where(mask, ids, IGNORE) if mask is not None else ids.copy()
+        if len(ids) > 1 and (labels[1:seq_len] != IGNORE).any():
+            rows.append((ids[:seq_len], labels[:seq_len]))
+        advance(sum(len(m["content"]) for m in messages))
+    if not rows:
+        raise Problem(
+            f"--data {corpus.name}: no conversation has an assistant's turn within --seq-len {seq_len} tokens"
+        )
+    notes = []
+    if unmasked:
+        notes.append(
+            f"the chat template does not mark the assistant's turns in {unmasked} conversations: loss on all turns"
+        )
+    if cut:
+        notes.append(f"{cut} of {len(corpus.conversations)} conversations were cut to --seq-len {seq_len} tokens")
+    return Conversations(rows), "; ".join(notes) or None
+
+
+def _assistant_mask(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Token ids of a conversation, and which of them are the assistant's; None when the template hides it."""
+    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return np.asarray(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
+
+    def render(part: list[dict[str, Any]], prompt: bool) -> str:
+        return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt)
+
+    text = render(messages, False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = np.asarray(encoded["input_ids"])
+    if not tokenizer.is_fast:
+        return ids, None
+    starts, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
+    mask = np.zeros(len(ids), dtype=bool)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:i], True), render(messages[: i + 1], False)
+            # Some templates rewrite earlier turns when later ones follow: then a prefix says nothing.
+            if not (text.startswith(after) and after.startswith(before)):
+                return ids, None
+            mask |= (starts >= len(before)) & (ends <= len(after)) & (ends > starts)
+    return ids, mask

@@ -1,0 +1,75 @@
+"""`tigon train`: fine-tune a model, or train one from scratch, on a file of text or conversations."""
+
+# ruff: noqa: E501 (one line for each option)
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TrainOptions, settle
+from tigon.cli.problem import needs
+
+_DEFAULT = TrainOptions()
+# Absent options are None, so that a resumed run takes them from its record; the defaults are shown, not passed.
+_RUN, _STEP, _MODEL, _MACHINE = "Run", "Optimization", "Model", "Machine"
+
+
+def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.OptionInfo:
+    default = getattr(_DEFAULT, name)
+    shown = False if default in (None, "", False) else str(default)
+    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=shown)
+
+
+# fmt: off
+# The names of the parameters are those of TrainOptions.
+def train(
+    model: Annotated[str | None, _option("model", "A directory, a name on the hub, or a preset such as llama-tiny (random weights).", _RUN)] = None,
+    data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, or JSON lines with 'text' or 'messages'.", _RUN)] = None,
+    output: Annotated[str | None, _option("output", "Where checkpoints, metrics and the model go.", _RUN)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.", rich_help_panel=_RUN)] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.", rich_help_panel=_RUN)] = False,
+    plain: Annotated[bool | None, _option("plain", "Train without tigon.fuse.", _RUN, "--plain")] = None,
+    save_every: Annotated[int | None, _option("save_every", "Steps between checkpoints.", _RUN)] = None,
+    keep: Annotated[int | None, _option("keep", "How many checkpoints to keep.", _RUN)] = None,
+    log_every: Annotated[int | None, _option("log_every", "Steps between log lines; metrics.jsonl has every step.", _RUN)] = None,
+    eval_fraction: Annotated[float | None, _option("eval_fraction", "Share of the data held out for evaluation.", _RUN)] = None,
+    tensorboard: Annotated[bool | None, _option("tensorboard", "Write TensorBoard events too.", _RUN, "--tensorboard")] = None,
+    steps: Annotated[int | None, _option("steps", "Optimizer steps, in place of --epochs.", _STEP, "--steps", "--max-steps")] = None,
+    epochs: Annotated[float | None, _option("epochs", "Passes over the data.", _STEP)] = None,
+    batch_size: Annotated[int | None, _option("batch_size", "Sequences per device and micro-batch.", _STEP)] = None,
+    grad_accum: Annotated[int | None, _option("grad_accum", "Micro-batches per optimizer step.", _STEP)] = None,
+    seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence.", _STEP)] = None,
+    lr: Annotated[float | None, _option("lr", "Peak learning rate.", _STEP)] = None,
+    warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
+    schedule: Annotated[str | None, _option("schedule", f"{', '.join(SCHEDULES)}.", _STEP)] = None,
+    weight_decay: Annotated[float | None, _option("weight_decay", "AdamW's weight decay.", _STEP)] = None,
+    clip: Annotated[float | None, _option("clip", "Largest norm of the gradient; 0 for none.", _STEP)] = None,
+    seed: Annotated[int | None, _option("seed", "Seed of weights and data order.", _STEP)] = None,
+    tokenizer: Annotated[str | None, _option("tokenizer", "A directory or hub name; else the model's own, or one trained on the data.", _MODEL)] = None,
+    vocab_size: Annotated[int | None, _option("vocab_size", "Largest vocabulary of a tokenizer trained on the data.", _MODEL)] = None,
+    lora: Annotated[int | None, _option("lora", "Train LoRA adapters of this rank on all linear layers.", _MODEL)] = None,
+    gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,
+    compile: Annotated[bool | None, _option("compile", "Compile the model by torch.compile.", _MODEL, "--compile")] = None,
+    precision: Annotated[str | None, _option("precision", f"{', '.join(PRECISIONS)}; auto is bf16 where the GPU has it. bf16 and fp16 keep fp32 weights, bf16-pure does not.", _MACHINE)] = None,
+    device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,
+    deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms alone.", _MACHINE, "--deterministic")] = None,
+) -> None:
+    """Fine-tune a model, or train one from scratch, on text or conversations.
+
+    Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
+    Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train …`.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite")}
+    needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
+    options = settle(given, resume, overwrite)
+    if options.tensorboard:
+        needs("--tensorboard", "train' 'tensorboard", "tensorboard")
+    if options.lora:
+        needs("--lora", "train", "peft")
+
+    from tigon.cli.run import run
+
+    raise typer.Exit(run(options, resume))
+# fmt: on
