@@ -23,7 +23,7 @@ from tigon.bench.runner import Row, Settings, choose, measure_ceilings, parse_sh
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
-    parser.add_argument("--name", default="ops", help="name of the result file")
+    parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
     parser.add_argument("--only", help="operators, separated by commas; default: all")
     parser.add_argument("--shape", help="one shape instead of the operator's own")
     parser.add_argument(
@@ -68,7 +68,7 @@ def main() -> None:
                 ignored=options.ignored,
             )
             content = report.result("ops", rows, device=device, ceilings=asdict(ceilings))
-            report.save(options.output / f"{options.name}.json", content)
+            report.save(options.output / (options.name or report.file_name(content)), content)
             print(f"{time.monotonic() - start:6.1f} s  {name} {shape}: {time.monotonic() - began:.1f} s", flush=True)
     if rows:
         print(report.to_text(content))

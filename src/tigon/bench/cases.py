@@ -148,7 +148,7 @@ def _make_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, 
     draw = _Draw(device, dtype)
     # Spread by 2: flatter logits leave a gradient that is all target, and a wrong softmax within the tolerance.
     logits = draw.normal(*shape, scale=2.0).requires_grad_()
-    return Inputs({"logits": logits, "target": draw.targets(*shape, ignored)}, ("logits",), ("loss",))
+    return Inputs({"logits": logits, "target": draw.targets(shape[0], shape[1], ignored)}, ("logits",), ("loss",))
 
 
 def _make_linear_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -482,7 +482,7 @@ OPS: dict[str, Op] = {
             make=_make_linear_cross_entropy,
             expect=_expect_linear_cross_entropy,
             # forward: x, W, targets.  backward: x, W, targets → dx, dW.
-            nbytes=lambda s, b: tuple(k * (s[0] + s[2]) * s[1] * b + 8 * s[0] for k in (1, 2)),  # type: ignore[return-value]
+            nbytes=lambda s, b: ((s[0] + s[2]) * s[1] * b + 8 * s[0], 2 * (s[0] + s[2]) * s[1] * b + 8 * s[0]),
             flops=lambda s: (2 * math.prod(s), 4 * math.prod(s)),
             floor=_three_gemms,
             implementations={

@@ -4,7 +4,7 @@ bf16 weights, AdamW with states in the weights' dtype (fused on a GPU), SDPA, ra
 one eighth of each sequence masked out of the loss. Every side runs in a process of its own: Liger patches classes for
 the whole process, and one allocator's fragmentation is not the next one's.
 
-    python -m tigon.bench.models --model llama-3-8b --batch 16 --seq 512 --output results.json
+    python -m tigon.bench.models --model llama-3-8b --batch 16 --seq 512 --output results
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sides", default=",".join(DEFAULT_SIDES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", help="result file; written after every side")
+    parser.add_argument("--output", type=Path, help="folder for the result file, which is written after every side")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.side:
@@ -249,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(rows: list[Side]) -> None:
         if options.output:
-            report.save(options.output, report.result("model", [*finished, *rows], device=device))
+            content = report.result("model", rows, device=device)
+            report.save(options.output / report.file_name(content), content)
 
     for model in options.model or ["llama-3-8b"]:
         finished += run_model(

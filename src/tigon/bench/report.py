@@ -51,7 +51,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
         "tigon": __version__,
         "packages": {name: package_version(name) for name in PACKAGES},
@@ -102,6 +102,17 @@ def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None
         **more,
         "rows": [row.to_dict() for row in rows],
     }
+
+
+def file_name(content: dict[str, Any]) -> str:
+    """What the file of a result is called in benchmarks/results: the device and what was measured on it."""
+    device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
+    words = "".join(c if c.isalnum() else " " for c in device).split()
+    if content["kind"] == "ops":
+        return "-".join([*words, "ops"]) + ".json"
+    row = content["rows"][0]
+    checkpointing = ["checkpointing"] if row["checkpointing"] else []
+    return "-".join([*words, row["model"], f"{row['batch']}x{row['seq']}", *checkpointing]) + ".json"
 
 
 def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:

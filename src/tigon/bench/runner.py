@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.bench.cases import TOLERANCE, Implementation, Inputs, Op, Shape
+from tigon.bench.cases import TOLERANCE, Expected, Implementation, Inputs, Op, Shape
 
 # Above this a cold cache no longer matters, and do_bench's calls before the measured ones would cost minutes.
 LONG_MS = 20.0
@@ -133,7 +133,7 @@ def _copy_gbps(elements: int, dtype: torch.dtype, device: torch.device, settings
 
 
 def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[str, Implementation]:
-    """Implementations to measure: all that run here and need no asking, or `tigon` with those named and their variants."""
+    """What to measure: all that runs here and needs no asking, or `tigon` with those named, and their variants."""
     if names is None:
         return {
             name: implementation
@@ -181,12 +181,7 @@ def run_case(
             continue
         try:
             fn = implementation.load()
-            row.errors = _errors(fn, inputs.clone(), expected)
-            if not all(e <= TOLERANCE[dtype] for e in row.errors.values()):  # NaN is not <=
-                row.status = "wrong"
-                row.reason = f"relative error above {TOLERANCE[dtype]:g} in " + ", ".join(
-                    k for k, e in row.errors.items() if not e <= TOLERANCE[dtype]
-                )
+            _check(row, fn, inputs.clone(), expected, TOLERANCE[dtype])
             row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
             steps[name] = fn
         except Exception as error:  # a peer may fail in any way, and its row says how
@@ -219,7 +214,25 @@ def _run(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tu
     return outs, torch.autograd.grad(outs, [inputs.arguments[k] for k in inputs.wrt], inputs.grads)
 
 
-def _errors(fn: Callable[..., Any], inputs: Inputs, expected: dict[str, list[tuple[Any, Tensor]]]) -> dict[str, float]:
+def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Row:
+    """One implementation against fp64, not timed."""
+    row = Row(op.name, shape, str(dtype).removeprefix("torch."), name)
+    inputs = op.make(shape, dtype, device, 0.0)
+    try:
+        _check(row, op.implementations[name].load(), inputs.clone(), op.expect(inputs), TOLERANCE[dtype])
+    except Exception as error:
+        row.status, row.reason = "failed", _one_line(error)
+    return row
+
+
+def _check(row: Row, fn: Callable[..., Any], inputs: Inputs, expected: Expected, tolerance: float) -> None:
+    row.errors = _errors(fn, inputs, expected)
+    off = [name for name, error in row.errors.items() if not error <= tolerance]  # NaN is not <=
+    if off:
+        row.status, row.reason = "wrong", f"relative error above {tolerance:g} in {', '.join(off)}"
+
+
+def _errors(fn: Callable[..., Any], inputs: Inputs, expected: Expected) -> dict[str, float]:
     outs, grads = _run(fn, inputs)
     got = dict(zip((*inputs.outputs, *(f"d{k}" for k in inputs.wrt)), (*outs, *grads), strict=True))
     errors = {}

@@ -1,0 +1,92 @@
+"""Results of `tigon bench` as bar charts in one PNG: multiples of the floor, or tokens/s and memory of whole models."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from tigon.bench.report import headline
+
+# One colour per implementation in every chart; ours stands out, the peers recede.
+COLOURS = {
+    "tigon": "#d9480f",
+    "tigon-weight": "#f08c3a",
+    "tigon-compact": "#f5b97f",
+    "liger": "#3b6ea5",
+    "liger-fp32": "#7ba3cc",
+    "compile": "#7a7a7a",
+    "eager": "#b5b5b5",
+    "hf": "#b5b5b5",
+    "cce": "#6a9c78",
+    "quack": "#8d7ab5",
+}
+OTHER = "#999999"
+
+
+def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Draw a result (see report.result) to a PNG file. Rows that were not measured are left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    draw = _operators if content["kind"] == "ops" else _models
+    figure = draw(content, plt)
+    figure.suptitle(headline(content), fontsize=8, color="#555555")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _panels(groups: dict[str, list[dict[str, Any]]], plt: Any, height: float = 0.32) -> tuple[Any, list[Any]]:
+    columns = min(2, max(1, len(groups)))
+    lines = max(1, math.ceil(len(groups) / columns))
+    longest = max((len(rows) for rows in groups.values()), default=1)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(6.5 * columns, lines * (1.0 + height * longest)), squeeze=False, layout="constrained"
+    )
+    flat = list(axes.flat)
+    for spare in flat[len(groups) :]:
+        spare.set_visible(False)
+    return figure, flat
+
+
+def _bars(axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str) -> None:
+    values = [row[key] for row in rows]
+    names = [row[name] for row in rows]
+    bars = axis.barh(range(len(rows)), values, color=[COLOURS.get(n, OTHER) for n in names])
+    axis.bar_label(bars, labels=[label.format(v) for v in values], padding=3, fontsize=8)
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.tick_params(axis="x", labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _operators(content: dict[str, Any], plt: Any) -> Any:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["times_floor"] is not None:
+            title = f"{row['op']}  {'×'.join(map(str, row['shape']))}  {row['dtype']}"
+            groups.setdefault(title, []).append(row)
+    figure, axes = _panels(groups, plt)
+    for axis, (title, rows) in zip(axes, groups.items(), strict=False):
+        _bars(axis, rows, "implementation", "times_floor", "{:.2f}×")
+        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)
+    return figure
+
+
+def _models(content: dict[str, Any], plt: Any) -> Any:
+    panels: dict[str, tuple[list[dict[str, Any]], str, str]] = {}
+    for row in content["rows"]:
+        what = f"{row['model']}  {row['batch']}×{row['seq']}" + ("  checkpointing" if row["checkpointing"] else "")
+        for key, unit, label in (("tokens_per_s", "tokens/s", "{:,.0f}"), ("peak_gib", "peak GiB", "{:.1f}")):
+            if row["status"] == "ok" and row[key] is not None:
+                panels.setdefault(f"{what}, {unit}", ([], key, label))[0].append(row)
+    figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, 0.36)
+    for axis, (title, (rows, key, label)) in zip(axes, panels.items(), strict=False):
+        _bars(axis, rows, "side", key, label)
+        axis.set_title(title, fontsize=9, loc="left")
+    return figure

@@ -1,0 +1,245 @@
+"""`tigon bench`: operators and whole models against their peers, in one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, needs
+
+
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators; default: all.")] = None,
+    model: Annotated[str | None, typer.Option(help="Time a training step of this preset instead of operators.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step, with --model.")] = 1,
+    seq: Annotated[int, typer.Option(min=8, help="Tokens per sequence, with --model.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, with --model.")] = 10,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing, with --model.")
+    ] = False,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Whom to compare with, separated by commas: eager, compile, liger, cce, quack; hf."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Shape instead of the operator's own, such as 8192x4096; repeatable.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    ignored: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of targets that a loss ignores.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all implementations.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, one short round.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the results here; renewed after every case.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results here, as PNG.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for both, named after the device and what was measured.")
+    ] = None,
+) -> None:
+    """Milliseconds, multiple of the hardware's floor, rate and peak memory, beside eager, torch.compile and peers."""
+    _check_output(json, "--json")
+    _check_output(plot, "--plot")
+    _check_output(None if output is None else output / "results.json", "--output")
+    if plot is not None or output is not None:
+        needs("tigon bench --plot", "bench", "matplotlib")
+    if model is not None and (ops or shape):
+        raise Problem("bench: --model takes no operators and no --shape")
+    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    where = _device(device)
+
+    def keep(content: dict[str, Any]) -> None:  # after every case: a run that is stopped loses the one at hand
+        from tigon.bench.report import save
+
+        for path in _targets(json, output, content, ".json"):
+            save(path, content)
+
+    if model is not None:
+        content = _bench_model(model, batch, seq, steps, checkpointing, names, dtype, where, keep)
+    else:
+        content = _bench_ops(ops or [], shape or [], names, dtype, where, ignored, rounds, quick, keep)
+    _show(content)
+    if pictures := _targets(plot, output, content, ".png"):
+        from tigon.bench.plots import plot as draw
+
+        for path in pictures:
+            draw(content, path)
+    ours = [row for row in content["rows"] if row.get("implementation", row.get("side", "")).startswith("tigon")]
+    if any(row["status"] == "wrong" for row in ours):
+        raise typer.Exit(1)
+
+
+def _bench_ops(
+    names: list[str],
+    shapes: list[str],
+    peers: list[str] | None,
+    dtype: str,
+    device: Any,
+    ignored: float,
+    rounds: int,
+    quick: bool,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from tigon.bench import report
+    from tigon.bench.cases import DTYPES, OPS
+    from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, run_case
+
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise Problem(f"bench: OP must be one of {', '.join(OPS)}, got {', '.join(map(repr, unknown))}")
+    if dtype not in DTYPES:
+        raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    _check_names(peers, {name for op in OPS.values() for name in (*op.implementations,)})
+    chosen = [OPS[name] for name in names or OPS]
+    if shapes and len(chosen) != 1:
+        raise Problem("bench: --shape needs exactly one OP")
+    # A CPU would take hours over the shapes of real models.
+    small = quick or device.type != "cuda"
+    try:
+        cases = [
+            (op, one)
+            for op in chosen
+            for one in ([parse_shape(op, text) for text in shapes] or (op.small if small else op.shapes))
+        ]
+    except ValueError as error:
+        raise Problem(str(error)) from None
+    settings = Settings(1, 5.0, 20.0) if quick else Settings(rounds)
+    plan = [choose(op, peers, device) for op, _ in cases]
+    rows: list[Any] = []
+    with _progress(sum(1 + (1 + settings.rounds) * len(chosen) for chosen in plan)) as step:
+        step("copy bandwidth and matmul rate", 0)
+        ceilings = measure_ceilings(device, settings)
+        expected = 0
+        for (op, one), implementations in zip(cases, plan, strict=True):
+            rows += run_case(
+                op,
+                one,
+                DTYPES[dtype],
+                device,
+                ceilings,
+                implementations=implementations,
+                settings=settings,
+                ignored=ignored,
+                say=lambda text: step(text, 1),
+            )
+            expected += 1 + (1 + settings.rounds) * len(implementations)
+            step("", 0, expected)
+            content = report.result("ops", rows, device=device, ceilings=asdict(ceilings))
+            keep(content)
+    return content
+
+
+def _bench_model(
+    model: str,
+    batch: int,
+    seq: int,
+    steps: int,
+    checkpointing: bool,
+    peers: list[str] | None,
+    dtype: str,
+    device: Any,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    needs("tigon bench --model", "hf", "transformers")
+    from tigon.bench import report
+    from tigon.bench.cases import DTYPES
+    from tigon.bench.models import DEFAULT_SIDES, SIDES, WARMUP_STEPS, run_model
+    from tigon.models.presets import preset_config
+
+    if dtype not in DTYPES:
+        raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    _check_names(peers, set(SIDES))
+    try:
+        preset_config(model)
+    except ValueError as error:
+        raise Problem(str(error)) from None
+    default = [side for side in DEFAULT_SIDES if side != "liger" or device.type == "cuda"]
+    sides = default if peers is None else [side for side in SIDES if side in {*peers, "tigon"}]
+
+    with _progress((WARMUP_STEPS + steps) * len(sides)) as step:
+        step(f"{model}: starting", 0)
+        rows = run_model(
+            model,
+            batch=batch,
+            seq=seq,
+            checkpointing=checkpointing,
+            steps=steps,
+            sides=sides,
+            dtype=str(DTYPES[dtype]).removeprefix("torch."),
+            device=str(device),
+            say=lambda text: step(text, 1),
+            done=lambda rows: keep(report.result("model", rows, device=device)),
+        )
+    return report.result("model", rows, device=device)
+
+
+def _targets(path: Path | None, folder: Path | None, content: dict[str, Any], suffix: str) -> list[Path]:
+    from tigon.bench.report import file_name
+
+    named = None if folder is None else (folder / file_name(content)).with_suffix(suffix)
+    return [p for p in (path, named) if p is not None]
+
+
+def _check_names(peers: list[str] | None, known: set[str]) -> None:
+    unknown = [name for name in peers or [] if name not in known]
+    if unknown:
+        raise Problem(f"bench: --peers must be among {', '.join(sorted(known))}, got {', '.join(map(repr, unknown))}")
+
+
+def _check_output(path: Path | None, option: str) -> None:
+    # Before anything is measured: an hour's results must not be lost to a typing error.
+    if path is None:
+        return
+    if path.is_dir():
+        raise Problem(f"bench: {option} must be a file, {path} is a directory")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"bench: {option}: cannot write to {path.parent}: {error.strerror}") from None
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name not in ("auto", "cuda", "cpu"):
+        raise Problem(f"bench: --device must be auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Problem("bench: --device is cuda, but torch sees no CUDA device; `tigon doctor` says more")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def step(text: str, advance: int, completed: int | None = None) -> None:
+            progress.update(task, advance=advance, completed=completed, description=text)
+
+        yield step
+
+
+def _show(content: dict[str, Any]) -> None:
+    from tigon.bench import report
+
+    if not sys.stdout.isatty():  # a pipe has no width, and rich would fold the table to 80 columns
+        print(report.to_text(content))
+        return
+    from rich.console import Console
+
+    Console().print(report.to_rich(content))

@@ -1,0 +1,192 @@
+"""`tigon doctor`: what is installed, what the machine has, and which path each operator takes here, and why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+VARIABLES = (
+    "TIGON_BACKEND",
+    "TIGON_CHUNK_BYTES",
+    "TIGON_CHECKS",
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CC",
+)
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Run every operator and compare it with fp64.")] = False,
+) -> None:
+    """Versions, devices, environment, and which implementation each operator uses, and why."""
+    found = examine(check)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found, indent=1))
+    else:
+        _show(found)
+    if any(row["status"] != "ok" for row in found.get("checks", [])):
+        raise typer.Exit(1)
+
+
+def examine(check: bool = False) -> dict[str, Any]:
+    """Everything that the command prints. A part that cannot be found out holds {"error": sentence}."""
+    found = {
+        "versions": _part(_versions),
+        "devices": _part(_devices),
+        "environment": {name: os.environ.get(name) for name in VARIABLES},
+        "compiler": _part(_compiler),
+        "paths": _part(_paths),
+    }
+    if check:
+        found["checks"] = _part(_checks)
+        if isinstance(found["checks"], dict):
+            found["checks"] = [{"op": "all", "device": "", "status": "failed", "reason": found["checks"]["error"]}]
+    return found
+
+
+def _part(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except Exception as error:  # the doctor is called when something is broken, and must not break of it
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def _versions() -> dict[str, Any]:
+    import platform
+
+    from tigon import __version__
+    from tigon.bench.report import PACKAGES, package_version
+
+    return {"tigon": __version__, "python": platform.python_version(), **{p: package_version(p) for p in PACKAGES}}
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from tigon.bench.report import environment
+
+    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+    keys = ("device", "capability", "memory_gib", "driver", "cuda", "hip", "threads")
+    devices = []
+    for name in names:
+        seen = environment(torch.device(name))
+        devices.append({"name": name, **{k: seen[k] for k in keys if seen[k] is not None}})
+    return devices
+
+
+def _compiler() -> dict[str, Any]:
+    """Triton builds its launchers with a C compiler: the one in CC, else gcc or clang."""
+    wanted = os.environ.get("CC")
+    names = [wanted] if wanted else ["gcc", "clang", "cc"]
+    path = next((p for p in map(shutil.which, names) if p), None)
+    return {"path": path, "reason": None if path else f"no {' or '.join(names)} on PATH: Triton cannot build launchers"}
+
+
+def _paths() -> list[dict[str, Any]]:
+    import torch
+
+    from tigon import backend
+    from tigon.bench.cases import DTYPES, OPS
+
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+    rows = []
+    for device in devices:
+        for name, dtype in DTYPES.items():
+            sample = torch.empty(1, dtype=dtype, device=device)
+            reason = backend.why_not_triton(sample)
+            try:
+                path = "triton" if backend.use_triton(sample) else "torch"
+            except RuntimeError as error:
+                path, reason = "none", str(error)
+            if reason is None and path == "torch":
+                forced = os.environ.get("TIGON_BACKEND") == "torch"
+                reason = "TIGON_BACKEND=torch" if forced else "the interpreter serves only when TIGON_BACKEND=triton"
+            rows += [{"op": op, "device": device, "dtype": name, "path": path, "reason": reason or ""} for op in OPS]
+    return rows
+
+
+def _checks() -> list[dict[str, Any]]:
+    import torch
+
+    from tigon.bench.cases import OPS
+    from tigon.bench.runner import check
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for op in OPS.values():
+        row = check(op, op.small[0], torch.bfloat16 if device.type == "cuda" else torch.float32, device, "tigon")
+        rows.append(
+            {"op": op.name, "device": str(device), "status": row.status, "reason": row.reason, "error": row.error}
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- show
+
+
+def _show(found: dict[str, Any]) -> None:
+    lines: list[str] = []
+
+    def section(title: str, part: Any, describe: Callable[[Any], list[str]]) -> None:
+        lines.append(title)
+        failed = isinstance(part, dict) and set(part) == {"error"}
+        lines.extend(f"  {line}" for line in ([part["error"]] if failed else describe(part)))
+
+    section("versions", found["versions"], lambda part: [f"{k:18} {v or 'not installed'}" for k, v in part.items()])
+    section("devices", found["devices"], lambda part: [_describe_device(device) for device in part])
+    section("compiler", found["compiler"], lambda part: [part["path"] or part["reason"]])
+    section(
+        "environment",
+        found["environment"],
+        lambda part: [f"{k}={v}" for k, v in part.items() if v is not None] or ["nothing set"],
+    )
+    section("paths", found["paths"], _describe_paths)
+    if "checks" in found:
+        section(
+            "checks",
+            found["checks"],
+            lambda part: [
+                f"{row['op']:22} {row['status']}, " + (row["reason"] or f"error {row['error']:.1e}") for row in part
+            ],
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _describe_device(device: dict[str, Any]) -> str:
+    words = [f"{device['name']:8} {device['device']}"]
+    if "capability" in device:
+        words.append(f"compute capability {device['capability']}, {device['memory_gib']} GiB")
+    if "driver" in device and device["name"] != "cpu":
+        words.append(f"driver {device['driver']}")
+    if device["name"] == "cpu":
+        words.append(f"{device['threads']} threads")
+    return ", ".join(words)
+
+
+def _describe_paths(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for all operators that go the same way."""
+    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        ops = groups.setdefault((row["device"], row["path"], row["reason"]), {})
+        ops.setdefault(row["op"], []).append(row["dtype"])
+    lines = []
+    for (device, path, reason), ops in groups.items():
+        by_dtypes: dict[str, list[str]] = {}
+        for op, served in ops.items():
+            by_dtypes.setdefault(", ".join(served), []).append(op)
+        for dtypes, names in by_dtypes.items():
+            lines.append(f"{device:8} {dtypes}: {path}" + (f" ({reason})" if reason else ""))
+            lines.append(f"{'':8} {', '.join(names)}")
+    return lines
