@@ -122,8 +122,13 @@ def use_triton(*tensors: Tensor | None) -> bool:
 _library = torch.library.Library("tigon", "DEF")
 
 
+def is_traced(x: Tensor) -> bool:
+    """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
+    return torch.compiler.is_compiling() or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+
+
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op under compile.
+    """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
 
     Args:
         schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
@@ -148,11 +153,58 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
         @functools.wraps(fn)
         def launch(*args: Any) -> Any:
-            return op(*args) if torch.compiler.is_compiling() else on_device(*args)
+            return op(*args) if is_traced(args[0]) else on_device(*args)
 
+        launch.op = op  # type: ignore[attr-defined]
         return launch
 
     return register
+
+
+def differentiable(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+) -> Callable[..., Any]:
+    """Give a launch function its gradient, and return the function to call.
+
+    Args:
+        launch: what `@launcher` made; its first `outputs` results are the operator's, the others are for the backward.
+        setup_context: (ctx, inputs, output) → None; saves what the backward needs.
+        backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
+
+    In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
+    same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
+    given twice, and fails on a float option that it has made symbolic (torch 2.13, dynamic=True).
+    """
+    op = launch.op  # type: ignore[attr-defined]
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+
+    def visible(result: Any) -> Any:
+        if not isinstance(result, (tuple, list)):
+            return result
+        return result[0] if outputs == 1 else tuple(result[:outputs])
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = launch(*args)
+            setup(ctx, args, result)
+            return visible(result)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx, *gradients)
+
+    Eager.__name__ = Eager.__qualname__ = "".join(part.title() for part in launch.__name__.split("_"))
+    torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
+
+    def apply(*args: Any) -> Any:
+        return visible(op(*args)) if torch.compiler.is_compiling() else Eager.apply(*args)
+
+    return apply
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import launcher, tl, triton, use_triton
+from tigon.backend import differentiable, is_traced, launcher, tl, triton, use_triton
 from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
 from tigon.ops.cross_entropy import (
     check_options,
@@ -100,9 +100,10 @@ def linear_cross_entropy(
         enough = (labels != ignore_index).sum() <= valid
         guard = torch.where(enough, 1.0, float("nan")).to(loss_dtype)
         inverse = guard if inverse is None else inverse * guard
-    loss = LinearCrossEntropyFunction.apply(
-        rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate,
-        torch.is_grad_enabled(), (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale),
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
+    loss = _linear_cross_entropy(
+        rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs,
+        ignore_index, label_smoothing, z_loss, softcap or 0.0, scale,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -261,7 +262,7 @@ def _linear_cross_entropy_bwd(
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
     """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
     in_place = ours and gradient.dtype == dtype
-    if torch.compiler.is_compiling() or not use_triton(gradient):
+    if is_traced(gradient) or not use_triton(gradient):
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
             return gradient
         return (gradient.to(factor.dtype) * factor).to(dtype)
@@ -274,47 +275,39 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) ->
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class LinearCrossEntropyFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
-        reduction: str, compute: torch.dtype, budget: int, accumulate: str, grad_enabled: bool, options: tuple,
-    ) -> Tensor:  # fmt: skip
-        needs = [need and grad_enabled for need in ctx.needs_input_grad[:3]]
-        fp32 = accumulate == "fp32"
-        loss, dx, dw, db = _linear_cross_entropy_fwd(
-            x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, *needs, *options
-        )
-        ctx.set_materialize_grads(False)
-        ctx.needs, ctx.reduction, ctx.arguments = needs, reduction, (valid, compute, budget, fp32)
-        ctx.options, ctx.dtypes = options, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        if reduction == "none":
-            ctx.save_for_backward(x, weight, bias, target, inverse)
-        else:
-            ctx.save_for_backward(dx, dw, db, inverse if compute == torch.float16 else None)
-        return loss
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, inverse, valid, ctx.reduction, compute, budget, fp32, *ctx.needs = inputs[:13]
+    ctx.options, ctx.arguments = inputs[13:], (valid, compute, budget, fp32)
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    if ctx.reduction == "none":
+        ctx.save_for_backward(x, weight, bias, target, inverse)
+    else:
+        ctx.save_for_backward(*output[1:], inverse if compute == torch.float16 else None)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dloss is None:
-            return (None,) * 12
-        if ctx.reduction == "none":
-            x, weight, bias, target, inverse = ctx.saved_tensors
-            dloss = dloss.contiguous() if inverse is None else dloss * inverse
-            grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *ctx.arguments, *ctx.needs, *ctx.options)
-        else:
-            *saved, inverse = ctx.saved_tensors
-            factor = dloss if inverse is None else dloss * inverse
-            # What forward computed may be scaled in place, unless the graph is kept for another backward pass.
-            ours = not torch.compiler.is_compiling() and not _graph_is_kept()
-            grads = [
-                _scaled(grad, factor, dtype, ours) if need else None
-                for grad, dtype, need in zip(saved, ctx.dtypes, ctx.needs, strict=True)
-            ]
-        return *(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)), *(None,) * 9
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * (13 + len(ctx.options))
+    if ctx.reduction == "none":
+        x, weight, bias, target, inverse = ctx.saved_tensors
+        dloss = dloss.contiguous() if inverse is None else dloss * inverse
+        grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *ctx.arguments, *ctx.needs, *ctx.options)
+    else:
+        *saved, inverse = ctx.saved_tensors
+        factor = dloss if inverse is None else dloss * inverse
+        # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
+        ours = not is_traced(dloss) and not _graph_is_kept()
+        grads = [
+            _scaled(grad, factor, dtype, ours) if need else None
+            for grad, dtype, need in zip(saved, ctx.dtypes, ctx.needs, strict=True)
+        ]
+    wanted = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
+    return *wanted, *(None for _ in range(10 + len(ctx.options)))
 
 
 def _graph_is_kept() -> bool:
     kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if kept is None else kept()
+
+
+_linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import launcher, rows_of, tl, triton, use_triton
+from tigon.backend import differentiable, launcher, rows_of, tl, triton, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
@@ -62,7 +62,7 @@ def cross_entropy(
         rows = cross_entropy_reference(logits, target, *options)
         inverse = inverse_divisor(target, ignore_index, reduction, divisor, rows.dtype)
         return rows if reduction == "none" else rows.sum() if inverse is None else rows.sum() * inverse
-    rows = CrossEntropyFunction.apply(logits, target, *options)
+    rows = _cross_entropy(logits, target, *options)
     if reduction == "none":
         return rows
     inverse = inverse_divisor(target, ignore_index, reduction, divisor, rows.dtype)
@@ -396,20 +396,16 @@ def _cross_entropy_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class CrossEntropyFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
-        loss, lse = _cross_entropy_fwd(logits, target, *options)
-        ctx.save_for_backward(logits, target, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return loss
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    logits, target, *ctx.options = inputs
+    ctx.save_for_backward(logits, target, output[1])
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (1 + len(ctx.options))
-        if dloss is None:
-            return None, *nothing
-        logits, target, lse = ctx.saved_tensors
-        return _cross_entropy_bwd(dloss, logits, target, lse, *ctx.options), *nothing
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dlogits = None
+    if dloss is not None:
+        dlogits = _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options)
+    return dlogits, None, *(None for _ in ctx.options)
+
+
+_cross_entropy = differentiable(_cross_entropy_fwd, _setup_context, _backward)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import launcher, rows_of, tl, triton, use_triton
+from tigon.backend import differentiable, launcher, rows_of, tl, triton, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -30,7 +30,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         y = F.silu(gate) * up                       # swiglu(gate, up)
         gate, up = gate_up.chunk(2, dim=-1)         # swiglu(gate_up)
     """
-    return _gated("swiglu", gate, up, "silu")
+    return _checked("swiglu", gate, up, "silu")
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -48,10 +48,10 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """
     if approximate not in GELU:
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
-    return _gated("geglu", gate, up, GELU[approximate])
+    return _checked("geglu", gate, up, GELU[approximate])
 
 
-def _gated(name: str, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+def _checked(name: str, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     if not gate.dtype.is_floating_point:
         raise ValueError(f"{name}: gate must have a float dtype, got {gate.dtype}.")
     if up is None:
@@ -67,7 +67,7 @@ def _gated(name: str, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
         )
     if not use_triton(gate, up):
         return gated_reference(gate, up, act)
-    return GatedFunction.apply(gate, up, act)
+    return _gated(gate, up, act)
 
 
 def gated_reference(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
@@ -205,20 +205,18 @@ def _gated_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class GatedFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.act = act
-        ctx.set_materialize_grads(False)
-        return _gated_fwd(gate, up, act)
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    gate, up, ctx.act = inputs
+    ctx.save_for_backward(gate, up)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None
-        gate, up = ctx.saved_tensors
-        need_dgate, need_dup = ctx.needs_input_grad[:2]
-        dgate, dup = _gated_bwd(dy, gate, up, ctx.act, need_dgate, need_dup)
-        return dgate if need_dgate else None, dup if need_dup else None, None
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None
+    gate, up = ctx.saved_tensors
+    need_dgate, need_dup = ctx.needs_input_grad[:2]
+    dgate, dup = _gated_bwd(dy, gate, up, ctx.act, need_dgate, need_dup)
+    return dgate if need_dgate else None, dup if need_dup else None, None
+
+
+_gated = differentiable(_gated_fwd, _setup_context, _backward)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import launcher, multiprocessors, rows_of, tl, triton, use_triton
+from tigon.backend import differentiable, launcher, multiprocessors, rows_of, tl, triton, use_triton
 
 CASTS = ("llama", "gemma", "none")
 # One tile holds a row up to this width; wider rows are read twice, block by block.
@@ -52,7 +52,7 @@ def rms_norm(
         )
     if not use_triton(x, weight):
         return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast)
-    return RMSNormFunction.apply(x, weight, eps, offset, cast)
+    return _rms_norm(x, weight, eps, offset, cast)
 
 
 def rms_norm_reference(
@@ -289,21 +289,18 @@ def _rms_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
-        y, rstd = _rms_norm_fwd(x, weight, eps, offset, cast)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.cast = offset, cast
-        ctx.set_materialize_grads(False)
-        return y
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.offset, ctx.cast = inputs
+    ctx.save_for_backward(x, weight, output[1])
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None, None, None
-        x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dx, dw = _rms_norm_bwd(dy, x, weight, rstd, ctx.offset, ctx.cast, need_dx, need_dw)
-        return dx if need_dx else None, dw if need_dw else None, None, None, None
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    dx, dw = _rms_norm_bwd(dy, x, weight, rstd, ctx.offset, ctx.cast, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, None, None, None
+
+
+_rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)

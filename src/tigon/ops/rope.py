@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import launcher, tl, triton, use_triton
+from tigon.backend import differentiable, launcher, tl, triton, use_triton
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int =
         raise ValueError("rope: cos and sin must not require a gradient: it would be lost. Detach them.")
     if not use_triton(q, k, cos, sin):
         return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    return RopeFunction.apply(q, k, cos, sin, unsqueeze_dim)
+    dtypes = [torch.promote_types(x.dtype, cos.dtype) for x in (q, k)]
+    return _rope(cos, sin, q, k, unsqueeze_dim, False, *dtypes)
 
 
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
     " ScalarType dtype_k) -> (Tensor, Tensor)",
     _rope_fake,
 )
-def _rope(
+def _rope_launch(
     cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, unsqueeze_dim: int, inverse: bool,
     dtype_q: torch.dtype, dtype_k: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -191,21 +192,18 @@ def _rope(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-class RopeFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.unsqueeze_dim, ctx.dtypes = unsqueeze_dim, (q.dtype, k.dtype)
-        ctx.set_materialize_grads(False)
-        promoted = [torch.promote_types(x.dtype, cos.dtype) for x in (q, k)]
-        return _rope(cos, sin, q, k, unsqueeze_dim, False, *promoted)
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    cos, sin, q, k, ctx.unsqueeze_dim = inputs[:5]
+    ctx.save_for_backward(cos, sin)
+    ctx.dtypes = q.dtype, k.dtype
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-        dq, dk = (dq if ctx.needs_input_grad[0] else None), (dk if ctx.needs_input_grad[1] else None)
-        if dq is None and dk is None:
-            return None, None, None, None, None
-        cos, sin = ctx.saved_tensors
-        gq, gk = _rope(cos, sin, dq, dk, ctx.unsqueeze_dim, True, *ctx.dtypes)
-        return gq if dq is not None else None, gk if dk is not None else None, None, None, None
+
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk = (dq if ctx.needs_input_grad[2] else None), (dk if ctx.needs_input_grad[3] else None)
+    gq = gk = None
+    if dq is not None or dk is not None:
+        gq, gk = _rope_launch(*ctx.saved_tensors, dq, dk, ctx.unsqueeze_dim, True, *ctx.dtypes)
+    return None, None, None if dq is None else gq, None if dk is None else gk, None, None, None, None
+
+
+_rope = differentiable(_rope_launch, _setup_context, _backward, outputs=2)
