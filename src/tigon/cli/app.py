@@ -38,8 +38,4 @@ def _tigon(
 
 
 for _name in COMMANDS:
-    try:
-        _command = getattr(importlib.import_module(f"tigon.cli.{_name}"), _name)
-    except ModuleNotFoundError:
-        continue
-    app.command(_name)(_command)
+    app.command(_name)(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))

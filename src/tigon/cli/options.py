@@ -162,8 +162,8 @@ def _make_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
         return
     if not overwrite:
         raise Problem(
-            f"--output {output} holds another run ({taken[0].name}): go on with it by --resume, replace it by --overwrite, "
-            "or choose another directory"
+            f"--output {output} holds another run ({taken[0].name}): --resume goes on with it, "
+            "--overwrite replaces it, and another --output leaves it alone"
         )
     for name in ("model", "data", "tokenizer"):
         value = getattr(options, name)

@@ -1,0 +1,317 @@
+"""`tigon demo`: the same small Llama trained twice from one seed, plain and fused, on Python's own library."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, needs, one_line
+
+# Both sides compute in fp32 on a CPU: the losses may differ by rounding alone.
+CPU_TOLERANCE = 1e-3
+# On a CPU the first side ends after so many seconds, and the others after as many steps: a slow machine is no reason to
+# wait for more than three minutes.
+CPU_SECONDS = 60.0
+LEAST_STEPS = 5
+WARMUP = 3  # steps that no time is taken of: allocations, kernel choice, compilation
+
+# The first row that fits the free memory of the GPU, in GiB; the last is the CPU's. The models are Llamas.
+_COLUMNS = ("batch_size", "seq_len", "vocab_size", "steps", "hidden", "inter", "layers", "heads", "kv")
+# fmt: off
+SIZES = (
+    (110, (16, 2048, 32768, 60, 2048, 8192, 16, 32, 8)),
+    (60,   (8, 2048, 32768, 60, 2048, 8192, 16, 32, 8)),
+    (20,   (8, 1024, 32768, 60, 1024, 4096, 12, 16, 8)),
+    (1,    (4,  512, 32768, 60,  512, 1408,  8,  8, 4)),
+    (0,    (8,  256, 16384, 30,  192,  512,  4,  6, 2)),
+)
+# fmt: on
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the figures and the numbers go.")] = Path("tigon-demo"),
+    steps: Annotated[int | None, typer.Option(help="Training steps of each side.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per step.", min=1)] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.", min=2)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Largest vocabulary of the tokenizer.", min=257)] = None,
+) -> None:
+    """Train the same small Llama twice from one seed, plain and fused, and compare loss, speed and memory.
+
+    The text is the source and documentation of this Python's standard library; the tokenizer is trained on it. On a CPU
+    in fp32 the losses must be equal to 1e-3 at every step, or the exit code is 1. On a GPU, in bf16, a second plain run
+    shows how far two equal runs are apart.
+    """
+    needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers", "matplotlib")
+    if device not in ("auto", "cpu", "cuda"):
+        raise Problem(f"--device must be auto, cpu or cuda, got {device}")
+    if output.exists() and not output.is_dir():
+        raise Problem(f"--output {output}: there is a file of that name")
+    from rich.console import Console
+
+    console = Console()
+    started = time.perf_counter()
+    machine = _machine(device)
+    size = dict(zip(_COLUMNS, next(row for least, row in SIZES if machine["free_gib"] >= least), strict=True))
+    given = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "vocab_size": vocab_size}
+    size.update({name: value for name, value in given.items() if value is not None})
+    cuda = machine["device"] == "cuda"
+    output.mkdir(parents=True, exist_ok=True)
+
+    with tempfile.TemporaryDirectory(prefix="tigon-demo-") as folder:
+        tokens = Path(folder) / "tokens.npy"
+        vocabulary = _prepare(tokens, size, 16 << 20 if cuda else 4 << 20, console)
+        spec = {
+            "config": _config(size, vocabulary),
+            "tokens": str(tokens),
+            "seed": seed,
+            "steps": size["steps"],
+            "warmup": max(1, size["steps"] // 10),
+            "batch_size": size["batch_size"],
+            "device": machine["device"],
+            "dtype": "bfloat16" if cuda else "float32",
+            "lr": 3e-4 if cuda else 1e-3,
+            "seconds": CPU_SECONDS if not cuda and steps is None else None,
+            "least_steps": LEAST_STEPS,
+        }
+        names = ("plain", "plain again", "fused") if cuda else ("plain", "fused")
+        sides = _run_sides(names, spec, console)
+
+    result = _result(machine, size, vocabulary, spec, sides)
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    from tigon.cli.checkpoint import write_json
+    from tigon.cli.demo_figures import plot_bars, plot_losses, table
+
+    write_json(output / "demo.json", result)
+    plot_losses(result, output / "loss.png")
+    plot_bars(result, output / "bars.png")
+    console.print(table(result))
+    console.print(
+        f"{result['seconds']:,.0f} s in all. Figures: {output / 'loss.png'}, {output / 'bars.png'}; "
+        f"numbers: {output / 'demo.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not cuda and not result["difference"] <= CPU_TOLERANCE:
+        raise Problem(
+            f"the losses of the plain and the fused run differ by {result['difference']:.2e}, above {CPU_TOLERANCE:g}",
+            code=1,
+        )
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """The device, asked of PyTorch in a process of its own: the sides are to have the GPU for themselves."""
+    code = (
+        "import json, torch\n"
+        "cuda = torch.cuda.is_available()\n"
+        "print(json.dumps({'cuda': torch.cuda.get_device_name() if cuda else None, 'torch': torch.__version__,"
+        " 'free': torch.cuda.mem_get_info()[0] if cuda else 0, 'threads': torch.get_num_threads()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Problem(f"PyTorch does not start ({done.stderr.strip().splitlines()[-1]})")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    if device == "cuda" and found["cuda"] is None:
+        raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
+    cuda = found["cuda"] is not None and device != "cpu"
+    return {
+        "device": "cuda" if cuda else "cpu",
+        "name": found["cuda"] if cuda else f"{platform.machine()} CPU, {found['threads']} threads",
+        "free_gib": found["free"] / 2**30 if cuda else 0,
+        "torch": found["torch"],
+    }
+
+
+def library_texts(limit: int) -> list[str]:
+    """The sources of Python's standard library, its documentation topics among them, in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
+    texts, total = [], 0
+    # The topics of help() come first: they are the library's documentation in prose.
+    files = [root / "pydoc_data" / "topics.py", *sorted(root.rglob("*.py"))]
+    for file in dict.fromkeys(files):
+        if skipped & set(file.relative_to(root).parts) or not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        texts.append(text)
+        total += len(text)
+        if total >= limit:
+            break
+    if not texts:
+        raise Problem(f"this Python has no sources of its standard library in {root}, and the demo trains on them")
+    return texts
+
+
+def _prepare(file: Path, size: dict[str, Any], limit: int, console: Any) -> int:
+    """Train the tokenizer, write the token blocks to a file, and return the size of the vocabulary."""
+    import os
+
+    import numpy as np
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from tigon.cli.data import Corpus
+    from tigon.cli.tokens import text_blocks, train_tokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading Python's standard library", total=None)
+        corpus = Corpus("Python's standard library", library_texts(limit), [])
+        text = f"training a tokenizer on {corpus.characters / 1e6:.1f} MB of Python's standard library"
+        if not console.is_terminal:
+            console.print(text, highlight=False)
+        bar.update(task, description=text)
+        tokenizer = train_tokenizer(corpus.texts, size["vocab_size"])
+        bar.update(task, description="tokenizing", total=corpus.characters)
+        blocks = text_blocks(corpus, tokenizer, size["seq_len"], lambda n: bar.advance(task, n))
+    np.save(file, blocks.ids)
+    return len(tokenizer)
+
+
+def _config(size: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": size["hidden"],
+        "intermediate_size": size["inter"],
+        "num_hidden_layers": size["layers"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv"],
+        "max_position_embeddings": size["seq_len"],
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+
+
+def _run_sides(names: tuple[str, ...], spec: dict[str, Any], console: Any) -> dict[str, dict[str, Any]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.fields[side]:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    sides = {}
+    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+        tasks = {name: bar.add_task("", total=spec["steps"], side=name, start=False) for name in names}
+        for name in names:
+            if not console.is_terminal:
+                console.print(f"training: {name}", highlight=False)
+
+            def show(event: dict[str, Any], task: Any = tasks[name]) -> None:
+                if event["event"] == "ready":
+                    bar.start_task(task)
+                elif event["event"] == "step":
+                    bar.update(task, advance=1, description=f"loss {event['loss']:.3f}")
+
+            sides[name] = _run_side(name, {**spec, "fused": name == "fused"}, show)
+            done = len(sides[name]["losses"])
+            if done < spec["steps"]:
+                console.print(f"this machine is slow: {done} steps instead of {spec['steps']}", highlight=False)
+                spec = {**spec, "steps": done, "seconds": None}
+            for task in tasks.values():
+                bar.update(task, total=spec["steps"])
+    return sides
+
+
+def _run_side(name: str, spec: dict[str, Any], show: Any) -> dict[str, Any]:
+    """Train one side in a process of its own, which ends when this one is interrupted."""
+    events = []
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tigon.cli.demo_side"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(spec))
+            process.stdin.close()
+            for line in process.stdout:
+                events.append(json.loads(line))
+                show(events[-1])
+            process.wait()
+        except BrokenPipeError:
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        if process.returncode != 0 or not events or events[-1]["event"] != "done":
+            said = [e["message"] for e in events if e["event"] == "error"]
+            log.seek(0)
+            reason = said[0] if said else (log.read().strip().splitlines() or ["it said nothing"])[-1]
+            if process.returncode < 0:
+                reason = f"it was ended by signal {-process.returncode}, perhaps for want of memory"
+            raise Problem(
+                f"the {name} side ended with status {process.returncode}: {one_line(Exception(reason))}", code=1
+            )
+
+    steps = [e for e in events if e["event"] == "step"]
+    ready, done = next(e for e in events if e["event"] == "ready"), events[-1]
+    seconds = [e["seconds"] for e in steps]
+    timed = seconds[WARMUP:] or seconds
+    tokens = spec["batch_size"] * spec["config"]["max_position_embeddings"]
+    return {
+        "losses": [e["loss"] for e in steps],
+        "seconds": seconds,
+        "tokens_per_second": tokens / median(timed),
+        "parameters": ready["parameters"],
+        "resident_before_training": ready["before"],
+        "peak_bytes": done["peak"],
+        "fusion": done["report"],
+    }
+
+
+def _result(
+    machine: dict[str, Any], size: dict[str, Any], vocabulary: int, spec: dict[str, Any], sides: dict[str, Any]
+) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    from tigon import __version__
+
+    def apart(a: str, b: str) -> float:
+        return max(abs(x - y) for x, y in zip(sides[a]["losses"], sides[b]["losses"], strict=True))
+
+    return {
+        "machine": machine,
+        "versions": {
+            "tigon": __version__,
+            "torch": machine["torch"],
+            "transformers": version("transformers"),
+            "tokenizers": version("tokenizers"),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        "model": spec["config"],
+        "parameters": sides["plain"]["parameters"],
+        "vocabulary": vocabulary,
+        "batch_size": size["batch_size"],
+        "seq_len": size["seq_len"],
+        "steps": len(sides["plain"]["losses"]),
+        "seed": spec["seed"],
+        "dtype": spec["dtype"],
+        "memory": (
+            "torch.cuda.max_memory_allocated" if machine["device"] == "cuda" else "peak resident size of each process"
+        ),
+        "difference": apart("plain", "fused"),
+        "difference_of_two_plain_runs": apart("plain", "plain again") if "plain again" in sides else None,
+        "sides": sides,
+    }

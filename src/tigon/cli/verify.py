@@ -1,0 +1,218 @@
+"""`tigon verify`: loss and gradients of a model, plain against fused; the plain one's rounding is the measure."""
+
+from __future__ import annotations
+
+import copy
+import json as encoder
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, needs
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+# A fused result may be this many times as far from the reference as the plain one is …
+FACTOR = 2.0
+# … or this far, relative to its size: a plain result may be right by chance. In units of the dtype's epsilon.
+FLOOR = {"float32": 32.0, "bfloat16": 1.0, "float16": 2.0}
+# What a model without weights is shrunk to. A width is a width: 128 columns show what 4096 do.
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "num_local_experts": 4,
+    "num_experts": 4,
+}
+
+
+def verify(
+    model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
+    layers: Annotated[int, typer.Option(help="How many of the layers to build; 0 for all.", min=0)] = 2,
+    full_width: Annotated[
+        bool, typer.Option("--full-width", help="Keep the widths of a model that has no weights.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=2)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0)] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Loss and gradients of a model, plain against fused; the exit code is 1 when they differ.
+
+    The measure is the plain model's own rounding: its distance from itself in fp64. A model without weights gets random
+    ones and small widths.
+    """
+    needs("tigon verify", "train", "torch", "transformers")
+    if dtype not in DTYPES:
+        raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise Problem(f"--device must be auto, cpu or cuda, got {device}")
+    from rich.console import Console
+
+    from tigon.cli.model import find_model, quiet_transformers
+
+    quiet_transformers()
+    import torch
+
+    from tigon import fuse
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
+    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    console = Console(quiet=json)
+    torch.manual_seed(seed)
+    source = find_model(model)
+    with console.status("building the model"):
+        built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
+    vocab = built.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocab, (batch_size, seq_len), device=place)
+    labels = ids.clone()
+    labels[:, : seq_len // 8] = -100  # a prompt that carries no loss
+    with console.status("running it in fp64, plain and fused"):
+        exact = _loss_and_gradients(copy.deepcopy(built).double(), ids, labels)
+        plain = _loss_and_gradients(built, ids, labels)
+        fusion = fuse(built)
+        fused = _loss_and_gradients(built, ids, labels)
+    rows = compare(exact, plain, fused, FLOOR[dtype] * torch.finfo(getattr(torch, dtype)).eps)
+    report = fusion.report()
+    wrong = [row["name"] for row in rows if not row["equal"]]
+    if json:
+        found = {"model": source.name, "dtype": dtype, "device": place, "rows": rows, "report": report.to_dict()}
+        print(encoder.dumps(found, indent=2))
+    else:
+        console.print(report.to_rich())
+        console.print(
+            _table(rows, f"{source.name}, {built.config.get_text_config().num_hidden_layers} layers, {dtype}")
+        )
+    if wrong:
+        raise Problem(f"plain and fused differ by more than rounding in {', '.join(wrong)}", code=1)
+    console.print("plain and fused agree: no difference is above rounding", highlight=False)
+
+
+def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> PreTrainedModel:
+    import torch
+
+    from tigon.cli.model import load_model, random_model
+
+    config = source.config
+    if layers:
+        _fewer_layers(config.get_text_config(), layers)
+    if source.weights:
+        return load_model(source, dtype, config=config).train()
+    if not full_width:
+        narrow = copy.deepcopy(config)
+        _narrow(narrow.get_text_config())
+        try:
+            model = random_model(narrow)
+        except Problem:
+            model = random_model(config)  # its widths depend on one another in a way of its own
+    else:
+        model = random_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Scales of one and biases of zero, as models are initialized, would hide a wrong use of them.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.to(dtype).train()
+
+
+def _fewer_layers(config: PretrainedConfig, layers: int) -> None:
+    before = config.num_hidden_layers
+    if layers >= before:
+        return
+    config.num_hidden_layers = layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == before:  # a type for each layer
+            setattr(config, name, value[:layers])
+
+
+def _narrow(config: PretrainedConfig) -> None:
+    heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    for name, value in TINY.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(value, getattr(config, name)))
+    if heads and kv:
+        config.num_key_value_heads = max(1, config.num_attention_heads * kv // heads)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value >= config.vocab_size:
+            setattr(config, name, None)
+
+
+def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
+    """The loss and every parameter's gradient, in fp64."""
+    model.zero_grad(set_to_none=True)
+    # Dropout would differ between any two runs.
+    for module in model.modules():
+        if type(module).__name__ == "Dropout":
+            module.p = 0.0
+    loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+    loss.backward()
+    found = {"loss": loss.detach().double()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.detach().double().clone()
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any], floor: float) -> list[dict[str, Any]]:
+    """A row for the loss and one for each group of parameters: the same parameter of all layers.
+
+    error is the distance to the fp64 result in the Euclidean norm, relative to its size; each row has its worst tensor.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in exact:
+        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    rows = []
+    for group, names in groups.items():
+        missing = [name for name in names if name not in fused or name not in plain]
+        if missing:
+            rows.append({"name": group, "tensors": len(names), "equal": False, "missing": missing})
+            continue
+        largest = max((fused[n] - plain[n]).abs().max().item() for n in names)
+        of_plain = max(_error(plain[n], exact[n]) for n in names)
+        of_fused = max(_error(fused[n], exact[n]) for n in names)
+        bound = max(FACTOR * of_plain, floor)
+        rows.append(
+            {
+                "name": group,
+                "tensors": len(names),
+                "max_difference": largest,
+                "error_plain": of_plain,
+                "error_fused": of_fused,
+                "bound": bound,
+                "equal": bool(of_fused <= bound),  # False for NaN
+            }
+        )
+    return rows
+
+
+def _error(value: Any, exact: Any) -> float:
+    size = exact.norm().item()
+    return (value - exact).norm().item() / (size if size > 0 else 1.0)
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, caption="error: distance from the fp64 result, relative to its size; the worst of a row")
+    table.add_column("loss, and gradients of", overflow="fold")
+    for column in ("tensors", "largest |fused − plain|", "error, plain", "error, fused", "bound", ""):
+        table.add_column(column, justify="right")
+    for row in rows:
+        if "missing" in row:
+            table.add_row(row["name"], str(row["tensors"]), "one side has no gradient", "", "", "", "[red]differs")
+            continue
+        values = [f"{row[key]:.1e}" for key in ("max_difference", "error_plain", "error_fused", "bound")]
+        table.add_row(row["name"], str(row["tensors"]), *values, "[green]equal" if row["equal"] else "[red]differs")
+    return table
