@@ -219,7 +219,7 @@ def _expect_cross_entropy(inputs: Inputs) -> Expected:
         if rows in compared:
             p = (x - lse[:, None]).exp()
             p.scatter_add_(1, t, -torch.ones_like(p[:, :1]))
-            dlogits.append((rows, p * (ok / count)[:, None]))
+            dlogits.append((rows, p * (ok.double() / count)[:, None]))
     return {"loss": [(..., total / count)], "dlogits": dlogits}
 
 
@@ -237,7 +237,7 @@ def _expect_linear_cross_entropy(inputs: Inputs) -> Expected:
     lse = torch.cat([(x[rows].to(wide) @ ww.T).logsumexp(-1).double() for rows in _chunks(n, v // 16)])
     picked = torch.cat([(x[r].double() * w[t[r]].double()).sum(-1) for r in _chunks(n, 8 * w.shape[1])])
     loss = ((lse - picked) * valid).sum() / count
-    scale = (valid / count)[:, None]
+    scale = (valid.double() / count)[:, None]
     tail = {"x": slice(max(0, n - 32), n), "w": slice(max(0, v - 32), v)}
     dx, dw = [], []
     w64 = w.double()

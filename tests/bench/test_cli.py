@@ -1,0 +1,129 @@
+"""`tigon bench` and `tigon doctor` as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tigon.bench import report
+from tigon.cli.bench import bench
+from tigon.cli.problem import Problem
+
+
+def tigon(*arguments, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TIGON_", "TRITON_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "tigon", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables},
+    )
+
+
+def test_bench_writes_table_json_and_png(tmp_path):
+    done = tigon("bench", "swiglu", "--quick", "--peers", "eager", "--shape", "32x64", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("swiglu")]
+    assert [line[3] for line in lines] == ["tigon", "eager"]
+    (results,) = tmp_path.glob("*-ops.json")
+    content = report.load(results)
+    assert [row["status"] for row in content["rows"]] == ["ok", "ok"]
+    assert content["rows"][0]["shape"] == [32, 64]
+    assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_operator_gets_one_sentence_and_exit_2():
+    done = tigon("bench", "softmux")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "'softmux'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"ops": ["rope"], "shape": ["8x8"]}, "rope: shape must be"),
+        ({"shape": ["8x8"]}, "exactly one OP"),
+        ({"peers": "eager,triton"}, "'triton'"),
+        ({"dtype": "int4"}, "--dtype must be"),
+        ({"device": "tpu"}, "--device must be"),
+        ({"model": "llama-9"}, "llama-9"),
+        ({"model": "llama-tiny", "ops": ["rope"]}, "takes no operators"),
+        ({"model": "llama-tiny", "peers": "eager"}, "'eager'"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(arguments, match):
+    with pytest.raises(Problem, match=match) as caught:
+        bench(**{"device": "cpu", **arguments})
+    assert caught.value.code == 2
+
+
+def test_an_output_that_cannot_be_written_is_said_before_measuring(tmp_path):
+    with pytest.raises(Problem, match="is a directory"):
+        bench(json=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(Problem, match="cannot write"):
+        bench(plot=tmp_path / "file" / "r.png")
+
+
+def test_a_wrong_result_of_ours_ends_with_exit_1(monkeypatch, capsys):
+    import typer
+
+    from tigon.bench.cases import OPS, Implementation
+
+    monkeypatch.setitem(OPS["swiglu"].implementations, "tigon", Implementation(lambda: lambda gate, up: gate + up))
+    with pytest.raises(typer.Exit) as caught:
+        bench(ops=["swiglu"], quick=True, peers="eager", shape=["8x8"], device="cpu")
+    assert caught.value.exit_code == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "the kernels run on CUDA and ROCm devices, not on 'cpu'"),
+        ({"TIGON_BACKEND": "torch"}, "TIGON_BACKEND=torch"),
+        ({"TIGON_BACKEND": "triton"}, "the triton backend was forced"),
+        ({"TIGON_BACKEND": "nonsense"}, "TIGON_BACKEND must be"),
+        ({"CC": "no-such-compiler"}, "no no-such-compiler on PATH"),
+    ],
+)
+def test_doctor_runs_whatever_is_set(variables, expected):
+    done = tigon("doctor", **variables)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert "torch" in done.stdout
+
+
+def test_doctor_checks_every_operator_and_prints_json():
+    from tigon.bench.cases import OPS
+
+    done = tigon("doctor", "--json", "--check")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["op"] for row in found["paths"]} == set(OPS)
+    assert {row["path"] for row in found["paths"]} == {"torch"}
+    assert {row["op"]: row["status"] for row in found["checks"]} == dict.fromkeys(OPS, "ok")
+    assert found["versions"]["torch"]
+
+
+def test_doctor_says_what_is_missing(monkeypatch):
+    import importlib.metadata
+
+    from tigon.cli import doctor
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(doctor, "_devices", lambda: 1 / 0)
+    found = doctor.examine()
+    assert found["versions"]["transformers"] is None
+    assert "ZeroDivisionError" in found["devices"]["error"]

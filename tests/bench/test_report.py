@@ -1,0 +1,118 @@
+"""Result files: what is written is read back, and the tables and charts say what the rows say."""
+
+import json
+import sys
+
+import pytest
+
+from tigon.bench import report
+from tigon.bench.models import Side
+from tigon.bench.runner import Row
+
+ROWS = [
+    Row(
+        "rms_norm", (32768, 4096), "bfloat16", "tigon", forward_ms=0.12, backward_ms=0.23, total_ms=0.3456,
+        total_range_ms=(0.3412, 0.3499), floor_ms=0.314, times_floor=1.1006, rate=3883.0, rate_unit="GB/s",
+        peak_mib=512.4, errors={"y": 2.0e-3, "dx": 3.1e-3},
+    ),
+    Row("rms_norm", (32768, 4096), "bfloat16", "other", status="wrong", reason="relative error above 0.01 in dx"),
+    Row("rms_norm", (32768, 4096), "bfloat16", "absent", status="failed", reason="absent is not installed"),
+]  # fmt: skip
+SIDES = [
+    Side(
+        "llama-3-8b", "tigon", 16, 512, False, "bfloat16", tokens_per_s=13000.4, step_ms=630.1, peak_gib=69.04,
+        losses=[12.125, 12.0625],
+    ),
+    Side("llama-3-8b", "hf", 16, 512, False, "bfloat16", status="failed", reason="out of memory"),
+]  # fmt: skip
+
+
+def operators():
+    return report.result(
+        "ops", ROWS, ceilings={"copy_gbps": 4270.0, "matmul_tflops": 690.0, "matmul": "8192³ bfloat16"}
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    content = operators()
+    report.save(tmp_path / "deep" / "r.json", content)
+    loaded = report.load(tmp_path / "deep" / "r.json")
+    assert loaded == json.loads(json.dumps(content))
+    assert loaded["rows"][0]["times_floor"] == 1.1006
+    assert loaded["schema"] == report.SCHEMA
+    assert loaded["environment"]["packages"]["torch"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]  # nothing half-written stays
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "not a result file"),
+        ('{"kind": "x"}', "not a result file of"),
+        ('{"kind": "ops", "schema": 0}', "schema 0"),
+    ],
+)
+def test_other_files_get_a_sentence(tmp_path, text, match, capsys):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        report.load(path)
+    assert report.main([str(path)]) == 2
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("write", [report.to_text, report.to_markdown])
+def test_tables_say_what_the_rows_say(write):
+    table = write(operators())
+    for cell in ("32768×4096", "0.346 (0.341–0.350)", "1.10×", "3,883 GB/s", "512", "3.1e-03", "4,270 GB/s"):
+        assert cell in table
+    assert "WRONG: relative error above 0.01 in dx" in table
+    assert "FAILED: absent is not installed" in table
+
+
+@pytest.mark.parametrize("write", [report.to_text, report.to_markdown])
+def test_model_tables_say_what_the_rows_say(write):
+    table = write(report.result("model", SIDES))
+    for cell in ("16×512", "13,000", "630", "69.0", "12.12500", "12.06250", "FAILED: out of memory"):
+        assert cell in table
+
+
+def test_rich_tables_have_the_same_cells():
+    table = report.to_rich(operators())
+    header, rows = report.cells(operators())
+    assert [column.header for column in table.columns] == header
+    assert table.row_count == len(rows) == 3
+
+
+def test_columns_that_say_nothing_are_left_out():
+    header, _ = report.cells(report.result("ops", ROWS[2:]))
+    assert header == ["op", "shape", "dtype", "by", "remark"]
+
+
+def test_no_path_of_this_machine_is_recorded(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/tigon", "bench", "--json", "/home/me/out/r.json"])
+    assert operators()["command"] == "tigon bench --json r.json"
+
+
+def test_files_are_named_after_the_device():
+    content = operators()
+    content["environment"]["device"] = "NVIDIA H200"
+    assert report.file_name(content) == "h200-ops.json"
+    content = {**report.result("model", SIDES), "environment": {"device": "NVIDIA H200"}}
+    assert report.file_name(content) == "h200-llama-3-8b-16x512.json"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0"), (0.0123456, "0.0123"), (9.876, "9.88"), (157.84, "158"), (4270.3, "4,270")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert report._number(value) == text
+
+
+@pytest.mark.parametrize("kind", ["ops", "model"])
+def test_charts_are_drawn(tmp_path, kind):
+    plots = pytest.importorskip("tigon.bench.plots")
+    pytest.importorskip("matplotlib")
+    plots.plot(operators() if kind == "ops" else report.result("model", SIDES), tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

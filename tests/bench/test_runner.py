@@ -1,0 +1,154 @@
+"""The runner: what it times, and that a wrong, failing or overwriting implementation is seen for what it is."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+import torch
+
+from tigon.bench.cases import OPS, Implementation
+from tigon.bench.runner import Ceilings, Settings, choose, measure_ceilings, parse_shape, run_case, time_ms
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(10.0, 0.1, "by hand")
+SHORT = Settings(rounds=2, warmup_ms=1.0, repeat_ms=2.0)
+TINY = {
+    "rms_norm": (16, 32),
+    "swiglu": (16, 32),
+    "geglu": (16, 32),
+    "rope": (2, 8, 2, 1, 16),
+    "cross_entropy": (16, 64),
+    "linear_cross_entropy": (16, 16, 64),
+}
+
+
+def run(op, implementations, dtype=torch.float32):
+    rows = run_case(op, TINY[op.name], dtype, CPU, CEILINGS, implementations=implementations, settings=SHORT)
+    return {row.implementation: row for row in rows}
+
+
+def by(fn, **options):
+    return Implementation(lambda: fn, **options)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_rows_hold_finite_times(op):
+    rows = run(op, {name: op.implementations[name] for name in ("tigon", "eager")})
+    for row in rows.values():
+        assert row.status == "ok", row.reason
+        low, high = row.total_range_ms
+        assert 0 < low <= row.total_ms <= high < math.inf
+        assert 0 < row.forward_ms < math.inf
+        assert 0 < row.floor_ms < math.inf
+        assert row.times_floor == pytest.approx(row.total_ms / row.floor_ms)
+        assert row.rate > 0
+        assert row.peak_mib is None  # there is no allocator to ask on a CPU
+
+
+def test_the_floor_is_bytes_over_the_copy_bandwidth():
+    row = run(OPS["swiglu"], {"eager": OPS["swiglu"].implementations["eager"]})["eager"]
+    assert row.floor_ms == pytest.approx(8 * 16 * 32 * 4 / 10e9 * 1e3)
+
+
+def _detached(gate, up):
+    return torch.nn.functional.silu(gate) * up.detach() + 0 * up
+
+
+# Each is wrong in one way that a loose test lets through.
+@pytest.mark.parametrize(
+    ("fn", "where"),
+    [
+        (lambda gate, up: torch.nn.functional.silu(up) * gate, "dgate"),
+        (lambda gate, up: (torch.nn.functional.silu(gate) * up) * 1.02, "y"),
+        (_detached, "dup"),
+        (lambda gate, up: gate * up * math.nan, "y"),
+        (lambda gate, up: 0 * gate * up, "y"),
+    ],
+    ids=["permuted", "scaled", "zero gradient", "nan", "zeros"],
+)
+def test_wrong_results_are_flagged(fn, where):
+    op = OPS["swiglu"]
+    rows = run(op, {"eager": op.implementations["eager"], "broken": by(fn)}, torch.bfloat16)
+    assert rows["eager"].status == "ok"
+    assert rows["broken"].status == "wrong"
+    assert where in rows["broken"].reason
+
+
+@pytest.mark.parametrize("op", [OPS["cross_entropy"], OPS["linear_cross_entropy"]], ids=lambda op: op.name)
+def test_a_loss_whose_gradient_is_all_target_is_wrong(op):
+    """The gradient of −logit[target] alone: what is left when every softmax value is filtered away as small."""
+
+    def targets_only(target, **kwargs):
+        logits = kwargs["logits"] if "logits" in kwargs else kwargs["x"] @ kwargs["weight"].T
+        logits = logits.float()
+        picked = logits.gather(1, target[:, None])[:, 0]
+        return (logits.detach().logsumexp(-1) - picked).mean()
+
+    assert run(op, {"filtered": by(targets_only)}, torch.bfloat16)["filtered"].status == "wrong"
+
+
+def test_a_failing_implementation_is_a_row_and_the_others_are_measured():
+    def missing():
+        raise ModuleNotFoundError("No module named 'absent'", name="absent")
+
+    def out_of_memory(gate, up):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 GiB.")
+
+    op = OPS["swiglu"]
+    rows = run(
+        op,
+        {
+            "missing": Implementation(missing),
+            "memory": by(out_of_memory),
+            "gpu": by(lambda gate, up: gate * up, gpu_only=True),
+            "eager": op.implementations["eager"],
+        },
+    )
+    assert [rows[name].status for name in rows] == ["failed", "failed", "failed", "ok"]
+    assert rows["missing"].reason == "absent is not installed"
+    assert rows["memory"].reason == "out of memory"
+    assert rows["gpu"].reason == "runs on a GPU only"
+    assert rows["missing"].total_ms is None
+
+
+def test_an_overwriting_implementation_spoils_nobody_elses_inputs():
+    def overwriting(gate, up):
+        y = torch.nn.functional.silu(gate) * up
+        gate.detach().zero_()  # after the product is saved: only the caller's tensor is spoilt
+        return y
+
+    made = []
+    op = OPS["swiglu"]
+    op = dataclasses.replace(op, make=lambda *args: made.append(OPS["swiglu"].make(*args)) or made[-1])
+    run(op, {"overwriting": by(overwriting, overwrites=True)})
+    assert made[0].arguments["gate"].std() > 0.5
+
+
+def test_time_is_the_median_of_calls():
+    durations = iter([0.0, 0.0, 0.0] + [0.004, 0.05, 0.004] * 100)
+    ms = time_ms(lambda: time.sleep(next(durations)), CPU, Settings(1, 0.0, 1.0), estimate_ms=1.0)
+    assert 4 <= ms < 40
+
+
+def test_ceilings_are_measured():
+    ceilings = measure_ceilings(CPU, SHORT)
+    assert 0.1 < ceilings.copy_gbps < 10_000
+    assert 0 < ceilings.matmul_tflops < 100
+
+
+def test_peers_are_chosen_by_name_with_their_variants():
+    op = OPS["linear_cross_entropy"]
+    assert {"tigon", "tigon-weight", "liger", "liger-fp32"} == set(choose(op, ["liger"], CPU))
+    assert "tigon-compact" in choose(op, ["tigon-compact"], CPU)
+    assert {"tigon", "tigon-weight", "eager", "compile"} == set(choose(op, None, CPU))
+
+
+@pytest.mark.parametrize("text", ["8192", "8x", "8x0", "8x-1", "axb", "1x2x3", "99999999999999x99999999"])
+def test_shapes_that_are_none_get_a_sentence(text):
+    with pytest.raises(ValueError, match=r"rms_norm: shape .*\."):
+        parse_shape(OPS["rms_norm"], text)
+
+
+def test_shapes_are_parsed():
+    assert parse_shape(OPS["rms_norm"], "8192x4096") == parse_shape(OPS["rms_norm"], "8192×4096") == (8192, 4096)
