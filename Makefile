@@ -66,7 +66,7 @@ gpu-test: $(READY)
 
 bench: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'
-	$(RUN) -m tigon bench --all --output benchmarks/results
+	$(RUN) -m tigon bench --output benchmarks/results
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
