@@ -38,3 +38,11 @@ def test_a_side_that_fails_is_a_row():
     assert rows[0].status == "failed"
     assert rows[0].reason
     assert rows[0].tokens_per_s is None
+
+
+def test_a_side_that_hangs_is_ended():
+    (row,) = run_model(
+        "llama-tiny", batch=1, seq=16, steps=1, sides=["hf"], dtype="float32", device="cpu", timeout_s=0.2
+    )
+    assert row.status == "failed"
+    assert "longer than" in row.reason

@@ -152,3 +152,20 @@ def test_shapes_that_are_none_get_a_sentence(text):
 
 def test_shapes_are_parsed():
     assert parse_shape(OPS["rms_norm"], "8192x4096") == parse_shape(OPS["rms_norm"], "8192×4096") == (8192, 4096)
+
+
+def _no_memory(*_):
+    raise torch.OutOfMemoryError
+
+
+def test_without_memory_for_the_inputs_every_row_says_so():
+    op = dataclasses.replace(OPS["swiglu"], make=_no_memory)
+    rows = run(op, {name: op.implementations[name] for name in ("tigon", "eager")})
+    assert [row.reason for row in rows.values()] == ["out of memory for the inputs"] * 2
+
+
+def test_without_memory_for_the_reference_rows_say_that_they_were_not_checked():
+    op = dataclasses.replace(OPS["swiglu"], expect=_no_memory)
+    row = run(op, {"eager": op.implementations["eager"]})["eager"]
+    assert row.total_ms > 0
+    assert row.note.startswith("not checked")

@@ -385,7 +385,7 @@ OPS: dict[str, Op] = {
         Op(
             name="rms_norm",
             shape_names=("rows", "width"),
-            shapes=((32768, 4096), (16384, 8192), (8192, 16384), (262144, 128)),
+            shapes=((32768, 4096), (16384, 8192), (8192, 16384), (262144, 128), (8192, 4096)),
             small=((256, 1024), (2048, 128)),
             make=_make_rms_norm,
             expect=_expect_rows(_eager_rms_norm, rowwise=("x",), summed=("weight",)),

@@ -1,8 +1,8 @@
 """One training step of a whole model: tokens/s, peak memory and the loss of each step, side by side.
 
-bf16 weights, AdamW with states in the weights' dtype (fused on a GPU), SDPA, random weights and tokens from one seed,
-one eighth of each sequence masked out of the loss. Every side runs in a process of its own: Liger patches classes for
-the whole process, and one allocator's fragmentation is not the next one's.
+bf16 weights, AdamW with states in the weights' dtype (fused on a GPU), SDPA where the model has it, random weights and
+tokens from one seed, one eighth of each sequence masked out of the loss. Every side runs in a process of its own: Liger
+patches classes for the whole process, and one allocator's fragmentation is not the next one's.
 
     python -m tigon.bench.models --model llama-3-8b --batch 16 --seq 512 --output results
 """
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,33 +55,30 @@ class Side:
         return asdict(self)
 
 
-def _hf(model: PreTrainedModel) -> str:
-    return ""
+def _hf(model: PreTrainedModel) -> None:
+    pass
 
 
-def _liger(model: PreTrainedModel) -> str:
+def _liger(model: PreTrainedModel) -> None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise RuntimeError(f"Liger does not know the model type {model.config.model_type!r}")
     _apply_liger_kernel_to_instance(model=model)
-    return ""
 
 
-def _tigon(model: PreTrainedModel) -> str:
+def _tigon(model: PreTrainedModel) -> None:
     import tigon
 
     tigon.fuse(model)
-    return ""
 
 
-def _compile(model: PreTrainedModel) -> str:
+def _compile(model: PreTrainedModel) -> None:
     model.compile()
-    return ""
 
 
-# What each side does to the plain model. The text it returns becomes the row's note.
-SIDES: dict[str, Callable[[Any], str]] = {"hf": _hf, "compile": _compile, "liger": _liger, "tigon": _tigon}
+# What each side does to the plain model.
+SIDES: dict[str, Callable[[Any], None]] = {"hf": _hf, "compile": _compile, "liger": _liger, "tigon": _tigon}
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 
 
@@ -94,7 +92,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **
     config.use_cache = False
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
 
 
@@ -106,7 +104,9 @@ def train_side(
     model = build(side.model, device, getattr(torch, side.dtype), **overrides)
     if side.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    side.note = SIDES[side.side](model)
+    attention = model.config._attn_implementation
+    side.note = "" if attention == "sdpa" else f"{attention} attention"
+    SIDES[side.side](model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
     draw = torch.Generator(device).manual_seed(1)
     on_gpu = device.type == "cuda"
@@ -184,22 +184,29 @@ def _in_own_process(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        last = ""
-        deadline = time.monotonic() + timeout_s
+        last, late = "", threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        watchdog = threading.Timer(timeout_s, end)
+        watchdog.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 last = line.strip() or last
                 if line.startswith(f"{row.side}: step"):
                     say(f"{row.model} {line.strip()}")
-                if time.monotonic() > deadline:
-                    row.status, row.reason = "failed", f"took longer than {timeout_s:.0f} s"
-                    return row
             process.wait()
         finally:
+            watchdog.cancel()
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        if late.is_set():
+            row.status, row.reason = "failed", f"took longer than {timeout_s:.0f} s"
+            return row
         if result.exists():
             return Side(**json.loads(result.read_text()))
         row.status, row.reason = "failed", f"the process ended with code {process.returncode}: {last[:200]}"
