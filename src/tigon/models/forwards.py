@@ -1,0 +1,211 @@
+"""The forwards that stand in for a module's own, and how they are put on one instance and taken off again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.models.compiled_logits import CompiledLogits
+from tigon.models.lazy_logits import LazyLogits
+from tigon.models.recipe import DTYPES, Recipe
+from tigon.models.recognize import HOOKS, Gated, Norm
+from tigon.models.report import Ledger
+from tigon.ops.gated import geglu, swiglu
+from tigon.ops.rms_norm import rms_norm
+
+
+def nothing() -> None:
+    """What patches and fusions are pickled as."""
+    return
+
+
+class Patch:
+    """What a replaced forward needs, in its module's `_tigon`: copied along with the module.
+
+    before: the forward that this instance had of its own, if it had one.
+    act: the activation whose formula was recognised; another one in its place is honoured.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        ledger: Ledger,
+        formula: Any,
+        act: Any = None,
+        *,
+        before: Any = None,
+        labels_at: int | None = None,
+    ) -> None:
+        self.kind, self.ledger, self.formula, self.act = kind, ledger, formula, act
+        self.before, self.labels_at = before, labels_at
+        self.function: Callable[..., Any] | None = None
+
+    def installed_on(self, module: nn.Module) -> bool:
+        return getattr(vars(module).get("forward"), "__func__", None) is self.function
+
+    def __reduce__(self) -> Any:
+        return nothing, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
+        copied = Patch(self.kind, ledger, self.formula, act, before=before, labels_at=self.labels_at)
+        copied.function = self.function
+        return copied
+
+
+def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> None:
+    # A bound method, so that a deep copy of the module binds it to the copy.
+    state = vars(module)
+    patch.function = function
+    state["_tigon"] = patch
+    state["forward"] = types.MethodType(function, module)
+    state["_replicate_for_data_parallel"] = types.MethodType(_replicate, module)
+
+
+def restore(module: nn.Module) -> None:
+    state = vars(module)
+    patch = state.get("_tigon")
+    # Where somebody has wrapped our forward since, theirs stays; ours, inactive now, passes through to the plain one.
+    if patch is None or not patch.installed_on(module):
+        return
+    for name in ("_tigon", "forward", "_replicate_for_data_parallel"):
+        state.pop(name, None)
+    if patch.before is not None:
+        state["forward"] = patch.before
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    """torch.nn.DataParallel copies `__dict__`, and with it a forward that is bound to the original."""
+    replica: Any = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
+    forward = vars(self).get("forward")
+    if isinstance(forward, types.MethodType):
+        vars(replica)["forward"] = types.MethodType(forward.__func__, replica)
+    return replica
+
+
+# ---------------------------------------------------------------------------------------------------------- forwards
+
+
+def _plain(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's forward, which also tells the head whether labels are given. `before` is for its signature only."""
+
+    @functools.wraps(before)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch = self._tigon
+        run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
+        ledger = patch.ledger
+        if not ledger.active:
+            return run(*args, **kwargs)
+        at = patch.labels_at
+        labels = kwargs.get("labels")
+        if labels is None and at is not None and len(args) > at:
+            labels = args[at]
+        shifted = kwargs.get("shift_labels")
+        outer = ledger.lazy
+        if not outer:  # a model inside a model is part of the same step
+            ledger.new_step()
+            ledger.see_labels(labels, shifted)
+        ledger.lazy = outer or labels is not None or shifted is not None
+        try:
+            return run(*args, **kwargs)
+        finally:
+            ledger.lazy = outer
+            if not outer:
+                ledger.valid = None
+
+    return forward
+
+
+def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    ledger: Ledger = self._tigon.ledger
+    if not (ledger.active and ledger.lazy) or args or kwargs:
+        return _plain(self, input, *args, **kwargs)
+    compiling = torch.compiler.is_compiling()
+    # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
+    if not torch.is_grad_enabled() if compiling else torch._C._are_functorch_transforms_active():
+        return _plain(self, input)
+    recipe = Recipe.of(input, self.weight, self.bias, ledger)
+    if recipe is None:
+        return _plain(self, input)
+    return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
+
+
+def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Norm = patch.formula
+    if not patch.ledger.active or kwargs or len(args) != 1:
+        return _plain(self, *args, **kwargs)
+    x = args[0]
+    weight = None if formula.weight is None else getattr(self, formula.weight)
+    if not _norm_fits(x, weight, formula):
+        return _plain(self, x)
+    patch.ledger.count("norm")
+    eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    return rms_norm(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+
+
+def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in DTYPES:
+        return False
+    if formula.native and torch.is_autocast_enabled(x.device.type):
+        return False
+    if weight is None:
+        return True
+    if weight.dtype != x.dtype and not (formula.mixed and weight.dtype == torch.float32):
+        return False
+    return weight.device == x.device and weight.shape == x.shape[-1:]
+
+
+def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Gated = patch.formula
+    if not patch.ledger.active or kwargs or len(args) != 1 or not _act_is_known(self, patch):
+        return _plain(self, *args, **kwargs)
+    x = args[0]
+    # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.
+    if formula.up is None:
+        gate, up = getattr(self, formula.gate)(x), None
+    elif formula.up_first:
+        up = getattr(self, formula.up)(x)
+        gate = getattr(self, formula.gate)(x)
+    else:
+        gate = getattr(self, formula.gate)(x)
+        up = getattr(self, formula.up)(x)
+    return getattr(self, formula.down)(_gated_product(patch, gate, up))
+
+
+def _act_is_known(self: Any, patch: Patch) -> bool:
+    if patch.act is None:
+        return True
+    act = getattr(self, patch.formula.act_module)
+    return act is patch.act and not any(vars(act).get(name) for name in HOOKS)
+
+
+def _gated_product(patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
+    act = patch.formula.act
+    fits = gate.dtype.is_floating_point and gate.dim() > 0
+    if up is not None:
+        fits = fits and up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
+    elif gate.dim() == 0 or gate.shape[-1] % 2:
+        fits = False
+    if fits:
+        patch.ledger.count("mlp")
+        if act == "silu":
+            return swiglu(gate, up)
+        return geglu(gate, up, approximate="tanh" if act == "gelu_tanh" else "none")
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    if act == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up

@@ -1,0 +1,274 @@
+"""tigon.fuse(model): Tigon's operators in place of a model's own, in this one instance, until remove().
+
+What is replaced is the attribute `forward` of single modules: of the head, of RMS norms and gated MLPs, and of
+attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch itself are not
+touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to the
+module's own where its operator does not apply.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from tigon.models.forwards import (
+    Patch,
+    head_forward,
+    install,
+    mlp_forward,
+    model_forward,
+    norm_forward,
+    nothing,
+    restore,
+)
+from tigon.models.recipe import DTYPES
+from tigon.models.recognize import Unknown, recognize_mlp, recognize_norm, signature_of
+from tigon.models.report import Ledger, Report, Row
+from tigon.models.rotary import Clones
+
+REPLACED = "its forward is already replaced on this instance (a device hook, another library?)"
+FUSED_BEFORE = "fused before, by another tigon.fuse"
+
+
+def fuse(model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True) -> Fusion:
+    """Make a model train faster and smaller, in place and reversibly.
+
+    Args:
+        model: a transformers model, plain or inside PEFT or a wrapper. Other modules: what is recognised in them.
+        head: the loss is computed without building the logits, when labels are given.
+        norms, mlp, rotary: RMS norms, gated MLPs and rotary embeddings run as one kernel each.
+    Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
+        also a context manager. A model that is fused already is left as it is, and its Fusion returned.
+    Raises: TypeError for what is not a module.
+
+    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
+    pickled model is plain when loaded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
+    present = vars(model).get("_tigon_fusion")
+    if present is not None:
+        return present
+    fusion = Fusion(model)
+    fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary)
+    if not fusion._modules:
+        # A wrapper around a fused model: PEFT, DDP, torch.compile.
+        inner = [f for m in model.modules() if (f := vars(m).get("_tigon_fusion")) is not None]
+        if len(inner) == 1:
+            return inner[0]
+    vars(model)["_tigon_fusion"] = fusion
+    return fusion
+
+
+class Fusion:
+    """What tigon.fuse did to one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._ledger = Ledger(model)
+        self._modules: list[nn.Module] = []
+        self._rows: Counter[tuple[str, str, bool, str]] = Counter()
+
+    def report(self) -> Report:
+        rows = [Row(kind, name, count, fused, what) for (kind, name, fused, what), count in self._rows.items()]
+        ledger = self._ledger
+        return Report(
+            type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
+            dict(ledger.calls), dict(ledger.built_by),
+        )  # fmt: skip
+
+    def remove(self) -> None:
+        """Put the model back as it was. A second call does nothing."""
+        self._ledger.active = False
+        for module in self._modules:
+            restore(module)
+        if vars(self.model).get("_tigon_fusion") is self:
+            del vars(self.model)["_tigon_fusion"]
+
+    def __enter__(self) -> Fusion:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<Fusion of {self.report().headline()}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
+        # Reached when the whole model is copied: its modules have been, and their bound forwards with them.
+        model = memo.get(id(self.model))
+        if model is None:
+            return None
+        copied = memo[id(self)] = Fusion(model)
+        copied._ledger = self._ledger.__deepcopy__(memo)
+        copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
+        copied._rows = Counter(self._rows)
+        clones = Clones(copied._ledger)
+        for module in copied._modules:
+            patch = vars(module).get("_tigon")
+            if patch is not None and patch.kind == "rotary" and patch.installed_on(module):
+                install(module, clones.of(type(module).forward), patch)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return nothing, ()  # forwards are not pickled: the loaded model is plain, and can be fused again
+
+    # ------------------------------------------------------------------------------------------------------- finding
+
+    def _fuse(self, *, head: bool, norms: bool, mlp: bool, rotary: bool) -> None:
+        modules = list(dict.fromkeys(self.model.modules()))
+        taken: set[int] = set()
+        owners = self._fuse_heads(modules, taken) if head else []
+        if not owners and "forward" not in vars(self.model) and (norms or mlp or rotary):
+            owners = [self.model]
+        known: dict[Any, Any] = {}
+        clones = Clones(self._ledger)
+        for module in modules:
+            if id(module) in taken:
+                continue
+            if rotary:
+                self._fuse_rotary(module, clones)
+            for kind, wanted, recognize, forward in (
+                ("norm", norms, recognize_norm, norm_forward),
+                ("mlp", mlp, recognize_mlp, mlp_forward),
+            ):
+                if wanted:
+                    key = kind, *signature_of(module)
+                    if key not in known:
+                        known[key] = recognize(module)
+                    self._replace(module, kind, known[key], forward)
+            if mlp and _is_experts(module):
+                self._left("experts", module, "grouped experts have no fused form")
+        if self._modules:
+            for owner in owners:
+                self._wrap_model(owner)
+
+    def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
+        if formula is None:
+            return
+        reason = formula.reason if isinstance(formula, Unknown) else _why_not(module)
+        if reason is not None:
+            self._left(kind, module, reason)
+            return
+        act = getattr(formula, "act_module", None)
+        install(module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act)))
+        self._done(kind, module, str(formula))
+
+    def _done(self, kind: str, module: nn.Module, what: str) -> None:
+        self._modules.append(module)
+        self._rows[kind, type(module).__name__, True, what] += 1
+
+    def _left(self, kind: str, module: nn.Module, reason: str) -> None:
+        self._rows[kind, type(module).__name__, False, reason] += 1
+
+    def _fuse_heads(self, modules: list[nn.Module], taken: set[int]) -> list[nn.Module]:
+        """Find heads by get_output_embeddings(). Returns the models whose labels they wait for."""
+        owners: list[nn.Module] = []
+        seen: set[int] = set()
+        for owner in modules:
+            if not callable(getattr(type(owner), "get_output_embeddings", None)):
+                continue
+            try:
+                head = owner.get_output_embeddings()  # type: ignore[operator]
+            except (AttributeError, NotImplementedError):
+                continue
+            if not isinstance(head, nn.Module) or id(head) in seen or not any(m is head for m in owner.modules()):
+                continue
+            seen.add(id(head))
+            takes = _labels_at(owner)
+            reason = "its model's forward takes no labels" if takes is None else None
+            layers = list(_linear_layers(head))
+            if not layers:
+                reason = _why_no_linear(head)
+            fused = False
+            for layer in layers:
+                why = reason or _why_not_head(layer)
+                if why is None:
+                    install(layer, head_forward, Patch("head", self._ledger, None))
+                    biased = " + b" if layer.bias is not None else ""
+                    self._done("head", layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
+                    taken.add(id(layer))
+                    fused = True
+                else:
+                    self._left("head", layer, why)
+            if not layers:
+                self._left("head", head, reason or "")
+            if fused:
+                owners.append(owner)
+        if not seen:
+            self._left("head", self.model, "it has no get_output_embeddings() that returns a head")
+        return owners
+
+    def _wrap_model(self, owner: nn.Module) -> None:
+        before = vars(owner).get("forward")
+        patch = Patch("model", self._ledger, None, before=before, labels_at=_labels_at(owner))
+        install(owner, model_forward(type(owner).forward if before is None else before), patch)
+        self._modules.append(owner)
+
+    def _fuse_rotary(self, module: nn.Module, clones: Clones) -> None:
+        for name, formula in clones.found(type(module).forward).items():
+            if isinstance(formula, Unknown):
+                self._left("rotary", module, f"{name}: {formula.reason}")
+                continue
+            forward = clones.of(type(module).forward)
+            reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+            if reason is not None:
+                self._left("rotary", module, f"{name}: {reason}")
+            elif vars(module).get("_tigon") is None:
+                install(module, forward, Patch("rotary", self._ledger, formula))
+                self._done("rotary", module, str(formula))
+
+
+# -------------------------------------------------------------------------------------------- what is left, and why
+
+
+def _is_experts(module: nn.Module) -> bool:
+    stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    return stacked and "expert" in type(module).__name__.lower()  # the name decides what is reported, nothing else
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why this instance must be left alone, whatever it computes."""
+    patch = vars(module).get("_tigon")
+    if patch is not None and patch.ledger.active:
+        return FUSED_BEFORE
+    forward = vars(module).get("forward")
+    # An unpickled model has its class's own forward in its place.
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return REPLACED
+    return None
+
+
+def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
+    """The head itself, or those that PEFT's modules_to_save chooses from."""
+    if type(head) is nn.Linear:
+        yield head
+    elif isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict):
+        for module in (getattr(head, "original_module", None), *head.modules_to_save.children()):
+            if type(module) is nn.Linear:
+                yield module
+
+
+def _why_no_linear(head: nn.Module) -> str:
+    if hasattr(head, "lora_A"):
+        return "an adapter is on the head: it runs as it is, with real logits"
+    return "it is not a plain torch.nn.Linear (quantised, parallel, or the model's own kind)"
+
+
+def _why_not_head(layer: nn.Linear) -> str | None:
+    if layer.weight.dtype not in DTYPES:
+        return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
+    return _why_not(layer)
+
+
+def _labels_at(model: nn.Module) -> int | None:
+    """The position of `labels` in the model's forward; None if it takes none."""
+    try:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return None
+    return names.index("labels") if "labels" in names else None

@@ -1,0 +1,207 @@
+"""What logits are made of: hidden states, weight, bias, the elementwise steps since; and their cross entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.losses.linear_cross_entropy import linear_cross_entropy
+
+# In fp64 the models' own `logits.float()` narrows; there the plain head serves.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Recipe:
+    """steps(hidden Wᵀ + bias): how to build the logits, and how to take their cross entropy without building them."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ledger: Any,
+        *,
+        steps: tuple[tuple[str, Any], ...] = (),
+        dtype: torch.dtype,
+        autocast: torch.dtype | None,
+        sample: Tensor | None = None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
+        self.steps, self.dtype, self.autocast = steps, dtype, autocast
+        # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
+        self.sample = _sample(weight) if sample is None else sample
+        self.versions = () if torch.compiler.is_compiling() else tuple(map(_version, (hidden, weight, bias)))
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any) -> Recipe | None:
+        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head will do."""
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
+        for t in tensors:
+            # A DTensor, a ZeRO-3 shard or a tensor of another subclass brings its own F.linear.
+            if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
+                return None
+            if t.device != hidden.device or (autocast is None and t.dtype != hidden.dtype):
+                return None
+        if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1] or autocast not in (None, *DTYPES):
+            return None
+        return cls(hidden, weight, bias, ledger, dtype=autocast or hidden.dtype, autocast=autocast)
+
+    def then(self, step: str, value: Any = None) -> Recipe:
+        dtype = value if step == "cast" else self.dtype
+        return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
+
+    def rows(self, take: Callable[[Tensor], Tensor]) -> Recipe:
+        """The same logits for other rows: `take` maps hidden states as the caller mapped the logits."""
+        return self._with(hidden=take(self.hidden))
+
+    def columns(self, count: int) -> Recipe:
+        """The logits of the first `count` words."""
+        bias = None if self.bias is None else self.bias[:count]
+        return self._with(weight=self.weight[:count], bias=bias, sample=_sample(self.weight[:count]))
+
+    def _with(self, **changes: Any) -> Recipe:
+        if not torch.compiler.is_compiling():
+            self.check()
+        kept = {"steps": self.steps, "dtype": self.dtype, "autocast": self.autocast, "sample": self.sample}
+        hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
+        return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
+
+    def check(self, sample: bool = False) -> None:
+        """Raise where the plain logits, which would have been computed by now, are no longer what this would give."""
+        names = ("hidden states", "weight", "bias")
+        tensors = (self.hidden, self.weight, self.bias)
+        for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
+            if _version(t) != version:
+                raise RuntimeError(_STALE.format(f"the head's {name} changed in place"))
+        for name, t in zip(names, tensors, strict=True):
+            if t is not None and t.numel() and t.device.type != "meta" and t.untyped_storage().size() == 0:
+                raise RuntimeError(_STALE.format(f"the memory of the head's {name} was released"))
+        if sample:
+            now = _sample(self.weight)
+            if not bool(((now == self.sample) | (now != now)).all()):
+                raise RuntimeError(_STALE.format("the head's weight changed in place"))
+
+    def logits(self) -> Tensor:
+        """Build them: the operations of the plain model, in its order, under the autocast of its forward."""
+        if not torch.compiler.is_compiling():
+            self.check(sample=True)
+        with _autocast(self.hidden.device.type, self.autocast):
+            z = F.linear(self.hidden, self.weight, self.bias)
+            for step, value in self.steps:
+                if step == "mul":
+                    z = z * value
+                elif step == "div":
+                    z = z / value
+                elif step == "tanh":
+                    z = torch.tanh(z)
+                else:
+                    z = z.to(value)
+        return z
+
+    def scale_and_softcap(self) -> tuple[float, float | None] | None:
+        """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
+        before, after, tanh = 1.0, 1.0, False
+        for step, value in self.steps:
+            if step == "tanh":
+                if tanh:
+                    return None
+                tanh = True
+            elif step != "cast":
+                factor = value if step == "mul" else (1.0 / value if value else math.inf)
+                before, after = (before, after * factor) if tanh else (before * factor, after)
+        if not (math.isfinite(before) and math.isfinite(after) and before != 0):
+            return None
+        if not tanh:
+            return before, None
+        return (before * after, after) if after > 0 else None
+
+    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
+        form = self.scale_and_softcap()
+        assert form is not None  # the carriers ask before they come here
+        if not torch.compiler.is_compiling():
+            self.check()
+        scale, softcap = form
+        device = self.hidden.device.type
+        # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
+        dtype = torch.float32 if torch.is_autocast_enabled(device) else self.dtype
+        valid = self.ledger.valid_targets(target, ignore_index)
+        with _autocast(device, self.autocast):
+            loss = linear_cross_entropy(
+                self.hidden, self.weight, target, bias=self.bias, ignore_index=ignore_index, reduction=reduction,
+                label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
+            )  # fmt: skip
+        self.ledger.count("head")
+        return loss.to(dtype)
+
+
+_STALE = (
+    "tigon: these logits were never built, and {} after the model's forward, so they can no longer be. Read "
+    "outputs.logits before optimizer.step(), or call the model without labels, or fusion.remove() first."
+)
+
+
+def _version(t: Tensor | None) -> int:
+    return -1 if t is None or t.is_inference() else t._version
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About two thousand elements all over the weight, copied."""
+    rows, columns = weight.shape
+    return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()
+
+
+class _autocast:
+    """Autocast as it stood when the head ran; enters nothing where it stands so already."""
+
+    def __init__(self, device: str, dtype: torch.dtype | None) -> None:
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.context = None
+        if now != dtype:
+            self.context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
+    def __enter__(self) -> None:
+        if self.context is not None:
+            self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.context is not None:
+            self.context.__exit__(*error)
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def fusable(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, ...] | None:
+    """The arguments of `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss has not.
+
+    Two dimensions only: in (N, C, d) the classes are not the last one. Probabilities as targets, class weights and the
+    deprecated flags go to PyTorch, and so does whatever it would refuse, for its own error.
+    """
+    if weight is not None or size_average is not None or reduce is not None:
+        return None
+    if reduction not in ("mean", "sum", "none") or not 0.0 <= label_smoothing <= 1.0:
+        return None
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:  # logits are floats: no lazy target passes
+        return None
+    if len(logits.shape) != 2 or tuple(target.shape) != tuple(logits.shape[:1]) or target.device != logits.device:
+        return None
+    if logits.recipe.scale_and_softcap() is None:
+        return None
+    return target, ignore_index, reduction, label_smoothing

@@ -1,0 +1,467 @@
+"""What a module computes, found out by running it: norms, gated MLPs and rotary functions, by numbers, never by name.
+
+A probe is a copy of the module with small random weights on the CPU. It runs in fp32 and in bf16, beside every formula
+that Tigon has. A formula is accepted when it agrees
+
+    in fp32   to a few units in the last place: both sides round, in orders of summation that may differ;
+    in bf16   rounding for rounding, or, where Tigon rounds once and the module more often, within those roundings.
+
+Nothing of the module itself is touched, and modules on the meta device can be probed like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.ops.gated import gated_reference
+from tigon.ops.rms_norm import rms_norm_reference
+from tigon.ops.rope import rope_reference
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Not recognised, and why."""
+
+    reason: str
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """Shields probes from what surrounds fuse(), autocast or a default device, and the global generator from probes."""
+    with (
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------- norms
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it.
+
+    weight, eps: names of the module's attributes; weight None for a norm without one; eps a number if it has no name.
+    mixed: holds also for an fp32 weight beside a narrower x.
+    native: it calls torch's own rms_norm, which autocast runs in fp32.
+    """
+
+    weight: str | None
+    eps: str | float
+    offset: float
+    cast: str
+    mixed: bool
+    native: bool
+
+    def __str__(self) -> str:
+        weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
+        rounds = {"llama": "rounded before w", "gemma": "rounded once", "none": "not rounded to x's dtype"}[self.cast]
+        return f"x / rms(x){weight}, {rounds}"
+
+
+@probing()
+def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
+    """The formula of an RMS norm; Unknown for what is called a norm and is none that Tigon has; None for the rest."""
+    named = "norm" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
+    if isinstance(module, nn.LayerNorm):
+        return Unknown("LayerNorm has no fused form")
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return Unknown("it has modules or buffers of its own") if named else None
+    weights = {k: p for k, p in module._parameters.items() if p is not None}
+    if len(weights) > 1:
+        return Unknown("it has more parameters than a weight") if named else None
+    name, weight = next(iter(weights.items()), (None, None))
+    if weight is not None and (weight.dim() != 1 or not weight.is_floating_point() or weight.numel() < 2):
+        return Unknown("its weight is not a vector") if named else None
+    epsilons = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
+    candidates: list[str | float] = [*epsilons]
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        candidates = [torch.finfo(torch.float32).eps]
+    if not candidates or not _takes_one_argument(module):
+        return Unknown("it is no RMS norm over one input") if named else None
+    width = 96 if weight is None else weight.numel()
+    found = None
+    native = "rms_norm" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    for eps in candidates:
+        for offset in (0.0, 1.0) if weight is not None else (0.0,):
+            for cast in ("llama", "gemma", "none") if weight is not None else ("gemma",):
+                if _is_norm(module, name, width, eps, offset, cast, mixed=False):
+                    mixed = weight is None or _is_norm(module, name, width, eps, offset, cast, mixed=True)
+                    found = Norm(name, eps, offset, cast, mixed, native)
+                    if mixed:  # "gemma" and "none" differ only where x and weight do
+                        return found
+    if found is not None:
+        return found
+    return Unknown("its numbers fit no formula of tigon.rms_norm") if named else None
+
+
+def _is_norm(
+    module: nn.Module, name: str | None, width: int, eps: str | float, offset: float, cast: str, *, mixed: bool
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    rows = max(8, 2048 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
+    x = torch.randn(rows, width, generator=generator) * torch.logspace(-3, 2, rows)[:, None]
+    w = torch.randn(width, generator=generator) * 0.5 + 0.3
+    dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
+    for x_dtype, w_dtype in dtypes:
+        here, weight = x.to(x_dtype), None if name is None else w.to(w_dtype)
+        # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
+        for value in (None, 0.05) if isinstance(eps, str) else (None,):
+            probe = _copy(module, {} if name is None else {name: weight})
+            if value is not None:
+                vars(probe)[eps] = value
+            added = vars(probe)[eps] if isinstance(eps, str) else eps
+            y = _run(probe, here)
+            expected = rms_norm_reference(here, weight, eps=added, offset=offset, cast=cast)
+            if y is None or not _same_numbers(y, expected):
+                return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------- gated MLPs
+
+
+@dataclass(frozen=True)
+class Gated:
+    """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
+
+    act: "silu", "gelu_tanh" or "gelu" (the error function). act_module: the name of the child that computes it, if any.
+    up_first: the order in which the module calls them, which random numbers and hooks can tell.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    act_module: str | None
+    up_first: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.act}(gate) · up" + (", one projection" if self.up is None else "")
+
+
+@probing()
+def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
+    """The formula of a gated MLP; Unknown for what is built like one and computes something else; None for the rest."""
+    children = dict(module.named_children())
+    widths = {k: w for k, c in children.items() if (w := _linear_widths(c)) is not None}
+    others = [k for k in children if k not in widths]
+    if len(widths) not in (2, 3) or module._parameters or module._buffers:
+        return None
+    roles = list(_roles(widths))
+    if not roles:
+        return None
+    packed = len(widths) == 2  # also every plain MLP of two layers: those are not mentioned
+    if len(others) > 1:
+        return None if packed else Unknown(f"it has other modules: {', '.join(others)}")
+    if not _takes_one_argument(module):
+        return None if packed else Unknown("its forward takes more than one input")
+    act_module = others[0] if others else None
+    if act_module is not None and (_has_state(children[act_module])):
+        return None if packed else Unknown(f"its activation {type(children[act_module]).__name__} has state")
+    for gate, up, down in roles:
+        for act in ("silu", "gelu_tanh", "gelu"):
+            order = _is_gated(module, gate, up, down, act)
+            if order is not None:
+                return Gated(gate, up, down, act, act_module, up_first=order[0] == up)
+    if packed:
+        return None
+    name = type(children[act_module]).__name__ if act_module is not None else "its own activation"
+    return Unknown(f"its numbers fit neither swiglu nor geglu ({name})")
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _linear_widths(module: nn.Module) -> tuple[int, int] | None:
+    """in and out features of whatever stands for a linear layer: plain, LoRA, quantised, parallel."""
+    widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
+
+
+def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
+    """(gate, up, down) that fit together; up None for two layers of which the first is twice as wide."""
+    if len(widths) == 2:
+        for gate in widths:
+            down = next(k for k in widths if k != gate)
+            if widths[gate] == (widths[down][1], 2 * widths[down][0]):
+                yield gate, None, down
+        return
+    for gate in widths:
+        for up in widths:
+            for down in widths:
+                if len({gate, up, down}) == 3 and widths[gate] == widths[up] == widths[down][::-1]:
+                    yield gate, up, down
+
+
+class _Recorder(nn.Linear):
+    """A linear layer that remembers its inputs, and its turn."""
+
+    name: str
+    seen: list[Tensor]
+    order: list[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.order.append(self.name)
+        return F.linear(x, self.weight, self.bias)
+
+
+def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str) -> list[str] | None:
+    """The order in which the layers are called, or None where the numbers differ."""
+    order: list[str] = []
+    generator = torch.Generator().manual_seed(0)
+    narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            layers: dict[str, _Recorder] = {}
+            order = []
+            for name in (gate, up, down):
+                if name is None:
+                    continue
+                size = (wide, narrow) if name == down else (narrow, 2 * wide if up is None else wide)
+                layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
+                for k, p in layer.named_parameters():
+                    setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
+                layer.name, layer.seen, layer.order = name, [], order
+            probe = _copy(module, {}, dict(layers))
+            probe.training = training
+            for child in probe.children():
+                child.training = training
+            x = torch.randn(16, narrow, generator=generator).to(dtype)
+            y = _run(probe, x)
+            inputs = layers[down].seen
+            if y is None or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
+                return None
+            if not torch.equal(y, F.linear(inputs[0], layers[down].weight, layers[down].bias)):
+                return None  # something follows the last layer
+            g = F.linear(x, layers[gate].weight, layers[gate].bias)
+            u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
+            expected = gated_reference(g, u, act)
+            # gelu is a difference of numbers as large as gate: in fp32 that is what its rounding is relative to.
+            size = None if dtype == torch.bfloat16 else expected.abs() + 0.5 * _product(g, u)
+            # Modules round act(gate) and then the product, Tigon the product alone.
+            if not _same_numbers(inputs[0], expected, roundings=2, size=size):
+                return None
+    return order
+
+
+def _product(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return (gate * up).abs()
+
+
+# ------------------------------------------------------------------------------------------------------------ rotary
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A function of (q, k, cos, sin, ...) that `tigon.rope` can stand for.
+
+    full, partial: shown to hold for cos as wide as the head, and narrower. keeps: results have the dtypes of q and k.
+    unsqueeze: its parameter of that name is honoured. default: the value when it is not given, or is no parameter.
+    """
+
+    full: bool
+    partial: bool
+    keeps: bool
+    unsqueeze: bool
+    default: int
+
+    def __str__(self) -> str:
+        width = "full or partial" if self.full and self.partial else "full" if self.full else "partial"
+        return f"rotate halves, {width}"
+
+
+def is_rotary_function(fn: Any) -> bool:
+    """Whether it takes q, k, cos, sin first: what makes it worth a probe."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return positional[:4] == ["q", "k", "cos", "sin"] and len(required) == 4
+
+
+@probing()
+def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
+    parameter = inspect.signature(fn).parameters.get("unsqueeze_dim")
+    dims = (1, 2)
+    default = 0
+    for dim in dims:  # q (B, H, T, D) or (B, T, H, D)
+        if _is_rope(fn, {}, dim, 16, "half") is not None or _is_rope(fn, {}, dim, 8, "half") is not None:
+            default = dim
+    if not default:
+        for dim in dims:
+            if (
+                _is_rope(fn, {}, dim, 16, "interleaved") is not None
+                or _is_rope(fn, {}, dim, 8, "interleaved") is not None
+            ):
+                return Unknown("it rotates neighbours (interleaved); tigon.rope rotates halves")
+        return Unknown("its numbers fit no formula of tigon.rope")
+    full, partial = (_is_rope(fn, {}, default, width, "half") for width in (16, 8))
+    shown = [v for v in (full, partial) if v is not None]
+    honoured = parameter is not None and all(
+        _is_rope(fn, {"unsqueeze_dim": dim}, dim, width, "half") == value
+        for dim in dims
+        for width, value in ((16, full), (8, partial))
+        if value is not None
+    )
+    if len(set(shown)) != 1:
+        return Unknown("its results have another dtype for partial than for full rotation")
+    return Rotary(full is not None, partial is not None, shown[0], honoured, default)
+
+
+def _is_rope(fn: Callable[..., Any], options: dict[str, Any], dim: int, width: int, layout: str) -> bool | None:
+    """None where the numbers differ; else whether q and k keep their dtypes beside a cos of fp32."""
+    generator = torch.Generator().manual_seed(0)
+    heads_first = dim == 1
+    keeps = None
+    for x_dtype, cos_dtype in (
+        (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)
+    ):  # fmt: skip
+        q, k = (
+            torch.randn(2, *((heads, 5) if heads_first else (5, heads)), 16, generator=generator).to(x_dtype)
+            for heads in (4, 3)
+        )
+        cos, sin = (torch.randn(2, 5, width, generator=generator).to(cos_dtype) for _ in range(2))
+        result = _run(lambda *a: fn(*a, **options), q, k, cos, sin)
+        if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(t, Tensor) for t in result):
+            return None
+        if layout == "half":
+            expected = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
+        else:
+            expected = tuple(_interleaved(x, cos.unsqueeze(dim), sin.unsqueeze(dim)) for x in (q, k))
+        mixed = x_dtype != cos_dtype
+        for x, y, z in zip((q, k), result, expected, strict=True):
+            if mixed:
+                kept = y.dtype == x.dtype
+                if keeps not in (None, kept):
+                    return None
+                keeps = kept
+                z = z.to(x.dtype) if kept else z
+            elif y.dtype != x.dtype:
+                return None
+            # x·cos and rotated·sin may each be rounded before the sum: the error is relative to them, not to the sum.
+            size = _terms(x, cos.unsqueeze(dim), sin.unsqueeze(dim))
+            if not _same_numbers(y, z, roundings=3, size=size):
+                return None
+    return keeps
+
+
+def _terms(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, cos, sin = x.float().abs(), cos.float().abs(), sin.float().abs()
+    width = cos.shape[-1]
+    largest = x.amax(-1, keepdim=True) * (cos.amax(-1, keepdim=True) + sin.amax(-1, keepdim=True))
+    return torch.cat((largest.expand(*x.shape[:-1], width), x[..., width:]), -1)
+
+
+def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :].float()
+    other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    y = torch.cat((turned * cos.float() + other * sin.float(), rest), -1)
+    return y.to(torch.promote_types(x.dtype, cos.dtype))
+
+
+# ------------------------------------------------------------------------------------------------------------ probes
+
+
+def signature_of(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that one probe can stand for: same class, same settings, same shape of children."""
+
+    def simple(v: Any) -> Any:
+        return v if v is None or isinstance(v, (bool, int, float, str, torch.dtype)) else id(v)
+
+    settings = tuple(
+        (k, simple(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_") and k not in ("training",)
+    )
+    parameters = tuple((k, None if p is None else (p.dim(), p.shape[-1:])) for k, p in module._parameters.items())
+    children = tuple(
+        (k, type(c), _linear_widths(c), None if _linear_widths(c) else signature_of(c))
+        for k, c in module._modules.items()
+        if c is not None
+    )
+    return type(module), settings, parameters, children
+
+
+def _takes_one_argument(module: nn.Module) -> bool:
+    try:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return False
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(required) == 1 and required[0].kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+
+
+def _copy(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
+    """A module of the same class and settings, with these weights and children, without hooks."""
+    probe = module.__class__.__new__(module.__class__)
+    state = dict(vars(module))
+    for name in ("forward", "_replicate_for_data_parallel", "_tigon"):
+        state.pop(name, None)
+    for name in HOOKS:
+        if name in state:
+            state[name] = type(state[name])()  # no hooks
+    # A forward that appends to a list of its own must append to the probe's.
+    state = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in state.items()}
+    state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
+    state["_buffers"] = dict(module._buffers)
+    state["_modules"] = {
+        k: (children or {}).get(k) or (c if c is None else _copy(c, {})) for k, c in module._modules.items()
+    }
+    vars(probe).update(state)
+    return probe
+
+
+def _run(fn: Callable[..., Any], *args: Tensor) -> Any:
+    try:
+        return fn(*args)
+    except Exception:  # whatever a module does with an input that it was not made for, it is not the formula
+        return None
+
+
+def _same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor | None = None) -> bool:
+    """Whether y is expected, to rounding.
+
+    roundings: how many times y may have been rounded to a narrow dtype where `expected` was rounded once; with 0 it
+        must be rounded alike, except where an fp32 difference falls on a tie: one element in a hundred at most.
+    size: what the roundings are relative to; `expected` itself if not given.
+    """
+    if not isinstance(y, Tensor) or y.shape != expected.shape or y.dtype != expected.dtype:
+        return False
+    if not bool(torch.isfinite(y).all()):
+        return False
+    unit = torch.finfo(y.dtype).eps
+    size = expected.float().abs() if size is None else size
+    error = (y.float() - expected.float()).abs()
+    if y.dtype == torch.float32:
+        return bool((error <= ULPS * unit * size + 1e-30).all())
+    if roundings:
+        return bool((error <= (roundings + 1) * unit / 2 * size + 1e-30).all())
+    return bool((error <= unit * size + 1e-30).all()) and float((error > 0).float().mean()) <= 0.01

@@ -1,0 +1,165 @@
+"""What a fusion did: the ledger that its parts write while the model runs, and the report made from it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KINDS = ("head", "norm", "mlp", "rotary")
+
+
+class Ledger:
+    """The state that all replaced forwards of one model share.
+
+    active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
+    lazy: the model's forward is running with labels, so that its head may leave the logits unbuilt.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = weakref.ref(owner)
+        self.active = True
+        self.lazy = False
+        self.valid: tuple[Any, int] | None = None
+        self.steps = 0
+        self.calls: Counter[str] = Counter()
+        self.built_by: Counter[str] = Counter()
+
+    def count(self, kind: str) -> None:
+        if not torch.compiler.is_compiling():  # a side effect in compiled code would compile it again at every step
+            self.calls[kind] += 1
+
+    def built(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.built_by[why] += 1
+
+    def new_step(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.steps += 1
+            self.calls.clear()
+            self.built_by.clear()
+
+    def see_labels(self, labels: Any, shift_labels: Any) -> None:
+        """Start counting the labels on their way to the host, so that the loss can leave ignored rows out.
+
+        The count is of all labels, unshifted. What reaches the loss is some of them, shifted, masked or flattened, and
+        maybe padding that is ignored: the count is an upper bound for all of these, at most one row per sequence above
+        the exact number for a causal shift. The loss takes an upper bound, and answers one that is too small with NaN.
+        Where the bound is not certain (both kinds of labels, another ignore_index, more targets than labels) there is
+        none, and no row is left out. On a CPU the loss counts its own targets.
+        """
+        self.valid = None
+        given = labels if shift_labels is None else shift_labels if labels is None else None
+        if not isinstance(given, Tensor) or torch.compiler.is_compiling() or not given.is_cuda:
+            return
+        if given.dtype == torch.int64 and type(given) is Tensor and not torch.cuda.is_current_stream_capturing():
+            from tigon.losses.chunked import ValidCount
+
+            self.valid = ValidCount(given, -100), given.numel()
+
+    def valid_targets(self, target: Tensor, ignore_index: int) -> Any:
+        if self.valid is None or torch.compiler.is_compiling():
+            return None
+        count, labels = self.valid
+        return count if ignore_index == -100 and target.numel() <= labels else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        owner = memo.get(id(self.owner()))
+        if owner is None:  # a part of the model is copied, and stays part of it: PEFT's modules_to_save does that
+            return self
+        copy = Ledger(owner)
+        copy.active = self.active
+        memo[id(self)] = copy
+        return copy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of module: replaced, with the formula found, or left, with the reason."""
+
+    kind: str
+    name: str
+    count: int
+    fused: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What tigon.fuse replaced, what it left and why, and what ran in the last step.
+
+    str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
+    """
+
+    model: str
+    active: bool
+    rows: list[Row]
+    steps: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    logits_built_by: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> list[Row]:
+        return [row for row in self.rows if row.fused]
+
+    @property
+    def left(self) -> list[Row]:
+        return [row for row in self.rows if not row.fused]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def headline(self) -> str:
+        parts = sum(row.count for row in self.fused)
+        if not parts:
+            return f"{self.model}: nothing to fuse"
+        return f"{self.model}: {parts} part{'s' if parts > 1 else ''} fused" + (
+            "" if self.active else ", removed again"
+        )
+
+    def last_step(self) -> str:
+        """One sentence on what ran."""
+        if not self.fused:
+            return ""
+        if not self.steps:
+            return "No step seen yet (calls inside torch.compile are not counted)."
+        ran = ", ".join(
+            f"{kind} {self.calls.get(kind, 0)}" for kind in KINDS if any(r.kind == kind for r in self.fused)
+        )
+        text = f"Ran in the last step: {ran}."
+        if self.logits_built_by:
+            text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        width = max((len(row.name) for row in self.rows), default=0)
+        for row in self._shown():
+            mark = "fused" if row.fused else "left "
+            lines.append(f"  {row.kind:<7} {mark} {row.count:>4} × {row.name:<{width}}  {row.what}")
+        hidden = len(self.rows) - len(self._shown())
+        if hidden:
+            lines.append(f"  … and {hidden} more: to_dict() has them all")
+        return "\n".join([*lines, self.last_step()]).rstrip()
+
+    def _shown(self) -> list[Row]:
+        return self.rows[:20]
+
+    def to_rich(self) -> Any:
+        try:
+            from rich.table import Table
+        except ImportError:
+            raise ImportError("Report.to_rich needs rich: pip install rich.") from None
+        table = Table(title=self.headline(), caption=self.last_step() or None, title_justify="left")
+        for column in ("part", "", "count", "class", "formula or reason"):
+            table.add_column(column, justify="right" if column == "count" else "left")
+        for row in self.rows:
+            table.add_row(
+                row.kind, "fused" if row.fused else "left", str(row.count), row.name, row.what,
+                style=None if row.fused else "dim",
+            )  # fmt: skip
+        return table
