@@ -20,12 +20,12 @@ def inspect(
 
     from tigon.cli.model import find_model, quiet_transformers, random_model
 
+    source = find_model(model)
     quiet_transformers()
     import torch
 
     from tigon import fuse
 
-    source = find_model(model)
     with torch.device("meta"):
         built = random_model(source.config)
     report = fuse(built).report()

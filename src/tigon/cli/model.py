@@ -61,8 +61,6 @@ def find_model(name: str) -> Source:
 
 
 def _from_path(path: Path) -> Source:
-    from transformers import AutoConfig
-
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise Problem(f"--model {path}: the directory has no config.json, so it is not a model")
@@ -72,6 +70,8 @@ def _from_path(path: Path) -> Source:
         raise Problem(f"--model {path}: {file.name} is not JSON ({one_line(error)})") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise Problem(f"--model {path}: {file.name} has no model_type, so it is not the configuration of a model")
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(file)
     except Exception as error:
@@ -81,11 +81,11 @@ def _from_path(path: Path) -> Source:
 
 
 def _from_hub(name: str) -> Source:
-    from transformers import AutoConfig
-
     close = close_names(name)
     if close and "/" not in name:
         raise Problem(f"--model {name}: there is no such preset; did you mean {' or '.join(close)}?")
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:

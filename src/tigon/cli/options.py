@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.cli.checkpoint import STAGING, checkpoints, write_json
 from tigon.cli.problem import Problem
+
+if TYPE_CHECKING:
+    from tigon.cli.model import Source
 
 RECORD = "run.json"
 SCHEDULES = ("cosine", "linear", "constant")
@@ -72,6 +74,14 @@ class TrainOptions:
         if self.vocab_size < 257:
             raise Problem(f"--vocab-size must be 257 or more, 256 bytes and the end of a text, got {self.vocab_size}")
 
+    def check_model(self, source: Source) -> None:
+        """Raise a Problem for an option that the model cannot do."""
+        limit = getattr(source.config, "max_position_embeddings", None)
+        if limit is not None and self.seq_len > limit:
+            raise Problem(f"--seq-len {self.seq_len} is beyond the {limit} positions of {self.model}")
+        if self.lora and not source.weights:
+            raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")
+
     def warmup_steps(self, total: int) -> int:
         """--warmup below 1 is a share of all steps, otherwise a count."""
         return int(self.warmup if self.warmup >= 1 else round(self.warmup * total))
@@ -110,9 +120,8 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
     options.check()
     if output.exists() and not output.is_dir():
         raise Problem(f"--output {output}: there is a file of that name")
-    # Under torchrun one process makes room; the others would see what it has begun to write.
-    if not resume and os.environ.get("RANK", "0") == "0":
-        _make_room(output, options, overwrite)
+    if not resume:
+        _check_room(output, options, overwrite)
     return options
 
 
@@ -156,7 +165,13 @@ def _own_files(output: Path) -> list[Path]:
     return checkpoints(output) + [p for p in found if p.exists()]
 
 
-def _make_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
+def clear(output: Path) -> None:
+    """Delete a run from its directory."""
+    for path in _own_files(output):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
     taken = _own_files(output)
     if not taken:
         return
@@ -169,5 +184,3 @@ def _make_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
         value = getattr(options, name)
         if value and Path(value).exists() and Path(value).resolve().is_relative_to(output.resolve()):
             raise Problem(f"--overwrite would delete what {flag(name)} reads: {value} is inside --output {output}")
-    for path in taken:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()

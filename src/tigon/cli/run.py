@@ -16,18 +16,19 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from tigon import __version__
-from tigon.cli.checkpoint import STAGING, newest_whole, prune, publish, seal, step_of
-from tigon.cli.data import Corpus, read_corpus
+from tigon.cli.checkpoint import STAGING, prune, publish, seal, step_of
+from tigon.cli.data import Corpus
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
-from tigon.cli.model import Source, find_model, load_model, load_tokenizer, quiet_transformers, random_model
-from tigon.cli.options import TrainOptions, record, recorded_facts
+from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
+from tigon.cli.options import TrainOptions, clear, record, recorded_facts
 from tigon.cli.problem import Problem, disk_full
-from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer
+from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer, trained_tokenizer
 
 
 class CheckpointedTrainer(Trainer):
@@ -99,34 +100,18 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def run(options: TrainOptions, resume: bool) -> int:
+def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool) -> int:
     """Train. Returns the exit status: 0, or 130 and 143 after an interruption that left a checkpoint."""
     quiet_transformers()
     output = Path(options.output)
     use_cpu = _on_cpu(options)
     state = PartialState(cpu=use_cpu)
     console = Console(quiet=not state.is_main_process)
-
-    checkpoint, facts = None, {}
-    if resume:
-        facts = recorded_facts(output)
-        checkpoint, notes = newest_whole(output)
-        for note in notes:
-            console.print(f"{note}; going back to {checkpoint.name}", style="yellow", highlight=False, soft_wrap=True)
-    source = find_model(options.model)
-    limit = getattr(source.config, "max_position_embeddings", None)
-    if limit is not None and options.seq_len > limit:
-        raise Problem(f"--seq-len {options.seq_len} is beyond the {limit} positions of {options.model}")
-    if options.lora and not source.weights:
-        raise Problem(f"--lora {options.lora} adapts trained weights, and {options.model} has none")
-
+    facts = recorded_facts(output) if checkpoint else {}
     started = time.perf_counter()
-    with _spinner(console) as bar:
-        bar.add_task("reading the data", total=None)
-        corpus = read_corpus(options.data)
-    tokenizer = _tokenizer(options, source, corpus, output, resume, state, console)
+    tokenizer = _tokenizer(options, source, corpus, checkpoint, state, console)
     dataset = _tokenize(corpus, tokenizer, options, console)
-    if resume and facts.get("data") != dataset.digest:
+    if checkpoint and facts.get("data") != dataset.digest:
         raise Problem(f"--data {options.data} is not what the run in {output} was trained on, so it cannot be resumed")
     train_set, eval_set = _split(dataset, options)
 
@@ -151,7 +136,11 @@ def run(options: TrainOptions, resume: bool) -> int:
     if checkpoint is not None and step_of(checkpoint) >= total:
         raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
     if state.is_main_process:
+        if overwrite:
+            clear(output)
         output.mkdir(parents=True, exist_ok=True)
+        if not checkpoint:
+            tokenizer.save_pretrained(output)
         repair(output / "metrics.jsonl")
         record(output, options, {"data": dataset.digest, "versions": _versions()})
     console.print(
@@ -230,35 +219,30 @@ def _spinner(console: Console) -> Progress:
 
 
 def _tokenizer(
-    options: TrainOptions, source: Source, corpus: Corpus, output: Path, resume: bool, state: Any, console: Console
+    options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, state: Any, console: Console
 ) -> Any:
     """The run's own tokenizer on resume; else the named one, the model's, or one trained on the data, in this order."""
-    if resume:
-        tokenizer = load_tokenizer(str(output), "--output")
+    if checkpoint:
+        tokenizer = load_tokenizer(options.output, "--output")
     elif options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
     elif source.weights:
         tokenizer = load_tokenizer(source.name, "--model")
     else:
+        serialized = [""]
         if state.is_main_process:
             texts = corpus.texts or ["\n".join(m["content"] for m in c) for c in corpus.conversations]
             size = min(options.vocab_size, source.config.vocab_size)
             with _spinner(console) as bar:
                 bar.add_task(f"training a tokenizer of {size:,} tokens on the data", total=None)
-                output.mkdir(parents=True, exist_ok=True)
-                train_tokenizer(texts, size).save_pretrained(output)
-        state.wait_for_everyone()
-        tokenizer = load_tokenizer(str(output), "--output")
+                serialized = [train_tokenizer(texts, size)]
+        tokenizer = trained_tokenizer(broadcast_object_list(serialized)[0])
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise Problem("the tokenizer has neither an end-of-text nor a padding token; give another by --tokenizer")
     if corpus.conversations and not tokenizer.chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
-    if state.is_main_process and not resume:
-        output.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(output)
-    state.wait_for_everyone()
     return tokenizer
 
 

@@ -26,10 +26,9 @@ CHAT_TEMPLATE = (
 Advance = Callable[[int], None]
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most vocab_size tokens: any text has tokens, and decodes to itself."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """A byte-level BPE tokenizer of at most vocab_size tokens, as JSON: any text has tokens, and decodes to itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,6 +40,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece for piece, _ in pieces(texts)), trainer)
+    return tokenizer.to_str()
+
+
+def trained_tokenizer(serialized: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of `train_tokenizer`, as transformers uses it."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(serialized)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
 

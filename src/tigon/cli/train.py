@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tigon.cli.checkpoint import newest_whole
+from tigon.cli.data import read_corpus
+from tigon.cli.model import find_model
 from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TrainOptions, settle
 from tigon.cli.problem import needs
 
@@ -69,7 +73,16 @@ def train(
     if options.lora:
         needs("--lora", "train", "peft")
 
+    # Whatever may be wrong with the arguments is found before PyTorch is imported, and before anything is written.
+    output = Path(options.output)
+    checkpoint, notes = newest_whole(output) if resume else (None, [])
+    for note in notes:
+        typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
+    corpus = read_corpus(options.data)
+    source = find_model(options.model)
+    options.check_model(source)
+
     from tigon.cli.run import run
 
-    raise typer.Exit(run(options, resume))
+    raise typer.Exit(run(options, source, corpus, checkpoint, overwrite))
 # fmt: on

@@ -60,17 +60,17 @@ def verify(
 
     from tigon.cli.model import find_model, quiet_transformers
 
-    quiet_transformers()
+    source = find_model(model)
     import torch
-
-    from tigon import fuse
 
     if device == "cuda" and not torch.cuda.is_available():
         raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
+    quiet_transformers()
+    from tigon import fuse
+
     place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     console = Console(quiet=json)
     torch.manual_seed(seed)
-    source = find_model(model)
     with console.status("building the model"):
         built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
     vocab = built.get_input_embeddings().weight.shape[0]
@@ -207,12 +207,14 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
 
     table = Table(title=title, caption="error: distance from the fp64 result, relative to its size; the worst of a row")
     table.add_column("loss, and gradients of", overflow="fold")
-    for column in ("tensors", "largest |fused − plain|", "error, plain", "error, fused", "bound", ""):
+    for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
         table.add_column(column, justify="right")
     for row in rows:
+        # In a narrow terminal the ends of the names are what tells them apart.
+        name = row["name"].removeprefix("model.").removesuffix(".weight").replace("layers.*.", "*.")
         if "missing" in row:
-            table.add_row(row["name"], str(row["tensors"]), "one side has no gradient", "", "", "", "[red]differs")
+            table.add_row(name, str(row["tensors"]), "one side has no gradient", "", "", "", "[red]differs")
             continue
         values = [f"{row[key]:.1e}" for key in ("max_difference", "error_plain", "error_fused", "bound")]
-        table.add_row(row["name"], str(row["tensors"]), *values, "[green]equal" if row["equal"] else "[red]differs")
+        table.add_row(name, str(row["tensors"]), *values, "[green]equal" if row["equal"] else "[red]differs")
     return table

@@ -1,0 +1,122 @@
+"""The command line as a user runs it: a process of its own, its exit status, and what it says."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def environment(**changes):
+    # One thread: results do not depend on how many cores the machine has, and two test processes do not fight for them.
+    plain = {
+        k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TIGON_BACKEND", "RANK", "WORLD_SIZE")
+    }
+    return {**plain, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **changes}
+
+
+class Result:
+    def __init__(self, done):
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+
+    def problem(self, *words, code=2):
+        """Assert that the command ended with one sentence that has these words, and return it."""
+        assert self.code == code, (self.code, self.out, self.err)
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("tigon: ")
+        for word in words:
+            assert word in lines[0], lines[0]
+        return lines[0]
+
+    def ok(self):
+        assert self.code == 0, (self.code, self.out, self.err)
+        assert "Traceback" not in self.err
+        return self
+
+
+@pytest.fixture(scope="session")
+def tigon():
+    def run(*arguments, cwd=None, limit=None, **changes):
+        before = None
+        if limit is not None:
+            import resource
+
+            def before():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        command = [sys.executable, "-m", "tigon", *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=cwd, env=environment(**changes), timeout=240, preexec_fn=before
+        )
+        return Result(done)
+
+    return run
+
+
+@pytest.fixture
+def start(request):
+    """Start the command and return the process; it is ended with the test."""
+
+    def run(*arguments, cwd=None):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tigon", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=environment(),
+        )
+        request.addfinalizer(lambda: (process.kill(), process.communicate()) if process.poll() is None else None)
+        return process
+
+    return run
+
+
+def write_text(file, words=9000):
+    """A text with structure to learn, the same at every call."""
+    dice = random.Random(0)
+    known = ["".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randint(2, 8))) for _ in range(300)]
+    lines = [" ".join(dice.choices(known, k=9)) + "." for _ in range(words // 9)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, text):
+    """A tiny Llama with weights and a tokenizer, as a model directory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tigon.cli.tokens import train_tokenizer, trained_tokenizer
+    from tigon.models.presets import preset_config
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = trained_tokenizer(train_tokenizer([text.read_text()], 400))
+    torch.manual_seed(0)
+    config = preset_config("llama-tiny", vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.eos_token_id = tokenizer.eos_token_id
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def losses(output):
+    """The loss of each step; of one that was computed twice, the last."""
+    found = {}
+    for line in (Path(output) / "metrics.jsonl").read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off by a kill
+        if "loss" in row:
+            found[row["step"]] = row["loss"]
+    return found

@@ -1,0 +1,132 @@
+"""Whatever is wrong with a command line is said in one sentence, with exit status 2, and nothing is written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tigon import __version__
+
+
+def test_help_is_quick_and_imports_nothing_heavy(tigon):
+    shown = tigon("--help").ok()
+    for command in ("demo", "train", "inspect", "verify", "bench", "doctor"):
+        assert command in shown.out
+    code = (
+        "import sys\nfrom tigon.cli import main\n"
+        "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout[-200:]
+
+
+def test_version(tigon):
+    assert tigon("--version").ok().out.strip() == f"tigon {__version__}"
+
+
+def test_without_a_command_the_help_is_shown(tigon):
+    assert "Usage" in tigon().ok().out
+
+
+def test_a_missing_extra_names_the_install_line(tmp_path):
+    # A finder that hides one package, as an installation without the extra would.
+    hide = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == sys.argv[1] else find(name, *a)\n"
+        "from tigon.cli import main\n"
+        "main(['train', '--model', 'llama-tiny', '--data', 'x.txt'])\n"
+    )
+    for package in ("typer", "transformers"):
+        done = subprocess.run([sys.executable, "-c", hide, package], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert package in done.stderr
+        assert "pip install 'tigon[train]'" in done.stderr
+
+
+BROKEN_JSON = '{"text": "good"}\n\n{"text": "bad"\n'
+# name of a file in the working directory → its contents
+FILES = {
+    "text.txt": "some words " * 20,
+    "empty.txt": "",
+    "blank.txt": " \n\n ",
+    "broken.jsonl": BROKEN_JSON,
+    "no_text.jsonl": '{"text": "fine"}\n{"content": "what"}\n',
+    "mixed.jsonl": '{"text": "fine"}\n{"messages": [{"role": "user", "content": "hi"}]}\n',
+    "latin.txt": b"caf\xe9",
+    "vit/config.json": json.dumps({"model_type": "vit"}),
+    "untyped/config.json": "{}",
+    "broken/config.json": "{",
+    "no_config/weights.txt": "",
+    "empty_folder/readme.bin": "",
+    "run/metrics.jsonl": "{}\n",
+    "odd/run.json": "{",
+}
+TRAIN = ("train", "--output", "new", "--data", "text.txt", "--model", "llama-tiny")
+# fmt: off
+PROBLEMS = [
+    (("fly",), "No such command 'fly'"),
+    (("train", "--colour"), "--colour"),
+    ((*TRAIN, "--steps", "many"), "'--steps'"),
+    (("train", "--data", "text.txt"), "--model is missing"),
+    (("train", "--model", "llama-tiny"), "--data is missing"),
+    ((*TRAIN, "--data", "gone.txt"), "gone.txt: there is no such file"),
+    ((*TRAIN, "--data", "gone/*.txt"), "no file matches"),
+    ((*TRAIN, "--data", "empty.txt"), "the data set is empty"),
+    ((*TRAIN, "--data", "blank.txt"), "the data set is empty"),
+    ((*TRAIN, "--data", "broken.jsonl"), "line 3 is not JSON"),
+    ((*TRAIN, "--data", "no_text.jsonl"), "line 2 must have a 'text' string"),
+    ((*TRAIN, "--data", "mixed.jsonl"), "train on one kind at a time"),
+    ((*TRAIN, "--data", "latin.txt"), "not UTF-8 text (byte 3 is 0xe9)"),
+    ((*TRAIN, "--data", "empty_folder"), "the directory has no"),
+    ((*TRAIN, "--data", "some/dataset"), "no data set of that name can be loaded"),
+    ((*TRAIN, "--model", "llama-tinny"), "did you mean llama-tiny"),
+    ((*TRAIN, "--model", "./gone"), "there is no such directory"),
+    ((*TRAIN, "--model", "someone/some-model"), "the Hugging Face hub gave no configuration"),
+    ((*TRAIN, "--model", "no_config"), "has no config.json"),
+    ((*TRAIN, "--model", "untyped"), "has no model_type"),
+    ((*TRAIN, "--model", "broken"), "config.json is not JSON"),
+    ((*TRAIN, "--model", "vit"), "no causal language-model head"),
+    ((*TRAIN, "--steps", "0"), "--steps must be above 0"),
+    ((*TRAIN, "--lr", "-1"), "--lr must be above 0"),
+    ((*TRAIN, "--schedule", "spiral"), "cosine, linear, constant"),
+    ((*TRAIN, "--precision", "int3"), "--precision must be one of"),
+    ((*TRAIN, "--eval-fraction", "1"), "--eval-fraction"),
+    ((*TRAIN, "--seq-len", "1"), "--seq-len must be 2 or more"),
+    ((*TRAIN, "--seq-len", "4096"), "beyond the 1024 positions"),
+    ((*TRAIN, "--seq-len", "500"), "less than one block of --seq-len 500"),
+    ((*TRAIN, "--lora", "8"), "adapts trained weights"),
+    ((*TRAIN, "--tokenizer", "./gone"), "there is no tokenizer"),
+    ((*TRAIN, "--resume", "--overwrite"), "contradict each other"),
+    (("train", "--resume", "--output", "new"), "there is no run in new"),
+    (("train", "--resume", "--output", "odd"), "cannot be read"),
+    ((*TRAIN, "--output", "run"), "holds another run"),
+    ((*TRAIN, "--output", "text.txt"), "there is a file of that name"),
+    (("demo", "--device", "abacus"), "--device must be auto, cpu or cuda"),
+    (("demo", "--output", "text.txt"), "there is a file of that name"),
+    (("inspect",), "Missing argument"),
+    (("inspect", "vit"), "no causal language-model head"),
+    (("verify", "llama-tiny", "--dtype", "int8"), "--dtype must be one of"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("arguments", "words"), PROBLEMS, ids=[" ".join(a[-3:]) for a, _ in PROBLEMS])
+def test_a_wrong_argument_is_one_sentence(tigon, tmp_path, arguments, words):
+    for name, contents in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    tigon(*arguments, cwd=tmp_path).problem(words)
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_device_that_is_not_there(tigon, text, tmp_path):
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    for command in (("demo",), ("verify", "llama-tiny"), ("train", "--model", "llama-tiny", "--data", text)):
+        tigon(*command, "--device", "cuda", cwd=tmp_path, **hidden).problem("--device cuda")
+    assert not list(tmp_path.iterdir())
