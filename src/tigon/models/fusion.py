@@ -1,9 +1,9 @@
 """tigon.fuse(model): Tigon's operators in place of a model's own, in this one instance, until remove().
 
 What is replaced is the attribute `forward` of single modules: of the head, of RMS norms and gated MLPs, and of
-attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch itself are not
-touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to the
-module's own where its operator does not apply.
+attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch are
+not touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to
+the module's own where its operator does not apply.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
     """The head itself, or those that PEFT's modules_to_save chooses from."""
     if type(head) is nn.Linear:
         yield head
-    elif isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict):
-        for module in (getattr(head, "original_module", None), *head.modules_to_save.children()):
+    elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
+        for module in (getattr(head, "original_module", None), *choices.children()):
             if type(module) is nn.Linear:
                 yield module
 

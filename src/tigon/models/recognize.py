@@ -125,8 +125,8 @@ def _is_norm(
         here, weight = x.to(x_dtype), None if name is None else w.to(w_dtype)
         # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
         for value in (None, 0.05) if isinstance(eps, str) else (None,):
-            probe = _copy(module, {} if name is None else {name: weight})
-            if value is not None:
+            probe = _copy(module, {} if name is None or weight is None else {name: weight})
+            if value is not None and isinstance(eps, str):
                 vars(probe)[eps] = value
             added = vars(probe)[eps] if isinstance(eps, str) else eps
             y = _run(probe, here)
@@ -258,9 +258,9 @@ def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str)
             u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
             expected = gated_reference(g, u, act)
             # gelu is a difference of numbers as large as gate: in fp32 that is what its rounding is relative to.
-            size = None if dtype == torch.bfloat16 else expected.abs() + 0.5 * _product(g, u)
+            terms = None if dtype == torch.bfloat16 else expected.abs() + 0.5 * _product(g, u)
             # Modules round act(gate) and then the product, Tigon the product alone.
-            if not _same_numbers(inputs[0], expected, roundings=2, size=size):
+            if not _same_numbers(inputs[0], expected, roundings=2, size=terms):
                 return None
     return order
 
@@ -352,7 +352,7 @@ def _is_rope(fn: Callable[..., Any], options: dict[str, Any], dim: int, width: i
         if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(t, Tensor) for t in result):
             return None
         if layout == "half":
-            expected = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
+            expected: tuple[Tensor, ...] = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
         else:
             expected = tuple(_interleaved(x, cos.unsqueeze(dim), sin.unsqueeze(dim)) for x in (q, k))
         mixed = x_dtype != cos_dtype

@@ -117,9 +117,8 @@ class Report:
         parts = sum(row.count for row in self.fused)
         if not parts:
             return f"{self.model}: nothing to fuse"
-        return f"{self.model}: {parts} part{'s' if parts > 1 else ''} fused" + (
-            "" if self.active else ", removed again"
-        )
+        noun = "part" if parts == 1 else "parts"
+        return f"{self.model}: {parts} {noun} fused" + ("" if self.active else ", removed again")
 
     def last_step(self) -> str:
         """One sentence on what ran."""
