@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from tigon.bench import report
-from tigon.bench.cases import DTYPES, OPS
+from tigon.bench.cases import OPS
+from tigon.bench.inputs import DTYPES
 from tigon.bench.runner import Row, Settings, choose, measure_ceilings, parse_shape, run_case
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tigon.bench import cases
-from tigon.bench.cases import DTYPES, OPS
+from tigon.bench import inputs as inputs_module
+from tigon.bench.cases import OPS
+from tigon.bench.inputs import DTYPES
 from tigon.bench.runner import check
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_ignored_is_the_fraction_of_targets():
 @pytest.mark.parametrize("elements", [1 << 24, 100], ids=["whole", "chunked"])
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_eager_agrees_with_the_reference(op, elements, dtype, monkeypatch):
-    monkeypatch.setattr(cases, "REFERENCE_ELEMENTS", elements)
+    monkeypatch.setattr(inputs_module, "REFERENCE_ELEMENTS", elements)
     row = check(op, TINY[op.name], DTYPES[dtype], CPU, "eager")
     assert row.status == "ok", row.reason
     assert set(row.errors) >= {f"d{name}" for name in op.make(TINY[op.name], torch.float32, CPU, 0.0).wrt}

@@ -155,18 +155,19 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _total(row: dict[str, Any]) -> str:
+    """The median, and half the range of the rounds in per cent of it."""
     if row["total_ms"] is None:
         return "–"
     low, high = row["total_range_ms"]
-    return f"{_number(row['total_ms'])} ({_number(low)}–{_number(high)})"
+    return f"{_number(row['total_ms'])} ±{50 * (high - low) / row['total_ms']:.1f}%"
 
 
 def _times_floor(row: dict[str, Any]) -> str:
     return "–" if row["times_floor"] is None else f"{row['times_floor']:.2f}×"
 
 
-def _rate(row: dict[str, Any]) -> str:
-    return "–" if row["rate"] is None else f"{_number(row['rate'])} {row['rate_unit']}"
+def _rate(row: dict[str, Any], unit: str) -> str:
+    return _number(row["rate"]) if row["rate_unit"] == unit else "–"
 
 
 def _errors(row: dict[str, Any]) -> str:
@@ -187,9 +188,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "by": lambda r: r["implementation"],
         "fwd ms": lambda r: _number(r["forward_ms"]),
         "bwd ms": lambda r: _number(r["backward_ms"]),
-        "fwd+bwd ms (range)": _total,
+        "fwd+bwd ms": _total,
         "× floor": _times_floor,
-        "rate": _rate,
+        "GB/s": lambda r: _rate(r, "GB/s"),
+        "TFLOP/s": lambda r: _rate(r, "TFLOP/s"),
         "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
         "error": _errors,
         "remark": _remark,
@@ -206,7 +208,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
-_TEXT_COLUMNS = ("op", "shape", "dtype", "by", "model", "batch×seq", "first loss", "last loss", "remark")
+_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -250,25 +253,32 @@ def to_text(content: dict[str, Any]) -> str:
 
 
 def to_rich(content: dict[str, Any]) -> Any:
-    from rich.markup import escape
+    """One table per case, its remarks below: narrow enough for a terminal of 80 columns without losing a digit."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     header, rows = cells(content)
-    table = Table(title=headline(content), title_justify="left")
-    for name in header:
-        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=name not in ("remark",))
-    last = None
+    cases: dict[str, list[tuple[list[str], dict[str, Any]]]] = {}
     for row, data in zip(rows, content["rows"], strict=True):
-        group = (data.get("op"), data.get("shape"), data.get("dtype"))
-        if last not in (None, group):
-            table.add_section()
-        last = group
-        ours = data.get("implementation", data.get("side", "")).startswith("tigon")
-        style = (
-            "red" if data["status"] == "wrong" else "dim" if data["status"] == "failed" else "bold" if ours else None
-        )
-        table.add_row(*map(escape, row), style=style)
-    return table
+        title = "  ".join(cell for name, cell in zip(header, row, strict=True) if name in _CASE_COLUMNS)
+        cases.setdefault(title, []).append((row, data))
+    parts: list[Any] = [Text(headline(content), style="dim")]
+    for title, members in cases.items():
+        table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        kept = [i for i, name in enumerate(header) if name not in (*_CASE_COLUMNS, "remark")]
+        kept = [i for i in kept if any(row[i] != "–" for row, _ in members)]
+        for name in (header[i] for i in kept):
+            left = name in _TEXT_COLUMNS
+            table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=13 if left else 6)
+        for row, data in members:
+            ours = data.get("implementation", data.get("side", "")).startswith("tigon")
+            style = {"wrong": "red", "failed": "dim"}.get(data["status"], "bold" if ours else "")
+            table.add_row(*(Text(row[i]) for i in kept), style=style)
+        remarks = [f"  {row[header.index('by')]}: {_remark(data)}" for row, data in members if _remark(data)]
+        parts += ["", table, *(Text(remark, style="dim") for remark in remarks)]
+    return Group(*parts)
 
 
 def to_markdown(content: dict[str, Any]) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.bench.cases import TOLERANCE, Expected, Implementation, Inputs, Op, Shape
+from tigon.bench.cases import Implementation, Op
+from tigon.bench.inputs import TOLERANCE, Expected, Inputs, Shape
 
 # Above this a cold cache no longer matters, and do_bench's calls before the measured ones would cost minutes.
 LONG_MS = 20.0

@@ -86,7 +86,8 @@ def _bench_ops(
     from dataclasses import asdict
 
     from tigon.bench import report
-    from tigon.bench.cases import DTYPES, OPS
+    from tigon.bench.cases import OPS
+    from tigon.bench.inputs import DTYPES
     from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, run_case
 
     unknown = [name for name in names if name not in OPS]
@@ -147,7 +148,7 @@ def _bench_model(
 ) -> dict[str, Any]:
     needs("tigon bench --model", "hf", "transformers")
     from tigon.bench import report
-    from tigon.bench.cases import DTYPES
+    from tigon.bench.inputs import DTYPES
     from tigon.bench.models import DEFAULT_SIDES, SIDES, WARMUP_STEPS, run_model
     from tigon.models.presets import preset_config
 

@@ -98,7 +98,8 @@ def _paths() -> list[dict[str, Any]]:
     import torch
 
     from tigon import backend
-    from tigon.bench.cases import DTYPES, OPS
+    from tigon.bench.cases import OPS
+    from tigon.bench.inputs import DTYPES
 
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
     rows = []
