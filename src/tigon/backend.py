@@ -215,6 +215,23 @@ def multiprocessors(device: torch.device) -> int:
     return 2 if device.type == "cpu" else 132  # cpu: the interpreter runs programs one after another
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use: what bounds the tiles in flight."""
+    if device.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536))
+    return 232448  # of Hopper
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own costs 9 µs a call on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
 def rows_of(x: Tensor) -> Tensor:
     """View x (..., N) as (M, N) with unit stride along N; copies only where no single row stride describes x."""
     n = x.shape[-1] if x.dim() else 1

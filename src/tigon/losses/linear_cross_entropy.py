@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, is_traced, launcher, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, is_traced, launcher, tl, triton, use_triton
 from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
 from tigon.ops.cross_entropy import (
     check_options,
@@ -70,7 +70,7 @@ def linear_cross_entropy(
         loss = F.cross_entropy(F.linear(x, weight, bias).float(), target)
     """
     name = "linear_cross_entropy"
-    check_options(name, reduction, label_smoothing, softcap, divisor)
+    check_options(name, reduction, label_smoothing, softcap, scale, divisor)
     if accumulate not in ACCUMULATE:
         raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
@@ -268,7 +268,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) ->
         return (gradient.to(factor.dtype) * factor).to(dtype)
     out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     n = gradient.numel()
-    _scale_kernel[(min(2048, triton.cdiv(n, 4096)),)](gradient, out, factor, n, in_place, 4096, num_warps=8)
+    _scale_kernel[(min(2048, cdiv(n, 4096)),)](gradient, out, factor, n, in_place, 4096, num_warps=8)
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher, rows_of, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
@@ -42,7 +42,7 @@ def cross_entropy(
         label_smoothing: ε in [0, 1], spread evenly over the classes.
         z_loss: coefficient of lse², which keeps the logits from drifting.
         softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
-        scale: multiplies the logits, before the softcap.
+        scale: multiplies the logits, before the softcap; positive.
         divisor: with "mean", what the summed loss is divided by in place of the number of valid rows; a number or a
             0-d tensor (the token count of a whole gradient-accumulation step).
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 logits).
@@ -53,7 +53,7 @@ def cross_entropy(
 
         loss = F.cross_entropy(logits.float(), target)
     """
-    check_options("cross_entropy", reduction, label_smoothing, softcap, divisor)
+    check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
     check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index)
@@ -126,13 +126,16 @@ def _slope_reference(
 
 
 def check_options(
-    name: str, reduction: str, label_smoothing: float, softcap: float | None, divisor: Tensor | float | None
-) -> None:
+    name: str, reduction: str, label_smoothing: float, softcap: float | None, scale: float,
+    divisor: Tensor | float | None,
+) -> None:  # fmt: skip
     """Sentences for the options that every cross entropy shares."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    if scale <= 0:
+        raise ValueError(f"{name}: scale must be positive, got {scale}.")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
     if divisor is not None and reduction != "mean":
@@ -175,18 +178,34 @@ def inverse_divisor(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _cap(x, scale, softcap, SOFTCAP: tl.constexpr):
-    """z = softcap(scale · x) and dz/dx."""
+def _cap(x, scale, softcap):
+    """z = softcap · tanh(scale · x / softcap) and dz/dx, from exp(-2|u|), which neither overflows nor cancels."""
     z = x * scale
-    slope = scale
+    e = tl.exp(-2.0 * tl.abs(z / softcap))
+    t = tl.where(z >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
+    return softcap * t, scale * (1.0 - t * t)
+
+
+@triton.jit
+def _slope(
+    x, lse, is_target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """factor · d(loss)/d(logits)."""
     if SOFTCAP:
-        # tanh from exp(-2|u|), which neither overflows nor cancels for large u.
-        e = tl.exp(-2.0 * tl.abs(z / softcap))
-        t = tl.where(z >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
-        z = softcap * t
-        slope = scale * (1.0 - t * t)
-    return z, slope
+        z, slope = _cap(x, scale, softcap)
+        p = tl.exp2(z * LOG2E - lse * LOG2E)
+        factor = factor * slope
+    else:
+        p = tl.exp2(x * (scale * LOG2E) - lse * LOG2E)
+        factor = factor * scale
+    dz = p * (1.0 + 2.0 * z_loss * lse) - tl.where(is_target, 1.0 - smoothing, 0.0)
+    if SMOOTHING:
+        dz -= smoothing / V
+    return dz * factor
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -194,6 +213,7 @@ def _cross_entropy_fwd_kernel(
     logits_ptr, target_ptr, loss_ptr, lse_ptr, inverse_ptr, V, stride_m,
     ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Loss and log-sum-exp of a row. With GRADIENT the row, a scratch buffer of our own, becomes d(loss)/d(logits)."""
     row = tl.program_id(0).to(tl.int64)
@@ -217,27 +237,35 @@ def _cross_entropy_fwd_kernel(
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, DEPTH * BLOCK):
+    # Powers of two of logits · (scale · log2 e): one multiply-add and one exponential each.
+    k = LOG2E if SOFTCAP else scale * LOG2E
+    for start in tl.range(0, V, DEPTH * BLOCK, num_stages=STAGES):
         mask = start + tile < V
-        x = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
-        z, _ = _cap(x, scale, softcap, SOFTCAP)
-        z = tl.where(mask, z, float("-inf"))
+        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        if SOFTCAP:
+            z, _ = _cap(z, scale, softcap)
+            z = tl.where(mask, z, float("-inf"))
         if SMOOTHING:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
         new = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(z - new[None, :]), 0)
+        total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2(z * k - (new * k)[None, :]), 0)
         top = new
     m = tl.max(top, 0)
-    lse = m + tl.log(tl.sum(total * tl.exp(top - m), 0))
+    lse = (m * k + tl.log2(tl.sum(total * tl.exp2((top - m) * k), 0))) * 0.6931471805599453
 
     # A target out of range reads nothing and turns loss and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
-    x = tl.load(logits_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
-    z, _ = _cap(x, scale, softcap, SOFTCAP)
+    z_target = tl.load(logits_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
+    mean_z = tl.sum(sum_z, 0) / V
+    if SOFTCAP:
+        z_target, _ = _cap(z_target, scale, softcap)
+    else:
+        z_target *= scale
+        mean_z *= scale
     lse = tl.where(valid, lse, float("nan"))
-    loss = lse - (1.0 - smoothing) * z + z_loss * lse * lse
+    loss = lse - (1.0 - smoothing) * z_target + z_loss * lse * lse
     if SMOOTHING:
-        loss -= smoothing / V * tl.sum(sum_z, 0)
+        loss -= smoothing * mean_z
     tl.store(loss_ptr + row, loss)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse)
@@ -248,31 +276,19 @@ def _cross_entropy_fwd_kernel(
         factor = 1.0
         if inverse_ptr is not None:
             factor = tl.load(inverse_ptr)
-        for start in range(0, V, DEPTH * BLOCK):
+        for start in tl.range(0, V, DEPTH * BLOCK, num_stages=STAGES):
             mask = start + tile < V
             x = tl.load(logits_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
-            dx = _slope(
-                x, lse, start + tile == target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP
-            )
+            hit = start + tile == target
+            dx = _slope(x, lse, hit, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
             tl.store(logits_ptr + start + tile, dx.to(logits_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _slope(
-    x, lse, is_target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
-):
-    """factor · d(loss)/d(logits)."""
-    z, slope = _cap(x, scale, softcap, SOFTCAP)
-    dz = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - tl.where(is_target, 1.0 - smoothing, 0.0)
-    if SMOOTHING:
-        dz -= smoothing / V
-    return dz * (factor * slope)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_bwd_kernel(
-    dloss_ptr, logits_ptr, target_ptr, lse_ptr, dlogits_ptr, V, stride_g, stride_m, stride_dm, ignore_index, smoothing,
-    z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    dloss_ptr, logits_ptr, target_ptr, lse_ptr, dlogits_ptr, V, stride_g, stride_m, stride_dm,
+    ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -313,12 +329,12 @@ def cross_entropy_rows(
     # 32 warps: one row a multiprocessor, so that the rows in flight (132 · 256 KiB for a vocabulary of 128k) stay in
     # the L2 cache for the second reading.
     warps = 4 if V <= 4096 else 8 if V <= 16384 else 32 if gradient else 16
-    block = min(triton.next_power_of_2(V), warps * 32 * 8)
-    depth = max(1, min(4, triton.next_power_of_2(V) // block))
+    block = min(next_power_of_2(V), warps * 32 * 8)
+    depth = max(1, min(4, next_power_of_2(V) // block))
     # fmt: off
     _cross_entropy_fwd_kernel[(M,)](
         logits, target, loss, lse, inverse, V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
-        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, num_warps=warps)
+        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, 1, num_warps=warps)
     # fmt: on
 
 
@@ -334,9 +350,9 @@ def cross_entropy_rows_backward(
             z, slope = _cap_reference(logits[part].to(lse.dtype), softcap, scale)
             dlogits[part] = _slope_reference(z, slope, lse[part], target[part], dloss[part].unsqueeze(-1), *options)
         return
-    block = min(2048, triton.next_power_of_2(V))
+    block = min(2048, next_power_of_2(V))
     # fmt: off
-    _cross_entropy_bwd_kernel[(M * triton.cdiv(V, block),)](
+    _cross_entropy_bwd_kernel[(M * cdiv(V, block),)](
         dloss, logits, target, lse, dlogits, V, dloss.stride(0), logits.stride(0), dlogits.stride(0), ignore_index,
         label_smoothing, z_loss, softcap, scale, label_smoothing != 0.0, softcap != 0.0, block, num_warps=4)
     # fmt: on

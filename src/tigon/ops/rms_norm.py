@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher, multiprocessors, rows_of, tl, triton, use_triton
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    tl,
+    triton,
+    use_triton,
+)
 
 CASTS = ("llama", "gemma", "none")
 # One tile holds a row up to this width; wider rows are read twice, block by block.
@@ -210,11 +220,20 @@ def _sum_rows_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N:
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _tile(n: int) -> tuple[int, int, int]:
-    """Rows per tile, columns per tile and warps: narrow rows share a tile, so that a warp has 16-byte loads to make."""
-    block_n = triton.next_power_of_2(n)
-    block_m = max(1, 2048 // block_n)
-    return block_m, block_n, min(16, max(4, block_n // 1024))
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+    block_n = next_power_of_2(n)
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+
+
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns, warps and stages. One program a multiprocessor, whose next two tiles are on their way meanwhile:
+    2 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch."""
+    block_n = next_power_of_2(n)
+    block_m = max(1, 16384 // x.element_size() // block_n)
+    tile_bytes = block_m * block_n * x.element_size()
+    stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
+    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
 
 
 def _rms_norm_fwd_fake(x, weight, eps, offset, cast):
@@ -232,8 +251,8 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
     M, N = x.shape
     # fmt: off
     if N <= MAX_TILE:
-        block_m, block_n, warps = _tile(N)
-        _rms_norm_fwd_kernel[(triton.cdiv(M, block_m),)](
+        block_m, block_n, warps = _fwd_tile(N)
+        _rms_norm_fwd_kernel[(cdiv(M, block_m),)](
             x, weight, y, rstd, M, N, x.stride(0), eps, offset, cast == "llama", block_m, block_n, num_warps=warps)
     else:
         _rms_norm_wide_fwd_kernel[(M,)](
@@ -264,24 +283,24 @@ def _rms_norm_bwd(
     out_dx, rounded = dx if need_dx else None, cast == "llama"
     # fmt: off
     if N <= MAX_TILE:
-        block_m, block_n, warps = _tile(N)
-        programs = min(triton.cdiv(M, block_m), multiprocessors(x.device) * max(1, 16 // warps))
+        block_m, block_n, warps, stages = _bwd_tile(N, x)
+        programs = min(cdiv(M, block_m), multiprocessors(x.device))
         partial = x.new_empty((programs, N), dtype=torch.float32) if need_dw else None
         _rms_norm_bwd_kernel[(programs,)](
             dy, x, weight, rstd, out_dx, partial, M, N, dy.stride(0), x.stride(0), offset, rounded,
-            block_m, block_n, 1, num_warps=warps)
+            block_m, block_n, stages, num_warps=warps)
     else:
         if need_dx:
             _rms_norm_wide_dx_kernel[(M,)](
                 dy, x, weight, rstd, out_dx, N, dy.stride(0), x.stride(0), offset, 8192, num_warps=16)
         if need_dw:
-            columns = triton.cdiv(N, 1024)
+            columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = x.new_empty((programs, N), dtype=torch.float32)
             _rms_norm_wide_dw_kernel[(programs, columns)](
                 dy, x, rstd, partial, M, N, dy.stride(0), x.stride(0), rounded, 1024, num_warps=4)
     if need_dw:
-        _sum_rows_kernel[(triton.cdiv(N, 32),)](partial, dw, programs, N, 64, 32, num_warps=4)
+        _sum_rows_kernel[(cdiv(N, 16),)](partial, dw, programs, N, 64, 16, num_warps=8)
     # fmt: on
     return dx, dw
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher, tl, triton, use_triton
+from tigon.backend import differentiable, launcher, next_power_of_2, tl, triton, use_triton
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -169,10 +169,10 @@ def _rope_launch(
     time_dim = 3 - unsqueeze_dim
     B, T, D, R = x.shape[0], x.shape[time_dim], x.shape[3], cos.shape[-1]
     cos, sin = (a.expand(B, T, R) if a.stride(-1) == 1 else a.contiguous().expand(B, T, R) for a in (cos, sin))
-    block_r = triton.next_power_of_2(max(1, R // 2))
+    block_r = next_power_of_2(max(1, R // 2))
 
     def block_h(x: Tensor | None) -> int:
-        return 1 if x is None else min(triton.next_power_of_2(max(1, x.shape[unsqueeze_dim])), max(1, 2048 // block_r))
+        return 1 if x is None else min(next_power_of_2(max(1, x.shape[unsqueeze_dim])), max(1, 512 // block_r))
 
     def strides(x: Tensor | None) -> tuple[int, int, int]:
         return (0, 0, 0) if x is None else (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
@@ -184,7 +184,7 @@ def _rope_launch(
         0 if k is None else k.shape[unsqueeze_dim], D,
         cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *strides(q), *strides(k),
         *strides(None if q is None else yq), *strides(None if k is None else yk),
-        R // 2, block_h(q), block_h(k), block_r, triton.next_power_of_2(D - R) if D > R else 0, inverse, num_warps=4)
+        R // 2, block_h(q), block_h(k), block_r, next_power_of_2(D - R) if D > R else 0, inverse, num_warps=4)
     # fmt: on
     return yq, yk
 
