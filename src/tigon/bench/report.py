@@ -171,7 +171,7 @@ def _rate(row: dict[str, Any], unit: str) -> str:
 
 
 def _errors(row: dict[str, Any]) -> str:
-    return f"{max(row['errors'].values()):.1e}" if row["errors"] else "–"
+    return f"{max(row['errors'].values()):.1e}".replace("e-0", "e-") if row["errors"] else "–"
 
 
 def _remark(row: dict[str, Any]) -> str:
@@ -266,7 +266,7 @@ def to_rich(content: dict[str, Any]) -> Any:
         cases.setdefault(title, []).append((row, data))
     parts: list[Any] = [Text(headline(content), style="dim")]
     for title, members in cases.items():
-        table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         kept = [i for i, name in enumerate(header) if name not in (*_CASE_COLUMNS, "remark")]
         kept = [i for i in kept if any(row[i] != "–" for row, _ in members)]
         for name in (header[i] for i in kept):
