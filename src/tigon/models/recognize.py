@@ -278,12 +278,14 @@ def _product(gate: Tensor, up: Tensor | None) -> Tensor:
 class Rotary:
     """A function of (q, k, cos, sin, ...) that `tigon.rope` can stand for.
 
-    full, partial: shown to hold for cos as wide as the head, and narrower. keeps: results have the dtypes of q and k.
-    unsqueeze: its parameter of that name is honoured. default: the value when it is not given, or is no parameter.
+    full, partial: shown to hold for cos as wide as the head, and narrower. flat: also for q (T, H, D) and cos (T, R).
+    keeps: results have the dtypes of q and k, whatever cos has. unsqueeze: its parameter of that name is honoured.
+    default: the place of the heads when that is not given.
     """
 
     full: bool
     partial: bool
+    flat: bool
     keeps: bool
     unsqueeze: bool
     default: int
@@ -308,63 +310,58 @@ def is_rotary_function(fn: Any) -> bool:
 
 @probing()
 def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
-    parameter = inspect.signature(fn).parameters.get("unsqueeze_dim")
-    dims = (1, 2)
-    default = 0
-    for dim in dims:  # q (B, H, T, D) or (B, T, H, D)
-        if _is_rope(fn, {}, dim, 16, "half") is not None or _is_rope(fn, {}, dim, 8, "half") is not None:
-            default = dim
-    if not default:
-        for dim in dims:
-            if (
-                _is_rope(fn, {}, dim, 16, "interleaved") is not None
-                or _is_rope(fn, {}, dim, 8, "interleaved") is not None
-            ):
-                return Unknown("it rotates neighbours (interleaved); tigon.rope rotates halves")
+    for default in (1, 2):  # the heads of q at (B, H, T, D) or (B, T, H, D)
+        full, partial = (_is_rope(fn, default, width) for width in (16, 8))
+        shown = {v for v in (full, partial) if v is not None}
+        if len(shown) > 1:
+            return Unknown("its results have another dtype for partial than for full rotation")
+        if shown:
+            break
+        if any(_is_rope(fn, default, width, interleaved=True) is not None for width in (16, 8)):
+            return Unknown("it rotates neighbours (interleaved); tigon.rope rotates halves")
+    else:
         return Unknown("its numbers fit no formula of tigon.rope")
-    full, partial = (_is_rope(fn, {}, default, width, "half") for width in (16, 8))
-    shown = [v for v in (full, partial) if v is not None]
-    honoured = parameter is not None and all(
-        _is_rope(fn, {"unsqueeze_dim": dim}, dim, width, "half") == value
-        for dim in dims
-        for width, value in ((16, full), (8, partial))
-        if value is not None
+    known = [(width, v) for width, v in ((16, full), (8, partial)) if v is not None]
+    named = "unsqueeze_dim" in inspect.signature(fn).parameters and all(
+        _is_rope(fn, dim, width, unsqueeze_dim=dim) == v for dim in (1, 2) for width, v in known
     )
-    if len(set(shown)) != 1:
-        return Unknown("its results have another dtype for partial than for full rotation")
-    return Rotary(full is not None, partial is not None, shown[0], honoured, default)
+    flat = all(_is_rope(fn, 2, width, flat=True) == v for width, v in known)
+    return Rotary(full is not None, partial is not None, flat, shown.pop(), named, default)
 
 
-def _is_rope(fn: Callable[..., Any], options: dict[str, Any], dim: int, width: int, layout: str) -> bool | None:
+def _is_rope(
+    fn: Callable[..., Any], dim: int, width: int, *, flat: bool = False, interleaved: bool = False, **options: Any
+) -> bool | None:
     """None where the numbers differ; else whether q and k keep their dtypes beside a cos of fp32."""
     generator = torch.Generator().manual_seed(0)
-    heads_first = dim == 1
     keeps = None
     for x_dtype, cos_dtype in (
         (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)
     ):  # fmt: skip
+        batch = 1 if flat else 2
         q, k = (
-            torch.randn(2, *((heads, 5) if heads_first else (5, heads)), 16, generator=generator).to(x_dtype)
+            torch.randn(batch, *((heads, 5) if dim == 1 else (5, heads)), 16, generator=generator).to(x_dtype)
             for heads in (4, 3)
         )
-        cos, sin = (torch.randn(2, 5, width, generator=generator).to(cos_dtype) for _ in range(2))
-        result = _run(lambda *a: fn(*a, **options), q, k, cos, sin)
+        cos, sin = (torch.randn(batch, 5, width, generator=generator).to(cos_dtype) for _ in range(2))
+        inputs = (t[0] for t in (q, k, cos, sin)) if flat else (q, k, cos, sin)
+        result = _run(fn, *inputs, **options)
         if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(t, Tensor) for t in result):
             return None
-        if layout == "half":
-            expected: tuple[Tensor, ...] = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
-        else:
+        expected: tuple[Tensor, ...] = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
+        if interleaved:
             expected = tuple(_interleaved(x, cos.unsqueeze(dim), sin.unsqueeze(dim)) for x in (q, k))
-        mixed = x_dtype != cos_dtype
         for x, y, z in zip((q, k), result, expected, strict=True):
-            if mixed:
+            y = y[None] if flat else y
+            if x_dtype == cos_dtype:
+                if y.dtype != x.dtype:
+                    return None
+            else:
                 kept = y.dtype == x.dtype
                 if keeps not in (None, kept):
                     return None
                 keeps = kept
                 z = z.to(x.dtype) if kept else z
-            elif y.dtype != x.dtype:
-                return None
             # x·cos and rotated·sin may each be rounded before the sum: the error is relative to them, not to the sum.
             size = _terms(x, cos.unsqueeze(dim), sin.unsqueeze(dim))
             if not _same_numbers(y, z, roundings=3, size=size):
@@ -439,9 +436,9 @@ def _copy(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.
     return probe
 
 
-def _run(fn: Callable[..., Any], *args: Tensor) -> Any:
+def _run(fn: Callable[..., Any], *args: Tensor, **options: Any) -> Any:
     try:
-        return fn(*args)
+        return fn(*args, **options)
     except Exception:  # whatever a module does with an input that it was not made for, it is not the formula
         return None
 

@@ -72,25 +72,33 @@ def _rebuilt(fn: types.FunctionType, scope: dict[str, Any], closure: Any) -> typ
 
 def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Callable[..., Any]:
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("unsqueeze_dim", formula.default)
-        given = not args and (not kwargs or (formula.unsqueeze and len(kwargs) == 1 and "unsqueeze_dim" in kwargs))
-        if not (given and ledger.active and _rotary_fits(q, k, cos, sin, dim, formula)):
+        named = formula.unsqueeze and len(kwargs) == 1 and "unsqueeze_dim" in kwargs
+        if args or (kwargs and not named) or not ledger.active or not _tensors_fit(q, k, cos, sin):
+            return plain(q, k, cos, sin, *args, **kwargs)
+        flat = q.dim() == 3 and k.dim() == 3 and cos.dim() == 2 and formula.flat and not kwargs
+        if flat:
+            four, dim = (q[None], k[None], cos[None], sin[None]), 2
+        else:
+            four, dim = (q, k, cos, sin), kwargs.get("unsqueeze_dim", formula.default)
+        if not _shapes_fit(*four, dim, formula):
             return plain(q, k, cos, sin, *args, **kwargs)
         ledger.count("rotary")
-        turned_q, turned_k = rope(q, k, cos, sin, unsqueeze_dim=dim)
-        if formula.keeps:
-            return turned_q.to(q.dtype), turned_k.to(k.dtype)
-        return turned_q, turned_k
+        turned = rope(*four, unsqueeze_dim=dim)
+        if flat:
+            turned = turned[0][0], turned[1][0]
+        return (turned[0].to(q.dtype), turned[1].to(k.dtype)) if formula.keeps else turned
 
     return apply
 
 
-def _rotary_fits(q: Any, k: Any, cos: Any, sin: Any, dim: Any, formula: Rotary) -> bool:
-    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in (q, k, cos, sin)):
+def _tensors_fit(*tensors: Any) -> bool:
+    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors):
         return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors[2:]))
+
+
+def _shapes_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: Any, formula: Rotary) -> bool:
     if dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
-        return False
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return False
     batch, time, width = q.shape[0], q.shape[3 - dim], q.shape[3]
     if (k.shape[0], k.shape[3 - dim], k.shape[3]) != (batch, time, width):
