@@ -326,11 +326,13 @@ def cross_entropy_rows(
             if gradient:
                 logits[part] = _slope_reference(z, slope, rows_lse, target[part], inverse, *options)
         return
-    # 32 warps: one row a multiprocessor, so that the rows in flight (132 · 256 KiB for a vocabulary of 128k) stay in
-    # the L2 cache for the second reading.
-    warps = 4 if V <= 4096 else 8 if V <= 16384 else 32 if gradient else 16
+    if gradient:
+        # Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
+        warps, depth = (32, 4) if V > 65536 else (16, 2) if V > 8192 else (4, 2)
+    else:
+        warps, depth = 4, 8
     block = min(next_power_of_2(V), warps * 32 * 8)
-    depth = max(1, min(4, next_power_of_2(V) // block))
+    depth = max(1, min(depth, next_power_of_2(V) // block))
     # fmt: off
     _cross_entropy_fwd_kernel[(M,)](
         logits, target, loss, lse, inverse, V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,

@@ -17,6 +17,7 @@ from tigon.backend import (
     multiprocessors,
     next_power_of_2,
     rows_of,
+    shared_memory,
     tl,
     triton,
     use_triton,
