@@ -67,23 +67,25 @@ class CompiledLogits:
             return CompiledLogits(self.recipe.then("mul", other))
         return self.build("mul") * other
 
-    __rmul__ = __mul__
+    __rmul__ = mul = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if is_number(other) and self.pending():
             return CompiledLogits(self.recipe.then("div", other))
         return self.build("div") / other
 
+    div = __truediv__
+
     def tanh(self) -> Any:
-        return CompiledLogits(self.recipe.then("tanh")) if self.pending() else self.build().tanh()
+        return CompiledLogits(self.recipe.then("tanh")) if self.pending() else self.build("tanh").tanh()
 
     def float(self) -> Any:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **options: Any) -> Any:
         wanted = args[0] if len(args) == 1 and not options else options.get("dtype") if len(options) == 1 else None
-        if self.pending() and isinstance(wanted, torch.dtype):
-            if wanted == self.dtype:
+        if self.pending():
+            if wanted == self.dtype or (isinstance(wanted, torch.device) and wanted == self.device):
                 return self
             if wanted == torch.float32:
                 return CompiledLogits(self.recipe.then("cast", wanted))
@@ -93,6 +95,8 @@ class CompiledLogits:
         return self if self.pending() and self.origin is None else self.build("contiguous").contiguous()
 
     def view(self, *shape: Any) -> Any:
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = tuple(shape[0])
         if self.pending() and self.origin is None and len(shape) == 2 and shape[1] == self.shape[-1]:
             hidden = self.recipe.hidden
             rows = hidden.numel() // hidden.shape[-1] if hidden.shape[-1] else -1
@@ -102,7 +106,7 @@ class CompiledLogits:
         return self.build("view").view(*shape)
 
     def reshape(self, *shape: Any) -> Any:
-        return self.view(*shape)
+        return self.view(*shape) if self.pending() else self.build("reshape").reshape(*shape)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,9 +120,7 @@ class CompiledLogits:
                 if arguments is not None:
                     return first.recipe.cross_entropy(*arguments)
         name = getattr(func, "__name__", "")
-        args = [a.build(name) if isinstance(a, CompiledLogits) else a for a in args]
-        kwargs = {k: a.build(name) if isinstance(a, CompiledLogits) else a for k, a in kwargs.items()}
-        return func(*args, **kwargs)
+        return func(*_real(list(args), name), **{k: _real(a, name) for k, a in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name in ("recipe", "origin", "built"):  # half made, by copy or pickle
@@ -134,6 +136,14 @@ class CompiledLogits:
         )  # fmt: skip
 
     __hash__ = object.__hash__
+
+
+def _real(value: Any, why: str) -> Any:
+    if isinstance(value, CompiledLogits):
+        return value.build(why)
+    if type(value) in (list, tuple):
+        return type(value)([_real(v, why) for v in value])
+    return value
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

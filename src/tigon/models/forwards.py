@@ -63,10 +63,12 @@ class Patch:
 def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> None:
     # A bound method, so that a deep copy of the module binds it to the copy.
     state = vars(module)
+    # Methods are pickled by name: a loaded module then has its class's own.
+    function.__name__ = "forward"
     patch.function = function
     state["_tigon"] = patch
     state["forward"] = types.MethodType(function, module)
-    state["_replicate_for_data_parallel"] = types.MethodType(_replicate, module)
+    state["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, module)
 
 
 def restore(module: nn.Module) -> None:
@@ -81,7 +83,7 @@ def restore(module: nn.Module) -> None:
         state["forward"] = patch.before
 
 
-def _replicate(self: nn.Module) -> nn.Module:
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """torch.nn.DataParallel copies `__dict__`, and with it a forward that is bound to the original."""
     replica: Any = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
     forward = vars(self).get("forward")

@@ -8,6 +8,7 @@ the module's own where its operator does not apply.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class Fusion:
         if model is None:
             return None
         copied = memo[id(self)] = Fusion(model)
-        copied._ledger = self._ledger.__deepcopy__(memo)
+        copied._ledger = copy.deepcopy(self._ledger, memo)
         copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
         copied._rows = Counter(self._rows)
         clones = Clones(copied._ledger)
@@ -217,7 +218,7 @@ class Fusion:
             forward = clones.of(type(module).forward)
             reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
             if reason is not None:
-                self._left("rotary", module, f"{name}: {reason}")
+                self._left("rotary", module, reason)
             elif vars(module).get("_tigon") is None:
                 install(module, forward, Patch("rotary", self._ledger, formula))
                 self._done("rotary", module, str(formula))

@@ -57,23 +57,34 @@ class LazyLogits(Tensor):
         return lazy
 
     def then(self, step: str, value: Any = None) -> LazyLogits:
-        recipe = self._in_grad_mode(lambda: self.recipe.then(step, value))
-        return LazyLogits._make(recipe, torch.empty(self.like.shape, dtype=recipe.dtype, device="meta"))
+        with self._grad_mode():
+            recipe = self.recipe.then(step, value)
+            return LazyLogits._make(recipe, torch.empty(self.like.shape, dtype=recipe.dtype, device="meta"))
 
     def view_of(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
         """`view` maps the logits, `take` the recipe; both say the same."""
         like = view(self.like)
-        recipe = self._in_grad_mode(lambda: take(self.recipe))
         # A copy (reshape of a slice, a mask) shares nothing with what it was taken from.
         shares = like.untyped_storage()._cdata == self.like.untyped_storage()._cdata
-        return LazyLogits._make(recipe, like, (self, view) if shares else None)
+        with self._grad_mode():
+            return LazyLogits._make(take(self.recipe), like, (self, view) if shares else None)
 
-    def _in_grad_mode(self, fn: Callable[[], Any]) -> Any:
-        with torch.set_grad_enabled(self.node is not None):
-            return fn()
+    def _grad_mode(self) -> Any:
+        """What is derived from these logits has a gradient if they have one and gradients are recorded now.
+
+        The hidden states and the weight may require one where the logits, made under no_grad, do not.
+        """
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.node is not None)
+
+    def moved(self) -> bool:
+        """Someone has put an autograd node of their own on this tensor; reentrant checkpointing does."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is not self.node
 
     def pending(self) -> bool:
         """Nothing of these logits, nor of what they are a view of, has been built."""
+        if self.moved():
+            return False
         origin = self
         while origin.built is None and origin.value is None:
             if origin.origin is None:
@@ -84,11 +95,9 @@ class LazyLogits(Tensor):
     def build(self, why: str) -> Tensor:
         """The real logits, with the gradient mode and autocast of the forward that made them."""
         if self.built is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                moved = self.grad_fn is not self.node
+            moved = self.moved()
             with torch.set_grad_enabled(self.node is not None or moved):
                 if moved or self.value is not None:
-                    # Someone put a node of their own on this tensor (reentrant checkpointing does): follow it.
                     self.built = _Built.apply(self, why)
                 elif self.origin is not None:
                     self.built = self.origin[1](self.origin[0].build(why))
@@ -281,10 +290,10 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
             return NotImplemented
         if index.shape != lazy.shape[: index.dim()] or index.device != lazy.device:
             return NotImplemented
-        hidden = lazy._in_grad_mode(lambda: lazy.recipe.hidden[index])
-        recipe = lazy._in_grad_mode(lambda: lazy.recipe.rows(lambda _: hidden))
-        shape = (*hidden.shape[:-1], lazy.shape[-1])
-        return LazyLogits._make(recipe, torch.empty(shape, dtype=recipe.dtype, device="meta"))
+        with lazy._grad_mode():
+            recipe = lazy.recipe.rows(lambda hidden: hidden[index])
+            shape = (*recipe.hidden.shape[:-1], lazy.shape[-1])
+            return LazyLogits._make(recipe, torch.empty(shape, dtype=recipe.dtype, device="meta"))
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or (isinstance(i, slice) and _plain(i)) for i in index):
         return NotImplemented
@@ -314,12 +323,7 @@ def _eager_cross_entropy(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     arguments = fusable(lazy, *args, **kwargs)
     if arguments is None:
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        if lazy.grad_fn is not lazy.node:
-            return NotImplemented  # rewired: the gradient has to pass through the new node
-    # With gradients when the logits have them and the loss is taken where gradients are recorded, as for real logits.
-    # Hidden states and weight may require them while these logits, made under no_grad, do not.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and lazy.node is not None):
+    with lazy._grad_mode():
         return lazy.recipe.cross_entropy(*arguments)
 
 

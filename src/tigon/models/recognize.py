@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,9 @@ def probing() -> Iterator[None]:
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")
         yield
 
 
