@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import cdiv, differentiable, launcher, next_power_of_2, rows_of, tl, triton, use_triton
@@ -80,7 +81,13 @@ def cross_entropy_reference(
 ) -> Tensor:
     """One loss a row, (...)."""
     z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
-    return _loss_reference(z, torch.logsumexp(z, dim=-1), target, ignore_index, label_smoothing, z_loss)
+    rows, labels = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
+    loss = F.cross_entropy(
+        rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    ).view(target.shape)
+    if z_loss:
+        loss = loss + z_loss * torch.where(target != ignore_index, torch.logsumexp(z, dim=-1).square(), 0.0)
+    return loss
 
 
 def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor | float]:
@@ -92,37 +99,33 @@ def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor
     return softcap * t, scale * (1 - t * t)
 
 
-def _loss_reference(
-    z: Tensor, lse: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
-    valid = target != ignore_index
-    loss = lse - (1 - label_smoothing) * z.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1)
-    if label_smoothing:
-        loss = loss - label_smoothing * z.mean(-1)
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    return torch.where(valid, loss, 0.0)
-
-
-def _slope_reference(
-    z: Tensor, slope: Tensor | float, lse: Tensor, target: Tensor, factor: Tensor | None,
+def _rows_reference(
+    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> Tensor:  # fmt: skip
-    """factor · d(loss)/d(logits) of (M, V) rows: the kernels' arithmetic, for the chunk loop on other devices."""
-    valid = (target != ignore_index).unsqueeze(-1)
-    dz = torch.exp(z - lse.unsqueeze(-1))
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Loss, lse and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
+    z, slope = _cap_reference(logits, softcap, scale)
+    valid = target != ignore_index
+    at = torch.where(valid, target, 0).long().unsqueeze(-1)
+    logp = torch.log_softmax(z, dim=-1)
+    lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
+    loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
+    if label_smoothing:
+        loss -= label_smoothing * logp.mean(-1)
+    if z_loss:
+        loss += z_loss * lse.square()
+    loss = torch.where(valid, loss, 0.0)
+    if not gradient:
+        return loss, lse, None
+    dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
-    dz.scatter_add_(
-        -1, torch.where(valid, target.unsqueeze(-1), 0), dz.new_full((), label_smoothing - 1).expand(len(z), 1)
-    )
+    dz.scatter_add_(-1, at, dz.new_full((), label_smoothing - 1).expand(at.shape))
     if label_smoothing:
         dz -= label_smoothing / z.shape[-1]
     if softcap or scale != 1.0:
         dz *= slope
-    if factor is not None:
-        dz *= factor
-    return dz.masked_fill_(~valid, 0.0)
+    return loss, lse, dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
 
 
 def check_options(
@@ -318,13 +321,12 @@ def cross_entropy_rows(
     if not use_triton(logits):
         options = (ignore_index, label_smoothing, z_loss, softcap, scale)
         for part in _cache_sized(logits):
-            z, slope = _cap_reference(logits[part].to(loss.dtype), softcap, scale)
-            rows_lse = torch.logsumexp(z, dim=-1)
-            loss[part] = _loss_reference(z, rows_lse, target[part], *options[:3])
+            rows = _rows_reference(logits[part].to(loss.dtype), target[part], inverse, gradient, *options)
+            loss[part] = rows[0]
             if lse is not None:
-                lse[part] = rows_lse
+                lse[part] = rows[1]
             if gradient:
-                logits[part] = _slope_reference(z, slope, rows_lse, target[part], inverse, *options)
+                logits[part] = rows[2]
         return
     if gradient:
         # Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
@@ -349,8 +351,8 @@ def cross_entropy_rows_backward(
     if not use_triton(logits):
         options = (ignore_index, label_smoothing, z_loss, softcap, scale)
         for part in _cache_sized(logits):
-            z, slope = _cap_reference(logits[part].to(lse.dtype), softcap, scale)
-            dlogits[part] = _slope_reference(z, slope, lse[part], target[part], dloss[part].unsqueeze(-1), *options)
+            z = logits[part].to(lse.dtype)
+            dlogits[part] = _rows_reference(z, target[part], dloss[part], True, *options)[2]
         return
     block = min(2048, next_power_of_2(V))
     # fmt: off
