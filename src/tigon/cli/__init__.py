@@ -28,7 +28,10 @@ def _run(arguments: list[str] | None) -> int:
     # A termination runs the `finally` blocks too: child processes end, files are closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
+        status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
+        if status == 130:  # some versions of typer turn Ctrl-C into a status
+            _say("interrupted")
+        return status
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:

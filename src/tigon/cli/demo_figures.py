@@ -85,7 +85,7 @@ def plot_losses(result: dict[str, Any], file: Path) -> None:
         if name != "plain":
             apart = [abs(a - b) for a, b in zip(side["losses"], plain, strict=True)]
             lower.plot(apart, color=COLOURS[name], label=f"{name} − plain")
-    upper.set(ylabel="loss, nats per token", title=_title(result).replace(", ", ",\n", 1))
+    upper.set(ylabel="loss, nats per token", title=_title(result).replace(" tokens, ", " tokens,\n", 1))
     upper.title.set_fontsize(9)
     lower.set(xlabel="step", ylabel="|difference|", yscale="symlog")
     lower.set_yscale("symlog", linthresh=1e-7)
@@ -109,6 +109,7 @@ def plot_bars(result: dict[str, Any], file: Path) -> None:
     right.set(title=f"peak memory, MiB\n({result['memory']})")
     right.title.set_fontsize(9)
     for axes in (left, right):
+        axes.margins(y=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_title(result), fontsize=8)
     figure.savefig(file, dpi=120)

@@ -66,7 +66,10 @@ class CheckpointedTrainer(Trainer):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once."""
+    """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once.
+
+    The last step has a checkpoint and an evaluation too, whatever their intervals are.
+    """
 
     def __init__(self, main: bool) -> None:
         self.main = main
@@ -98,10 +101,13 @@ class StopOnSignal(TrainerCallback):
             self.signal = int(flag)
         if self.signal:
             control.should_save = control.should_training_stop = True
+        if state.global_step >= state.max_steps:
+            control.should_save = True
+            control.should_evaluate = args.eval_strategy != "no"
 
 
-def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool) -> int:
-    """Train. Returns the exit status: 0, or 130 and 143 after an interruption that left a checkpoint."""
+def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool) -> None:
+    """Train. Raises Problem for what cannot be done, and with status 130 or 143 when a signal ended the run."""
     quiet_transformers()
     output = Path(options.output)
     use_cpu = _on_cpu(options)
@@ -185,14 +191,8 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
             ) from error
         raise
     if stop.signal:
-        console.print(
-            f"stopped at step {trainer.state.global_step} of {total}; go on by: {command}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return 128 + stop.signal
-    if eval_set and "eval_loss" not in metrics.last:
-        trainer.evaluate()
+        sentence = f"stopped at step {trainer.state.global_step} of {total}, with a checkpoint; go on by: {command}"
+        raise Problem(sentence, code=128 + stop.signal)
     if fusion is not None:
         fusion.remove()
     if state.is_main_process:
@@ -200,7 +200,6 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         plot_loss(output / "metrics.jsonl", output / "loss.png")
         _summary(console, metrics, output, time.perf_counter() - started)
     state.wait_for_everyone()
-    return 0
 
 
 def _on_cpu(options: TrainOptions) -> bool:

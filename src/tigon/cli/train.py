@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.checkpoint import newest_whole
+from tigon.cli.checkpoint import newest_whole, step_of
 from tigon.cli.data import read_corpus
 from tigon.cli.model import find_model
 from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TrainOptions, settle
-from tigon.cli.problem import needs
+from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
 # Absent options are None, so that a resumed run takes them from its record; the defaults are shown, not passed.
@@ -78,11 +78,13 @@ def train(
     checkpoint, notes = newest_whole(output) if resume else (None, [])
     for note in notes:
         typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
+    if checkpoint and options.steps and step_of(checkpoint) >= options.steps:
+        raise Problem(f"the run in {output} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
     corpus = read_corpus(options.data)
     source = find_model(options.model)
     options.check_model(source)
 
     from tigon.cli.run import run
 
-    raise typer.Exit(run(options, source, corpus, checkpoint, overwrite))
+    run(options, source, corpus, checkpoint, overwrite)
 # fmt: on

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json as encoder
+import math
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -179,9 +181,9 @@ def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any],
         if missing:
             rows.append({"name": group, "tensors": len(names), "equal": False, "missing": missing})
             continue
-        largest = max((fused[n] - plain[n]).abs().max().item() for n in names)
-        of_plain = max(_error(plain[n], exact[n]) for n in names)
-        of_fused = max(_error(fused[n], exact[n]) for n in names)
+        largest = _worst((fused[n] - plain[n]).abs().max().item() for n in names)
+        of_plain = _worst(_error(plain[n], exact[n]) for n in names)
+        of_fused = _worst(_error(fused[n], exact[n]) for n in names)
         bound = max(FACTOR * of_plain, floor)
         rows.append(
             {
@@ -197,6 +199,12 @@ def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any],
     return rows
 
 
+def _worst(values: Iterable[float]) -> float:
+    """The largest, or NaN where one is: max() would lose it."""
+    found = list(values)
+    return max(found, key=lambda v: math.inf if math.isnan(v) else v)
+
+
 def _error(value: Any, exact: Any) -> float:
     size = exact.norm().item()
     return (value - exact).norm().item() / (size if size > 0 else 1.0)
@@ -206,7 +214,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
     from rich.table import Table
 
     table = Table(title=title, caption="error: distance from the fp64 result, relative to its size; the worst of a row")
-    table.add_column("loss, and gradients of", overflow="fold")
+    table.add_column("loss, and gradients of", overflow="fold", min_width=24)
     for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
         table.add_column(column, justify="right")
     for row in rows:
