@@ -1,0 +1,139 @@
+"""Compile every launch that the operators make, for a GPU that need not be there, and print what came out as JSON.
+
+    python tests/compile_launches.py cuda:90
+
+The operators run forward and backward on meta tensors of the sizes of real models, with the kernels forced. Triton gets
+a driver that names the target, and its own launcher specializes the arguments and compiles; only the launch itself is
+left out. What is compiled is therefore what the operators launch, option by option.
+
+Runs in a process of its own: TRITON_INTERPRET, which the other tests set, turns kernels into Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from numerics import evaluate
+from ops_table import OPS, Case, Op
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+from triton.runtime.driver import driver
+
+import tigon
+import tigon.backend as backend
+
+WARP = {"cuda": 32, "hip": 64}
+# Loads from global memory, into registers or, in a pipelined loop, into shared memory; and those of 16 bytes a thread.
+LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
+WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
+
+
+class Target:
+    """What Triton asks of a driver when it compiles. There is no device behind it."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def calls(dtype: torch.dtype, op: Op) -> Iterator[tuple[Case, int | None]]:
+    """Cases at the sizes of models, and which input is frozen."""
+    for case in op.models:
+        if dtype == torch.bfloat16 or case is op.models[0]:
+            yield case, None
+    if dtype == torch.bfloat16:
+        for frozen in op.differentiable(op.draw(op.models[0], dtype, torch.device("meta"), None)):
+            yield op.models[0], frozen
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack a thread: spilled registers live on the stack."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, f"cuobjdump printed no resource usage: {text!r}"
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
+    asm = compiled.asm
+    if target.backend == "hip":
+        spilled = [int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", asm["amdgcn"])]
+        return {"spilled": sum(spilled), "binary": len(asm["hsaco"])}
+    loads = [bool(WIDE_LOAD.search(load)) for load in LOAD.findall(asm["ptx"])]
+    counts = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
+    return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"])}
+
+
+def compile_launches(target: GPUTarget) -> list[dict[str, Any]]:
+    launches: dict[tuple, dict[str, Any]] = {}
+    context: dict[str, Any] = {}
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        started = time.perf_counter()
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        if compiled.hash not in launches:
+            launches[compiled.hash] = {
+                "kernel": f"{self.fn.__module__}.{self.fn.__name__}",
+                **context,
+                "warps": compiled.metadata.num_warps,
+                "seconds": time.perf_counter() - started,
+                **describe(compiled, target),
+            }
+        return compiled
+
+    driver.set_active(Target(target))
+    JITFunction.run = compile_only
+    # Meta tensors stand for tensors on the GPU.
+    backend.why_not_triton = lambda *tensors: None
+    with backend.use_backend("triton"), torch.device("meta"):
+        for op in OPS:
+            for dtype in backend.DTYPES:
+                for case, frozen in calls(dtype, op):
+                    context |= {"op": op.name, "case": case.why, "shape": case.shape, "frozen": frozen}
+                    context |= {"dtype": str(dtype).removeprefix("torch.")}
+                    inputs = op.draw(case, dtype, torch.device("meta"), None)
+                    wanted = [i for i in op.differentiable(inputs) if i != frozen]
+                    evaluate(op.public, inputs, case.options, wanted, seed=None)
+    return list(launches.values())
+
+
+def kernels() -> list[str]:
+    """Every kernel of the package that is launched from Python, not called from another kernel."""
+    found: dict[str, JITFunction] = {}
+    for module in pkgutil.walk_packages(tigon.__path__, "tigon."):
+        if module.name.split(".")[1] in ("ops", "losses", "optim", "distributed"):
+            members = vars(importlib.import_module(module.name)).values()
+            found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
+    called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}
+    return sorted(name for name, kernel in found.items() if kernel.fn.__name__ not in called)
+
+
+if __name__ == "__main__":
+    kind, arch = sys.argv[1].split(":")
+    target = GPUTarget(kind, int(arch) if arch.isdigit() else arch, WARP[kind])
+    json.dump({"launches": compile_launches(target), "kernels": kernels()}, sys.stdout)

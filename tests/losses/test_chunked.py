@@ -1,0 +1,95 @@
+"""The chunk loop's arithmetic: how many rows, in which order, how many of them."""
+
+import pytest
+import torch
+
+from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 1000, 8192, 32768, 100_003])
+@pytest.mark.parametrize("row_bytes", [2, 256_512, 10**9])
+@pytest.mark.parametrize("budget", [1, 2**20, 2**30])
+def test_chunks_keep_the_budget_and_are_balanced(rows, row_bytes, budget):
+    size = chunk_rows(rows, row_bytes, budget)
+    assert 1 <= size <= max(rows, 1)
+    assert size * row_bytes <= budget or size <= 128
+    if 0 < size < rows:
+        assert size % 128 == 0
+        count = -(-rows // size)
+        # No more chunks than the budget asks for, and a last one that is not a sliver.
+        most = max(128, budget // row_bytes // 128 * 128)
+        assert count <= -(-rows // most)
+        assert count * size - rows < count * 128
+
+
+def test_llama_3_takes_four_chunks_of_8192_rows():
+    """1 GiB of bf16 logits: 4185 rows of 128256, rounded down to a multiple of 128 and balanced."""
+    assert chunk_rows(8192, 128256 * 2, 2**30) == 4096
+    assert chunk_rows(32768, 128256 * 2, 2**30) == 4096
+
+
+def test_budget(monkeypatch):
+    monkeypatch.delenv("TIGON_CHUNK_BYTES", raising=False)
+    assert chunk_budget(CPU) == CPU_CHUNK_BYTES
+    assert chunk_budget(torch.device("cuda")) == CHUNK_BYTES
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", "12345")
+    assert chunk_budget(CPU) == 12345
+    assert chunk_budget(CPU, 99) == 99
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", "1G")
+    with pytest.raises(ValueError, match="TIGON_CHUNK_BYTES must be a whole number of bytes, got '1G'"):
+        chunk_budget(CPU)
+
+
+def walk(num_valid, budget=1, rows=300):
+    x, weight = torch.randn(rows, 8), torch.randn(11, 8)
+    target = torch.randint(0, 11, (rows,))
+    target[::3] = -100
+    chunks = Chunks(x, weight, None, target, -100, num_valid, budget)
+    return x, weight, target, chunks
+
+
+@pytest.mark.parametrize("num_valid", [None, 200])
+def test_every_valid_row_is_visited_once_with_its_logits(num_valid):
+    x, weight, target, chunks = walk(num_valid)
+    seen = torch.zeros(chunks.visited, dtype=torch.long)
+    for chunk in chunks:
+        torch.testing.assert_close(chunk.logits, chunk.x @ weight.t())
+        seen[chunk.rows] += 1
+    assert seen.min() == seen.max() == 1
+    order = torch.arange(300) if chunks.index is None else chunks.index
+    assert set(order.tolist()) >= set((target != -100).nonzero().flatten().tolist())
+    assert torch.equal(x[order], torch.cat([c.x for c in chunks]))
+    assert torch.equal(chunks.in_batch_order(torch.ones(chunks.visited)) == 1, (target != -100) | (num_valid is None))
+
+
+def test_ignored_rows_are_left_out():
+    *_, chunks = walk(200)
+    assert chunks.visited == 200
+    assert sum(len(c.x) for c in chunks) == 200
+
+
+def test_the_logits_buffer_is_one():
+    *_, chunks = walk(None)
+    assert len({chunk.logits.data_ptr() for chunk in chunks}) == 1
+    assert chunks.count == 3
+
+
+def test_valid_count(device):
+    labels = torch.tensor([[1, -100, 3], [-100, 5, 6]], device=device)
+    assert int(ValidCount(labels)) == 4
+    assert int(ValidCount(labels, shift=True)) == 3
+    assert int(ValidCount(labels, ignore_index=5)) == 5
+    assert list(range(6))[: ValidCount(labels)] == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_starting_a_count_does_not_wait(device):
+    labels = torch.randint(0, 9, (64, 64), device=device)
+    ValidCount(labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ValidCount(labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,158 @@
+"""linear_cross_entropy: what it costs, and what its options may not change."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tigon
+from tigon.losses.chunked import ValidCount
+
+
+def head(device, rows=300, H=16, V=60, dtype=torch.float32, ignored=0.25):
+    x, weight = torch.randn(rows, H, device=device), torch.randn(V, H, device=device)
+    target = torch.randint(0, V, (rows,), device=device)
+    target[torch.rand(rows, device=device) < ignored] = -100
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+class Sizes(TorchDispatchMode):
+    """The largest float tensor that is made, and the rows that matrix products are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                self.largest = max(self.largest, t.numel())
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.rows += args[-2].shape[0]
+        return out
+
+
+def grads(loss, *inputs):
+    return torch.autograd.grad(loss, inputs)
+
+
+def test_logits_are_never_whole(backend, device):
+    x, weight, target = head(device, rows=512, H=4, V=200)
+    with Sizes() as sizes:
+        tigon.linear_cross_entropy(x, weight, target, chunk_bytes=1).backward()
+    assert sizes.largest == 128 * 200
+    with Sizes() as sizes:
+        F.cross_entropy(F.linear(x, weight), target).backward()
+    assert sizes.largest == 512 * 200
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_chunks_change_nothing(reduction, backend, device):
+    x, weight, target = head(device)
+    results = []
+    for chunk_bytes in (1, None):
+        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, chunk_bytes=chunk_bytes)
+        results.append((loss, *grads(loss.sum(), x, weight)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_leaving_ignored_rows_out_changes_nothing(reduction, backend, device):
+    x, weight, target = head(device, ignored=0.8)
+    count = int((target != -100).sum())
+    expected = F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
+    expected = (expected, *grads(expected.sum(), x, weight))
+    for num_valid in (count, count + 7, ValidCount(target)):
+        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid, chunk_bytes=1)
+        for a, b in zip((loss, *grads(loss.sum(), x, weight)), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_work_follows_the_valid_rows(backend, device):
+    x, weight, target = head(device, rows=1024)
+    target[100:] = -100
+    with Sizes() as sizes:
+        tigon.linear_cross_entropy(x, weight, target, num_valid=ValidCount(target)).backward()
+    assert sizes.rows < 3 * 1024 / 4
+
+
+def test_too_small_a_count_is_loud(backend, device):
+    x, weight, target = head(device)
+    assert tigon.linear_cross_entropy(x, weight, target, num_valid=5).isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing_valid(reduction, backend, device):
+    x, weight, target = head(device)
+    target.fill_(-100)
+    for num_valid in (None, 0):
+        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid)
+        assert loss.isnan() if reduction == "mean" else loss == 0
+        if reduction == "sum":
+            assert all(g.abs().max() == 0 for g in grads(loss, x, weight))
+
+
+def test_the_environment_sets_the_budget(backend, device, monkeypatch):
+    x, weight, target = head(device, rows=512, H=4, V=200)
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", "1")
+    with Sizes() as sizes:
+        tigon.linear_cross_entropy(x, weight, target)
+    assert sizes.largest == 128 * 200
+
+
+def test_fp32_accumulation_is_more_exact_over_many_chunks(backend, device):
+    x, weight, target = head(device, rows=128 * 8, V=32, dtype=torch.bfloat16, ignored=0)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    (truth,) = grads(F.cross_entropy(F.linear(*exact), target), exact[1])
+    error = {}
+    for accumulate in ("fp32", "weight"):
+        loss = tigon.linear_cross_entropy(x, weight, target, chunk_bytes=1, accumulate=accumulate)
+        (dw,) = grads(loss, weight)
+        assert dw.dtype == torch.bfloat16
+        error[accumulate] = (dw.double() - truth).norm() / truth.norm()
+    assert error["fp32"] < 0.75 * error["weight"]
+
+
+def test_master_weights_under_autocast(backend, device):
+    """fp32 leaves, bf16 products, fp32 gradients, as F.linear under autocast."""
+    x, weight, target = head(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = tigon.linear_cross_entropy(x, weight, target)
+        expected = F.cross_entropy(F.linear(x, weight).float(), target)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    for a, b in zip(grads(loss, x, weight), grads(expected, x, weight), strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_a_weight_that_is_also_the_embedding(backend, device):
+    """Tied weights: the gradients of both uses add up."""
+    _, weight, target = head(device)
+    tokens = torch.randint(0, 60, (300,), device=device)
+    loss = tigon.linear_cross_entropy(F.embedding(tokens, weight), weight, target)
+    expected = F.cross_entropy(F.linear(F.embedding(tokens, weight), weight), target)
+    torch.testing.assert_close(grads(loss, weight), grads(expected, weight), rtol=1e-4, atol=1e-5)
+
+
+def test_upstream_factors_reach_every_gradient(backend, device):
+    x, weight, target = head(device)
+    one = grads(tigon.linear_cross_entropy(x, weight, target), x, weight)
+    scaled = grads(4 * tigon.linear_cross_entropy(x, weight, target), x, weight)
+    for a, b in zip(one, scaled, strict=True):
+        assert torch.equal(4 * a, b)
+        assert a.abs().max() > 0
+
+
+def test_a_gradient_is_the_callers(backend, device):
+    """Gradients that are computed ahead of the backward pass are handed out once: writing to them harms nobody."""
+    x, weight, target = head(device)
+    loss = tigon.linear_cross_entropy(x, weight, target)
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.zero_()
+    for a, b in zip(torch.autograd.grad(loss, (x, weight)), kept, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,68 @@
+"""swiglu and geglu at the ends of the number range, and their packed form."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+
+ACTS = {
+    "silu": (lambda g, u: tigon.swiglu(g, u), lambda g, u: F.silu(g) * u),
+    "gelu_tanh": (lambda g, u: tigon.geglu(g, u), lambda g, u: F.gelu(g, approximate="tanh") * u),
+    "gelu": (lambda g, u: tigon.geglu(g, u, approximate="none"), lambda g, u: F.gelu(g) * u),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_extreme_gates(act, backend, device):
+    """Neither exp nor tanh may overflow: the result tends to gate·up on one side and to zero on the other."""
+    gate = torch.tensor([-1e4, -300, -90, -30, -12, -1e-6, 0, 1e-6, 12, 30, 90, 300, 1e4], device=device)
+    up = torch.full_like(gate, 2.0)
+    ours, theirs = ACTS[act]
+    got, expected = [], []
+    for fn, results, dtype in ((ours, got, torch.float32), (theirs, expected, torch.float64)):
+        g, u = (t.to(dtype).requires_grad_() for t in (gate, up))
+        y = fn(g, u)
+        results += [y, *torch.autograd.grad(y.sum(), [g, u])]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed(dtype, backend, device):
+    packed = torch.randn(3, 5, 2 * 70, device=device).to(dtype).requires_grad_()
+    gate, up = (t.detach().contiguous().requires_grad_() for t in packed.chunk(2, -1))
+    dy = torch.randn(3, 5, 70, device=device).to(dtype)
+    for op in (tigon.swiglu, tigon.geglu):
+        packed.grad = gate.grad = up.grad = None
+        a, b = op(packed), op(gate, up)
+        a.backward(dy)
+        b.backward(dy)
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(packed.grad, torch.cat((gate.grad, up.grad), -1))
+
+
+def test_gate_and_up_may_be_one_tensor(backend, device):
+    x = torch.randn(4, 33, device=device, requires_grad=True)
+    y = tigon.swiglu(x, x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((F.silu(x) * x).sum(), x)
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_two_gelus_differ(backend, device):
+    x = torch.linspace(-3, 3, 64, device=device)
+    one = torch.ones_like(x)
+    assert (tigon.geglu(x, one) - tigon.geglu(x, one, approximate="none")).abs().max() > 1e-4
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device, triton_backend):
+    gate = torch.randn(2**18 + 1, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = tigon.swiglu(gate, gate.detach())
+    y.backward(torch.ones_like(y))
+    last = gate[-1:].detach().clone().requires_grad_()
+    expected = tigon.swiglu(last, last.detach())
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(y[-1:], expected)
+    assert torch.equal(gate.grad[-1:], last.grad)

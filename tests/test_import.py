@@ -1,0 +1,98 @@
+"""`import tigon` is cheap, and works where Triton and the extras are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+SRC = str(Path(__file__).parent.parent / "src")
+OPTIONAL = (
+    "transformers", "triton", "accelerate", "peft", "trl", "datasets", "tokenizers", "typer", "rich", "matplotlib",
+    "liger_kernel", "cut_cross_entropy",
+)  # fmt: skip
+
+# A finder that answers "not there" for Triton, as on macOS or with a CPU-only install.
+HIDE_TRITON = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh interpreter, as a user's: without the interpreter mode of the other tests."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=kept | {"PYTHONPATH": SRC} | env, capture_output=True, text=True, check=False
+    )
+
+
+def printed(code: str, **env: str) -> str:
+    done = python(code, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_costs_little_more_than_torch():
+    code = "import time, torch; start = time.perf_counter(); import tigon; print(time.perf_counter() - start)"
+    assert median(float(printed(code)) for _ in range(5)) <= 0.1
+
+
+def test_import_brings_nothing_optional():
+    loaded = printed(f"import torch, tigon, sys; print([m for m in {OPTIONAL!r} if m in sys.modules])")
+    assert loaded == printed(f"import torch, sys; print([m for m in {OPTIONAL!r} if m in sys.modules])") == "[]"
+
+
+def test_every_public_name_is_there():
+    printed(
+        "import tigon\nfor name in tigon.__all__: getattr(tigon, name)\nassert set(tigon.__all__) <= set(dir(tigon))"
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert "module 'tigon' has no attribute 'rms_nrom'" in python("import tigon; tigon.rms_nrom").stderr
+
+
+RUN_EVERYTHING = """
+import torch, tigon
+from tigon.backend import HAS_TRITON, why_not_triton
+x = torch.randn(2, 3, 4, 8, requires_grad=True)
+tigon.rms_norm(x, torch.ones(8)).sum().backward()
+tigon.swiglu(x, x).sum().backward()
+tigon.geglu(x, x).sum().backward()
+sum(t.sum() for t in tigon.rope(x, x, torch.randn(1, 4, 8), torch.randn(1, 4, 8))).backward()
+target = torch.randint(0, 8, (2, 3, 4))
+tigon.cross_entropy(x, target).backward()
+tigon.linear_cross_entropy(x, torch.randn(11, 8, requires_grad=True), target).backward()
+import tigon.nn, tigon.models, tigon.losses.chunked
+print(HAS_TRITON, why_not_triton(x))
+"""
+
+
+def test_everything_runs_without_triton():
+    assert printed(HIDE_TRITON + RUN_EVERYTHING) == "False Triton is not installed"
+
+
+def test_forcing_triton_where_it_is_not_installed_raises():
+    done = python(HIDE_TRITON + RUN_EVERYTHING, TIGON_BACKEND="triton")
+    assert "RuntimeError: tigon: the triton backend was forced, but Triton is not installed." in done.stderr
+
+
+def test_the_environment_variable_forces_a_backend():
+    code = "import tigon.backend as b, torch; print(b.use_triton(torch.ones(1)))"
+    assert printed(code, TIGON_BACKEND="torch") == "False"
+    assert "the kernels run on CUDA and ROCm devices, not on 'cpu'" in python(code, TIGON_BACKEND="triton").stderr
+
+
+@pytest.mark.parametrize("name", ["cuda", "Triton", "none"])
+def test_a_wrong_environment_variable_gets_a_sentence(name):
+    done = python("import tigon; tigon.rms_norm", TIGON_BACKEND=name)
+    assert f"ValueError: TIGON_BACKEND must be 'triton', 'torch' or 'auto', got '{name}'." in done.stderr

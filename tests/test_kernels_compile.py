@@ -1,0 +1,78 @@
+"""Every kernel that the operators launch is compiled for four GPUs, on a machine that has none of them.
+
+tests/compile_launches.py does the work in a process per target; the sizes are those of real models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HAS_TRITON
+from ops_table import OPS
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+TESTS = Path(__file__).parent
+TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+# One worker for all tests of a target, so that it is compiled once.
+EVERY_TARGET = pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=pytest.mark.xdist_group(f"compile {t}")) for t in TARGETS]
+)
+SM_90 = pytest.mark.parametrize("target", [pytest.param("cuda:90", marks=pytest.mark.xdist_group("compile cuda:90"))])
+
+
+@cache
+def compiled(target: str) -> dict[str, Any]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, TESTS / "compile_launches.py", target], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def named(launch: dict[str, Any]) -> str:
+    return "{kernel} for {op} {case} {shape} {dtype}, frozen: {frozen}, {warps} warps".format(**launch)
+
+
+@EVERY_TARGET
+def test_every_launch_compiles(target):
+    launches = compiled(target)["launches"]
+    assert all(launch["binary"] > 0 for launch in launches)
+    assert {launch["op"] for launch in launches} >= {op.name for op in OPS if op.launches}
+    assert {launch["dtype"] for launch in launches} == {"bfloat16", "float16", "float32"}
+
+
+@EVERY_TARGET
+def test_every_kernel_is_launched(target):
+    found = compiled(target)
+    assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"])
+
+
+@SM_90
+def test_no_register_spills(target):
+    spilling = [f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"]]
+    assert not spilling, "\n".join(spilling)
+
+
+@SM_90
+def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
+    """Besides that, a kernel loads a few scalars: a row's target, its statistics, an upstream gradient."""
+    promised = {op.name for op in OPS if op.wide_loads}
+    narrow = [
+        f"{named(launch)}: {launch['wide_loads']} wide, {launch['narrow_loads']} narrow loads"
+        for launch in compiled(target)["launches"]
+        if launch["op"] in promised
+        and launch["dtype"] == "bfloat16"
+        and launch["shape"][-1] % 8 == 0
+        and not (launch["wide_loads"] > 0 and launch["narrow_loads"] <= 3)
+    ]
+    assert not narrow, "\n".join(narrow)
