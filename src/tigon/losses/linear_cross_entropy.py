@@ -81,7 +81,7 @@ def linear_cross_entropy(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     compute = torch.get_autocast_dtype(device) if autocast else x.dtype
     if not compute.is_floating_point:
         raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
