@@ -133,6 +133,8 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     ledger: Ledger = self._tigon.ledger
     if not (ledger.active and ledger.lazy) or args or kwargs:
         return _plain(self, input, *args, **kwargs)
+    if hasattr(type(self), "unshard"):  # FSDP2 frees the weight of a head in a group of its own when its forward ends
+        return _plain(self, input)
     compiling = torch.compiler.is_compiling()
     # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
     if not torch.is_grad_enabled() if compiling else torch._C._are_functorch_transforms_active():

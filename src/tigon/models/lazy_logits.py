@@ -119,7 +119,9 @@ class LazyLogits(Tensor):
                     self.value = self.recipe.logits()
         return self.value
 
+    # Dynamo would compile this frame for one function and reuse it for another: inside a compiled function it is left.
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         lazy = args[0] if args else None
@@ -195,6 +197,7 @@ _METADATA = {
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
         "is_nested", "is_xla", "is_mps", "itemsize", "nbytes", "requires_grad", "is_leaf", "output_nr",
+        "grad_fn", "_base",
     )),
     *(getattr(Tensor, name) for name in (
         "dim", "size", "numel", "nelement", "stride", "ndimension", "is_floating_point", "is_complex", "is_contiguous",
