@@ -41,8 +41,9 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"make: the pinned versions need Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}. Name another one: make PYTHON=python3.12 …")'
 	@rm -f $@
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs]' --group dev
+	@echo 'Installing the versions of constraints.txt into $(VENV); a few minutes.'
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs]' --group dev
 	@touch $@
 
 demo: $(READY)
@@ -58,7 +59,7 @@ lint: $(READY)
 	$(RUN) -m mypy
 
 docs: $(READY)
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 gpu-test: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: torch sees no CUDA device here. On a CPU: make test.")'

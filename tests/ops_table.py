@@ -391,8 +391,8 @@ def _bad_cross_entropy(name: str, inputs: Callable[..., Inputs]) -> tuple[Bad, .
     )
 
 
-# A probability is exp(z − lse), with lse kept as one fp32 number: its rounding, up to |lse| units, is the relative error
-# of the probability. Eager keeps z − lse itself. In half precision the difference vanishes under the rounding of the gradient.
+# A probability is exp(z − lse), with lse kept as one fp32 number: its rounding, up to |lse| units, becomes the relative
+# error of the probability. Eager keeps z − lse itself. In half precision the gradient's own rounding covers it.
 _LSE_ROUNDINGS = 16
 
 _EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.7}
