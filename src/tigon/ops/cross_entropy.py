@@ -326,7 +326,7 @@ def cross_entropy_rows(
             if lse is not None:
                 lse[part] = rows[1]
             if gradient:
-                logits[part] = rows[2]
+                logits[part] = rows[2]  # type: ignore[assignment]
         return
     if gradient:
         # Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
@@ -352,7 +352,7 @@ def cross_entropy_rows_backward(
         options = (ignore_index, label_smoothing, z_loss, softcap, scale)
         for part in _cache_sized(logits):
             z = logits[part].to(lse.dtype)
-            dlogits[part] = _rows_reference(z, target[part], dloss[part], True, *options)[2]
+            dlogits[part] = _rows_reference(z, target[part], dloss[part], True, *options)[2]  # type: ignore[assignment]
         return
     block = min(2048, next_power_of_2(V))
     # fmt: off

@@ -193,6 +193,8 @@ def _gated_bwd(
     if dy.numel():
         rows = rows_of(dy)
         g, u = _split(gate, up)
+        dg: Tensor | None
+        du: Tensor | None
         if up is None:
             dg, du = _split(dgate, None)
         else:
