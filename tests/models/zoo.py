@@ -85,7 +85,9 @@ FAMILIES: dict[str, Callable[[], torch.nn.Module]] = {
         mlp_only_layers=[], **MOE,
     ),
     "granite": _of(T.GraniteForCausalLM, T.GraniteConfig, logits_scaling=3.0),
-    "granitemoe": _of(T.GraniteMoeForCausalLM, T.GraniteMoeConfig, logits_scaling=3.0, num_local_experts=4, **MOE),
+    "granitemoe": _of(
+        T.GraniteMoeForCausalLM, T.GraniteMoeConfig, logits_scaling=3.0, num_local_experts=4, num_experts_per_tok=2
+    ),  # without router losses, which transformers 5.17 cannot compute for it
     "cohere": _of(T.CohereForCausalLM, T.CohereConfig, logit_scale=0.25),
     "cohere2": _of(T.Cohere2ForCausalLM, T.Cohere2Config, logit_scale=0.25, sliding_window=64),
     "olmo2": _of(T.Olmo2ForCausalLM, T.Olmo2Config),

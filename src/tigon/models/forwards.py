@@ -165,7 +165,7 @@ def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:
     if formula.native and torch.is_autocast_enabled(x.device.type):
         return False
     if weight is None:
-        return True
+        return formula.width in (None, x.shape[-1])
     if weight.dtype != x.dtype and not (formula.mixed and weight.dtype == torch.float32):
         return False
     return weight.device == x.device and weight.shape == x.shape[-1:]

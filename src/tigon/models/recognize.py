@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Norm:
 
     weight, eps: names of the module's attributes; weight None for a norm without one; eps a number if it has no name.
     mixed: holds also for an fp32 weight beside a narrower x.
-    native: it calls torch's own rms_norm, which autocast runs in fp32.
+    native: it calls torch's own rms_norm, which autocast runs in fp32. width: the only one it takes, without weight.
     """
 
     weight: str | None
@@ -73,6 +74,7 @@ class Norm:
     cast: str
     mixed: bool
     native: bool
+    width: int | None = None
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
@@ -100,20 +102,29 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
         candidates = [torch.finfo(torch.float32).eps]
     if not candidates or not _takes_one_argument(module):
         return Unknown("it is no RMS norm over one input") if named else None
-    width = 96 if weight is None else weight.numel()
+    # A norm without a weight may still be made for one width.
+    widths = [96, *_numbers(module)] if weight is None else [weight.numel()]
     found = None
     native = "rms_norm" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    for eps in candidates:
+    for eps, width in itertools.product(candidates, widths):
         for offset in (0.0, 1.0) if weight is not None else (0.0,):
             for cast in ("llama", "gemma", "none") if weight is not None else ("gemma",):
                 if _is_norm(module, name, width, eps, offset, cast, mixed=False):
                     mixed = weight is None or _is_norm(module, name, width, eps, offset, cast, mixed=True)
-                    found = Norm(name, eps, offset, cast, mixed, native)
+                    found = Norm(
+                        name, eps, offset, cast, mixed, native, width if weight is None and width != 96 else None
+                    )
                     if mixed:  # "gemma" and "none" differ only where x and weight do
                         return found
     if found is not None:
         return found
     return Unknown("its numbers fit no formula of tigon.rms_norm") if named else None
+
+
+def _numbers(module: nn.Module) -> list[int]:
+    """The whole numbers among a module's attributes, alone or in tuples: one may be its width."""
+    values = [n for v in vars(module).values() for n in (v if isinstance(v, tuple) else (v,))]
+    return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
 def _is_norm(

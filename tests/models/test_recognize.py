@@ -1,0 +1,268 @@
+"""Formulas are recognised by numbers: right ones are found, near misses refused, and the module is not touched."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tigon.models.recognize import (
+    Gated,
+    Norm,
+    Unknown,
+    is_rotary_function,
+    recognize_mlp,
+    recognize_norm,
+    recognize_rotary,
+)
+
+N = 48
+
+
+class Scale(nn.Module):
+    """An RMS norm that no name gives away; the variants are near misses."""
+
+    def __init__(self, variant="llama", width=N, eps=1e-6):
+        super().__init__()
+        self.variant, self.tiny = variant, eps
+        if variant != "no weight":
+            self.g = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        v, wide = self.variant, x.float()
+        if v == "mean subtracted":
+            wide = wide - wide.mean(-1, keepdim=True)
+        if v == "eps outside":
+            y = wide / (wide.square().mean(-1, keepdim=True).sqrt() + self.tiny)
+        elif v == "eps fixed":
+            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        elif v == "sum":
+            y = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.tiny)
+        else:
+            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)
+        if v == "no weight":
+            return y.to(x.dtype)
+        if v == "gemma":
+            return (y * (1.0 + self.g.float())).to(x.dtype)
+        if v == "offset rounded":
+            return y.to(x.dtype) * (1.0 + self.g)
+        if v == "once":
+            return (y * self.g.float()).to(x.dtype)
+        if v == "promoted":
+            return (y * self.g.float()).to(torch.promote_types(x.dtype, self.g.dtype))
+        if v == "scaled":
+            return 1.001 * self.g * y.to(x.dtype)
+        if v == "in half":
+            return self.g * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.tiny))
+        return self.g * y.to(x.dtype)
+
+
+FOUND = {
+    "llama": (0.0, "llama"),
+    "gemma": (1.0, "gemma"),
+    "once": (0.0, "gemma"),
+    "promoted": (0.0, "none"),
+    "no weight": (0.0, "gemma"),
+}
+
+
+@pytest.mark.parametrize("width", [8, N, 1000])
+@pytest.mark.parametrize("variant", FOUND)
+def test_norms_are_found(variant, width):
+    found = recognize_norm(Scale(variant, width))
+    assert isinstance(found, Norm)
+    assert (found.offset, found.cast) == FOUND[variant]
+    assert found.weight == (None if variant == "no weight" else "g")
+    assert found.eps == "tiny"
+    assert found.mixed
+
+
+@pytest.mark.parametrize(
+    "variant", ["mean subtracted", "eps outside", "eps fixed", "sum", "scaled", "in half", "offset rounded"]
+)
+def test_near_misses_of_norms_are_refused(variant):
+    assert not isinstance(recognize_norm(Scale(variant)), Norm)
+
+
+@pytest.mark.parametrize("eps", [1e-5, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_norm_of_torch(eps, affine):
+    norm = nn.RMSNorm(N, eps=eps, elementwise_affine=affine)
+    found = recognize_norm(norm)
+    assert isinstance(found, Norm)
+    assert found.native
+    assert (found.weight, found.width) == (("weight", None) if affine else (None, N))
+
+
+def test_what_is_no_norm_is_not_mentioned():
+    for module in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.01), nn.LeakyReLU(0.01), nn.PReLU(4), nn.Embedding(4, 4)):
+        assert recognize_norm(module) is None
+    for module in (nn.BatchNorm1d(N, affine=False), nn.LayerNorm(N), nn.GroupNorm(1, N), nn.InstanceNorm1d(N)):
+        assert isinstance(recognize_norm(module), Unknown)
+
+
+def test_probing_changes_nothing():
+    norm = Scale()
+    norm.register_forward_hook(lambda *_: pytest.fail("the hook of the module ran"))
+    state, attributes = copy.deepcopy(norm.state_dict()), dict(vars(norm))
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert isinstance(recognize_norm(norm), Norm)
+    assert torch.equal(torch.rand(3), expected)
+    assert vars(norm) == attributes
+    assert all(torch.equal(v, state[k]) for k, v in norm.state_dict().items())
+    batch = nn.BatchNorm1d(96, affine=False)
+    recognize_norm(batch)
+    assert not batch.running_mean.any()
+
+
+class Gate(nn.Module):
+    """A gated MLP whose children have names that say nothing."""
+
+    def __init__(self, act, *, variant="", width=16, hidden=64, bias=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, hidden, bias=bias), nn.Linear(width, hidden, bias=bias)
+        self.c = nn.Linear(hidden, width, bias=bias)
+        self.f = act
+        self.variant = variant
+        if variant == "dropout":
+            self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        if self.variant == "up first":
+            up = self.b(x)
+            return self.c(self.f(self.a(x)) * up)
+        if self.variant == "scaled":
+            return self.c(self.f(self.a(x)) * self.b(x)) * 1.01
+        if self.variant == "no gate":
+            return self.c(self.f(self.a(x)) + self.b(x))
+        if self.variant == "train only" and self.training:
+            return self.c(self.a(x) * self.b(x))
+        if self.variant == "dropout":
+            return self.drop(self.c(self.f(self.a(x)) * self.b(x)))
+        return self.c(self.f(self.a(x)) * self.b(x))
+
+
+ACTS = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh")}
+
+
+@pytest.mark.parametrize("width", [16, 64], ids=["narrow", "square"])
+@pytest.mark.parametrize("act", ACTS)
+def test_gated_mlps_are_found(act, width):
+    assert recognize_mlp(Gate(ACTS[act], width=width)) == Gated("a", "b", "c", act, "f")
+    assert recognize_mlp(Gate(ACTS[act], variant="up first")) == Gated("a", "b", "c", act, "f", up_first=True)
+
+
+@pytest.mark.parametrize(
+    "act", [nn.ReLU(), nn.Sigmoid(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()]
+)
+def test_other_activations_are_refused(act):
+    found = recognize_mlp(Gate(act))
+    assert isinstance(found, Unknown)
+    assert found.reason == f"its numbers fit neither swiglu nor geglu ({type(act).__name__})"
+
+
+@pytest.mark.parametrize("variant", ["scaled", "no gate", "train only", "dropout"])
+def test_near_misses_of_gated_mlps_are_refused(variant):
+    assert isinstance(recognize_mlp(Gate(nn.SiLU(), variant=variant)), Unknown)
+
+
+def test_gelu_written_out_or_approximated_is_refused():
+    class Quick(nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(1.702 * x)
+
+    assert isinstance(recognize_mlp(Gate(Quick())), Unknown)
+
+
+def test_plain_mlps_are_not_mentioned():
+    class Plain(nn.Module):
+        def __init__(self, hidden):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, hidden), nn.Linear(hidden // 2 if hidden == 64 else hidden, 16)
+
+        def forward(self, x):
+            h = F.gelu(self.up(x))
+            return self.down(h[..., : self.down.in_features])
+
+    assert recognize_mlp(Plain(32)) is None
+    assert recognize_mlp(Plain(64)) is None
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def full(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def in_fp32(q, k, cos, sin, unsqueeze_dim=1):
+    turned = full(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim)
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+
+
+def partial(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    width = cos.shape[-1]
+    turned = full(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((t, x[..., width:]), -1) for t, x in zip(turned, (q, k), strict=True))
+
+
+def heads_last(q, k, cos, sin):
+    return full(q, k, cos, sin, -2)
+
+
+def fixed(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin, 1)  # takes the parameter and ignores it
+
+
+def other_way(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, -sin, unsqueeze_dim)
+
+
+def only_q(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin, unsqueeze_dim)[0], k
+
+
+def neighbours(q, k, cos, sin, unsqueeze_dim=1):
+    def rotate(x):
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+
+
+def test_rotations_are_found():
+    found = recognize_rotary(full)
+    assert (found.full, found.partial, found.keeps, found.unsqueeze, found.default) == (True, False, False, True, 1)
+    assert recognize_rotary(in_fp32).keeps
+    found = recognize_rotary(partial)
+    assert (found.full, found.partial, found.unsqueeze) == (True, True, True)
+    found = recognize_rotary(heads_last)
+    assert (found.default, found.unsqueeze, found.flat) == (2, False, True)
+    found = recognize_rotary(fixed)
+    assert (found.default, found.unsqueeze) == (1, False)
+
+
+@pytest.mark.parametrize("fn", [other_way, only_q])
+def test_near_misses_of_rotations_are_refused(fn):
+    assert recognize_rotary(fn) == Unknown("its numbers fit no formula of tigon.rope")
+
+
+def test_interleaved_rotation_is_refused_with_its_reason():
+    assert "interleaved" in recognize_rotary(neighbours).reason
+
+
+def test_what_is_worth_a_probe():
+    assert is_rotary_function(full)
+    assert is_rotary_function(partial)
+    assert not is_rotary_function(rotate_half)
+    assert not is_rotary_function(lambda x, cos, sin: x)
+    assert not is_rotary_function(lambda q, k, sin, cos: q)
+    assert not is_rotary_function(lambda q, k, cos, sin, mrope_section: q)
+    assert not is_rotary_function(print)
