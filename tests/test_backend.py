@@ -6,12 +6,11 @@ import threading
 
 import pytest
 import torch
-from conftest import HAS_TRITON
 
 import tigon
 import tigon.backend as backend
 from tigon import use_backend
-from tigon.backend import INTERPRET, multiprocessors, rows_of, use_triton, why_not_triton
+from tigon.backend import HAS_TRITON, INTERPRET, multiprocessors, rows_of, use_triton, why_not_triton
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
