@@ -9,10 +9,12 @@ import sys
 import time
 
 import pytest
-from conftest import environment, losses
+from command import environment, losses
 
 from tigon.cli.checkpoint import newest_whole
 
+# One uninterrupted run serves them all: in one worker.
+pytestmark = pytest.mark.xdist_group("train")
 SMALL = (
     "--batch-size",
     2,

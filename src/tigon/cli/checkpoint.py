@@ -80,7 +80,7 @@ def newest_whole(output: Path) -> tuple[Path, list[str]]:
 
     Raises: Problem when there is none, saying what is wrong with those that are there.
     """
-    notes = []
+    notes: list[str] = []
     for folder in checkpoints(output):
         reason = defect(folder)
         if reason is None:

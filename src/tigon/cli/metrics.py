@@ -66,7 +66,8 @@ class Metrics(TrainerCallback):
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        logs = logs or {}
         if "eval_loss" in logs:
             self.last["eval_loss"] = logs["eval_loss"]
             self.append({"step": state.global_step, "eval_loss": logs["eval_loss"]})

@@ -159,7 +159,12 @@ OWN = (RECORD, "metrics.jsonl", "loss.png", "config.json", "generation_config.js
 
 def _own_files(output: Path) -> list[Path]:
     """What a run writes into its directory."""
-    patterns = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "tokenizer_config.json")
+    patterns: tuple[str, ...] = (
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "adapter_config.json",
+        "tokenizer_config.json",
+    )
     patterns += ("chat_template.jinja", "tensorboard", STAGING, "checkpoint-*.broken")
     found = [output / name for name in OWN] + [p for pattern in patterns for p in output.glob(pattern)]
     return checkpoints(output) + [p for p in found if p.exists()]

@@ -19,11 +19,18 @@ class Problem(Exception):
         self.code = code
 
 
-def needs(command: str, extra: str, *modules: str) -> None:
-    """Raise a Problem with the install line when a command's optional packages are missing."""
+def needs(command: str, extra: str | None, *modules: str) -> None:
+    """Raise a Problem with the install line when a command's optional packages are missing.
+
+    Args:
+        command: what needs them, as the user wrote it.
+        extra: the extra of tigon that brings them, or None for packages that no extra brings.
+        modules: their import names.
+    """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise Problem(f"{command} needs {', '.join(missing)}: pip install 'tigon[{extra}]'")
+        wanted = f"'tigon[{extra}]'" if extra else " ".join(missing)
+        raise Problem(f"{command} needs {', '.join(missing)}: pip install {wanted}")
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

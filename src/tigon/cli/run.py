@@ -7,11 +7,12 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import signal
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -40,16 +41,16 @@ class CheckpointedTrainer(Trainer):
         metrics.reduce = lambda losses: self.accelerator.reduce(losses, "mean")
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        learning_rate = float(self.lr_scheduler.get_last_lr()[0])
+        learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
         loss = super().training_step(*args, **kwargs)
         self.metrics.add(loss, learning_rate)
         return loss
 
     def _get_output_dir(self, trial: Any) -> str:
-        return os.path.join(self.args.output_dir, STAGING) if self.staging else super()._get_output_dir(trial)
+        return os.path.join(str(self.args.output_dir), STAGING) if self.staging else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        output = Path(self.args.output_dir)
+        output = Path(str(self.args.output_dir))
         name = f"checkpoint-{self.state.global_step}"
         self.metrics.flush()
         try:
@@ -123,11 +124,13 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
 
     set_seed(options.seed)
     pure = options.precision == "bf16-pure"
+    model: Any
     dtype = torch.bfloat16 if pure else torch.float32
     if source.weights:
         model = load_model(source, dtype)
     else:
-        model = random_model(_sized(source, tokenizer)).to(dtype)
+        model = random_model(_sized(source, tokenizer))
+        model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -144,6 +147,8 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     if state.is_main_process:
         if overwrite:
             clear(output)
+        # What a kill left half written must not get into a checkpoint of the same name.
+        shutil.rmtree(output / STAGING, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
         if not checkpoint:
             tokenizer.save_pretrained(output)
@@ -336,8 +341,9 @@ def _recomputation(options: TrainOptions) -> dict[str, Any]:
 def _save(trainer: Trainer, tokenizer: Any, output: Path) -> None:
     """Write the trained model beside its place, and move its files in one by one."""
     staged = output / STAGING / "model"
-    trainer.model.config.use_cache = True
-    trainer.model.save_pretrained(staged)
+    model: Any = trainer.model
+    model.config.use_cache = True
+    model.save_pretrained(staged)
     tokenizer.save_pretrained(staged)
     for file in staged.iterdir():
         file.replace(output / file.name)

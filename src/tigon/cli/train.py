@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -69,17 +70,17 @@ def train(
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
     options = settle(given, resume, overwrite)
     if options.tensorboard:
-        needs("--tensorboard", "train' 'tensorboard", "tensorboard")
+        needs("--tensorboard", None, "tensorboard")
     if options.lora:
         needs("--lora", "train", "peft")
 
     # Whatever may be wrong with the arguments is found before PyTorch is imported, and before anything is written.
-    output = Path(options.output)
-    checkpoint, notes = newest_whole(output) if resume else (None, [])
-    for note in notes:
+    folder = Path(options.output)
+    checkpoint, notes = newest_whole(folder) if resume else (None, [])
+    for note in notes if os.environ.get("RANK", "0") == "0" else []:
         typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
     if checkpoint and options.steps and step_of(checkpoint) >= options.steps:
-        raise Problem(f"the run in {output} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
+        raise Problem(f"the run in {folder} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
     corpus = read_corpus(options.data)
     source = find_model(options.model)
     options.check_model(source)

@@ -15,7 +15,7 @@ from tigon.cli.problem import Problem, needs
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 # A fused result may be this many times as far from the reference as the plain one is …
@@ -100,7 +100,7 @@ def verify(
     console.print("plain and fused agree: no difference is above rounding", highlight=False)
 
 
-def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> PreTrainedModel:
+def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> Any:
     import torch
 
     from tigon.cli.model import load_model, random_model
@@ -113,6 +113,7 @@ def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> Pr
     if not full_width:
         narrow = copy.deepcopy(config)
         _narrow(narrow.get_text_config())
+        model: Any
         try:
             model = random_model(narrow)
         except Problem:
@@ -145,8 +146,8 @@ def _narrow(config: PretrainedConfig) -> None:
     if heads and kv:
         config.num_key_value_heads = max(1, config.num_attention_heads * kv // heads)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value >= config.vocab_size:
+        token = getattr(config, name, None)
+        if isinstance(token, int) and token >= config.vocab_size:
             setattr(config, name, None)
 
 
