@@ -1,0 +1,92 @@
+"""The modules are their functions, with parameters where torch has them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from tigon import nn
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"eps": 1e-2}, {"offset": 1.0, "cast": "gemma"}, {"elementwise_affine": False}]
+)
+def test_rms_norm(options, device):
+    module = nn.RMSNorm(20, **options, device=device)
+    x = torch.randn(3, 20, device=device)
+    plain = {k: v for k, v in options.items() if k != "elementwise_affine"}
+    assert torch.equal(module(x), tigon.rms_norm(x, module.weight, **plain))
+    # Whatever the offset, an untrained norm scales by one.
+    torch.testing.assert_close(module(x), F.rms_norm(x, (20,), eps=options.get("eps", 1e-6)))
+    assert [n for n, _ in module.named_parameters()] == ([] if "elementwise_affine" in options else ["weight"])
+
+
+def test_rms_norm_takes_the_weights_of_torchs(device):
+    theirs = torch.nn.RMSNorm(20, eps=1e-6, device=device)
+    torch.nn.init.normal_(theirs.weight)
+    ours = nn.RMSNorm(20, device=device, cast="gemma")
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 20, device=device)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "act"),
+    [
+        (nn.SwiGLU(), F.silu),
+        (nn.GEGLU(), lambda g: F.gelu(g, approximate="tanh")),
+        (nn.GEGLU("none"), F.gelu),
+    ],
+    ids=["swiglu", "geglu", "geglu-erf"],
+)
+def test_gated(module, act, device):
+    gate, up = torch.randn(3, 20, device=device), torch.randn(3, 20, device=device)
+    torch.testing.assert_close(module(gate, up), act(gate) * up)
+    torch.testing.assert_close(module(torch.cat((gate, up), -1)), act(gate) * up)
+
+
+def test_losses(device):
+    x, weight = torch.randn(6, 8, device=device), torch.randn(11, 8, device=device)
+    bias, target = torch.randn(11, device=device), torch.randint(0, 11, (6,), device=device)
+    expected = F.cross_entropy(F.linear(x, weight, bias), target, label_smoothing=0.1)
+    torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=0.1)(F.linear(x, weight, bias), target), expected)
+    linear = nn.LinearCrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(linear(x, weight, target, bias), expected)
+    torch.testing.assert_close(linear(x, weight, target, bias, num_valid=6), expected)
+    torch.testing.assert_close(linear(x, weight, target, bias, divisor=12), expected / 2)
+
+
+def test_modules_copy_and_pickle(device):
+    module = nn.RMSNorm(20, offset=1.0, cast="gemma", device=device)
+    x = torch.randn(3, 20, device=device)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), module(x))
+    assert "20, eps=1e-06, offset=1.0, cast='gemma'" in repr(module)
+
+
+def test_dtensor_inputs_take_the_reference():
+    """FSDP2 and tensor parallelism hand norms DTensors: they stay sharded, and get sharded gradients."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    if dist.is_initialized():
+        pytest.skip("a process group is there already")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, w = torch.randn(4, 8), torch.randn(8)
+        dx = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        dw = distribute_tensor(w, mesh, [Replicate()]).requires_grad_()
+        y = tigon.swiglu(tigon.rms_norm(dx, dw), dx)
+        assert isinstance(y, DTensor)
+        y.sum().backward()
+        x.requires_grad_()
+        w.requires_grad_()
+        tigon.swiglu(tigon.rms_norm(x, w), x).sum().backward()
+        torch.testing.assert_close(dx.grad.full_tensor(), x.grad)
+        torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
+    finally:
+        dist.destroy_process_group()
