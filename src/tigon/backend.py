@@ -207,6 +207,51 @@ def differentiable(
     return apply
 
 
+# (kernel, device, key) → (compiled kernel, grid, arguments after the tensors). Ordinary shapes come to a few dozen.
+_plans: dict[tuple, tuple[Any, int, tuple]] = {}
+_PLANS_KEPT = 4096
+
+
+def launch(
+    kernel: Any, key: tuple, tensors: tuple[Tensor | None, ...], plan: Callable[[], tuple[int, tuple, dict[str, int]]]
+) -> None:
+    """Launch a Triton kernel on the current device; from the second time on without Triton's dispatch.
+
+    Args:
+        kernel: the jitted function; its first arguments are `tensors`.
+        key: all that the launch depends on but the tensors' addresses: shapes, strides, dtypes, options.
+        tensors: pointers.
+        plan: () → (grid, arguments after the tensors, Triton's options); asked once a key.
+
+    Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
+    30 for a long signature. The key finds it at once. Addresses matter only in that kernels are compiled for those
+    that 16 divides, so others take the ordinary way; so does the interpreter.
+    """
+    address = 0
+    for t in tensors:
+        if t is not None:
+            address |= t.data_ptr()
+    device = tensors[0].device.index  # type: ignore[union-attr]
+    key = (id(kernel), device, key)
+    found = _plans.get(key) if not address & 15 else None
+    if found is None:
+        grid, arguments, options = plan()
+        compiled = kernel[(grid,)](*tensors, *arguments, **options)
+        if compiled is not None and not address & 15:
+            if len(_plans) >= _PLANS_KEPT:
+                _plans.clear()
+            _plans[key] = compiled, grid, arguments
+        return
+    compiled, grid, arguments = found
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    hooks = triton.knobs.runtime
+    metadata = compiled.launch_metadata((grid,), stream, *tensors, *arguments)
+    compiled.run(
+        grid, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata,
+        hooks.launch_enter_hook, hooks.launch_exit_hook, *tensors, *arguments,
+    )  # fmt: skip
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors (compute units) of a device: what a persistent grid is sized by."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, is_traced, launcher, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, is_traced, launch, launcher, tl, triton, use_triton
 from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
 from tigon.ops.cross_entropy import (
     check_options,
@@ -268,7 +268,9 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) ->
         return (gradient.to(factor.dtype) * factor).to(dtype)
     out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     n = gradient.numel()
-    _scale_kernel[(min(2048, cdiv(n, 4096)),)](gradient, out, factor, n, in_place, 4096, num_warps=8)
+    plan = min(2048, cdiv(n, 4096)), (n, in_place, 4096), {"num_warps": 8}
+    key = (n, in_place, gradient.dtype, dtype, factor.dtype)
+    launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
     return out
 
 

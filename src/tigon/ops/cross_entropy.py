@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
@@ -330,16 +330,18 @@ def cross_entropy_rows(
         return
     if gradient:
         # Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
-        warps, depth = (32, 4) if V > 65536 else (16, 2) if V > 8192 else (4, 2)
+        warps, depth = 32 if V > 65536 else 16 if V > 8192 else 4, 2
     else:
-        warps, depth = 4, 8
+        warps, depth = 4, 8 if softcap == 0.0 and label_smoothing == 0.0 else 4  # as deep as registers allow
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
-    # fmt: off
-    _cross_entropy_fwd_kernel[(M,)](
-        logits, target, loss, lse, inverse, V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
-        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, 1, num_warps=warps)
-    # fmt: on
+    arguments = (
+        V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
+        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, 1,
+    )  # fmt: skip
+    key = (M, arguments, logits.dtype, target.dtype, lse is None, inverse is None)
+    tensors = (logits, target, loss, lse, inverse)
+    launch(_cross_entropy_fwd_kernel, key, tensors, lambda: (M, arguments, {"num_warps": warps}))
 
 
 def cross_entropy_rows_backward(
@@ -355,11 +357,13 @@ def cross_entropy_rows_backward(
             dlogits[part] = _rows_reference(z, target[part], dloss[part], True, *options)[2]  # type: ignore[assignment]
         return
     block = min(2048, next_power_of_2(V))
-    # fmt: off
-    _cross_entropy_bwd_kernel[(M * cdiv(V, block),)](
-        dloss, logits, target, lse, dlogits, V, dloss.stride(0), logits.stride(0), dlogits.stride(0), ignore_index,
-        label_smoothing, z_loss, softcap, scale, label_smoothing != 0.0, softcap != 0.0, block, num_warps=4)
-    # fmt: on
+    arguments = (
+        V, dloss.stride(0), logits.stride(0), dlogits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
+        label_smoothing != 0.0, softcap != 0.0, block,
+    )  # fmt: skip
+    plan = M * cdiv(V, block), arguments, {"num_warps": 4}
+    key = (M, arguments, dloss.dtype, logits.dtype, target.dtype)
+    launch(_cross_entropy_bwd_kernel, key, (dloss, logits, target, lse, dlogits), lambda: plan)
 
 
 def _cache_sized(logits: Tensor) -> list[slice]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launcher, rows_of, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, launch, launcher, rows_of, tl, triton, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -173,7 +173,9 @@ def _gated_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     if y.numel():
         g, u = _split(gate, up)
         programs, N = _grid(g, u)
-        _gated_fwd_kernel[(programs,)](g, u, y, N, g.stride(0), u.stride(0), act, BLOCK, num_warps=_warps(act))
+        arguments = (N, g.stride(0), u.stride(0), act, BLOCK)
+        plan = programs, arguments, {"num_warps": _warps(act)}
+        launch(_gated_fwd_kernel, (programs, arguments, g.dtype), (g, u, y), lambda: plan)
     return y
 
 
@@ -200,11 +202,11 @@ def _gated_bwd(
         else:
             dg, du = (rows_of(dgate) if need_dgate else None), (rows_of(dup) if need_dup else None)
         programs, N = _grid(rows, g, u, dg, du)
-        # fmt: off
-        _gated_bwd_kernel[(programs,)](
-            rows, g, u, dg, du, N, rows.stride(0), g.stride(0), u.stride(0),
-            0 if dg is None else dg.stride(0), 0 if du is None else du.stride(0), act, BLOCK, num_warps=_warps(act))
-        # fmt: on
+        strides = (0 if t is None else t.stride(0) for t in (rows, g, u, dg, du))
+        arguments = (N, *strides, act, BLOCK)
+        plan = programs, arguments, {"num_warps": _warps(act)}
+        key = (programs, arguments, g.dtype, dg is None, du is None)
+        launch(_gated_bwd_kernel, key, (rows, g, u, dg, du), lambda: plan)
     return dgate, dup
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tigon.backend import (
     cdiv,
     differentiable,
+    launch,
     launcher,
     multiprocessors,
     next_power_of_2,
@@ -111,12 +112,12 @@ def _rms_norm_fwd_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, stride_dym, stride_xm, offset,
-    ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW in registers.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
-    if w_ptr is not None:
+    if w_ptr is not None and not RELOAD:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -133,6 +134,8 @@ def _rms_norm_bwd_kernel(
                 dw += dy * xhat
         if dx_ptr is not None:
             if w_ptr is not None:
+                if RELOAD:  # the widest rows leave no registers for the weight: it comes from the L1 cache each time
+                    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
                 dy = dy * w[None, :]
             dx = (dy - xhat * (tl.sum(dy * xhat, 1) / N)[:, None]) * rstd
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -142,7 +145,7 @@ def _rms_norm_bwd_kernel(
 
 @triton.jit
 def _rms_norm_wide_fwd_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride_xm, eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, stride_xm, eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
@@ -192,11 +195,12 @@ def _rms_norm_wide_dx_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_wide_dw_kernel(
-    dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, stride_dym, stride_xm, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
+    dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, stride_dym, stride_xm, P, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(0) % P
+    cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), tl.float32)
-    for r in range(tl.program_id(0), M, tl.num_programs(0)):
+    for r in range(part, M, P):
         row = r + tl.full((), 0, tl.int64)
         x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -204,7 +208,7 @@ def _rms_norm_wide_dw_kernel(
         if ROUND:
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         dw += dy * xhat
-    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, dw, mask=cols < N)
+    tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
 
 
 @triton.jit
@@ -250,15 +254,17 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
     x = rows_of(x)
     weight = weight if weight is None else weight.contiguous()
     M, N = x.shape
-    # fmt: off
-    if N <= MAX_TILE:
+    stride, rounded = x.stride(0), cast == "llama"
+
+    def plan():
+        if N > MAX_TILE:
+            return M, (M, N, stride, eps, offset, rounded, 8192), {"num_warps": 16}
         block_m, block_n, warps = _fwd_tile(N)
-        _rms_norm_fwd_kernel[(cdiv(M, block_m),)](
-            x, weight, y, rstd, M, N, x.stride(0), eps, offset, cast == "llama", block_m, block_n, num_warps=warps)
-    else:
-        _rms_norm_wide_fwd_kernel[(M,)](
-            x, weight, y, rstd, N, x.stride(0), eps, offset, cast == "llama", 8192, num_warps=16)
-    # fmt: on
+        return cdiv(M, block_m), (M, N, stride, eps, offset, rounded, block_m, block_n), {"num_warps": warps}
+
+    kernel = _rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel
+    key = (M, N, stride, x.dtype, None if weight is None else weight.dtype, y.dtype, eps, offset, rounded)
+    launch(kernel, key, (x, weight, y, rstd), plan)
     return y, rstd
 
 
@@ -281,28 +287,32 @@ def _rms_norm_bwd(
     x, dy = rows_of(x), rows_of(dy)
     weight = weight if weight is None else weight.contiguous()
     M, N = x.shape
-    out_dx, rounded = dx if need_dx else None, cast == "llama"
-    # fmt: off
-    if N <= MAX_TILE:
+    strides, rounded = (dy.stride(0), x.stride(0)), cast == "llama"
+    out_dx = dx if need_dx else None
+    key = (M, N, *strides, dy.dtype, x.dtype, None if weight is None else weight.dtype, offset, rounded, need_dx)
+    partial = None
+    if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages = _bwd_tile(N, x)
         programs = min(cdiv(M, block_m), multiprocessors(x.device))
-        partial = x.new_empty((programs, N), dtype=torch.float32) if need_dw else None
-        _rms_norm_bwd_kernel[(programs,)](
-            dy, x, weight, rstd, out_dx, partial, M, N, dy.stride(0), x.stride(0), offset, rounded,
-            block_m, block_n, stages, num_warps=warps)
+        if need_dw:
+            partial = x.new_empty((programs, N), dtype=torch.float32)
+        arguments = (M, N, *strides, offset, rounded, block_n > 8192, block_m, block_n, stages)
+        tensors = (dy, x, weight, rstd, out_dx, partial)
+        launch(_rms_norm_bwd_kernel, (*key, need_dw), tensors, lambda: (programs, arguments, {"num_warps": warps}))
     else:
         if need_dx:
-            _rms_norm_wide_dx_kernel[(M,)](
-                dy, x, weight, rstd, out_dx, N, dy.stride(0), x.stride(0), offset, 8192, num_warps=16)
+            arguments = (N, *strides, offset, 8192)
+            launch(_rms_norm_wide_dx_kernel, key, (dy, x, weight, rstd, dx), lambda: (M, arguments, {"num_warps": 16}))
         if need_dw:
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = x.new_empty((programs, N), dtype=torch.float32)
-            _rms_norm_wide_dw_kernel[(programs, columns)](
-                dy, x, rstd, partial, M, N, dy.stride(0), x.stride(0), rounded, 1024, num_warps=4)
+            arguments = (M, N, *strides, programs, rounded, 1024)
+            grid = programs * columns
+            launch(_rms_norm_wide_dw_kernel, key, (dy, x, rstd, partial), lambda: (grid, arguments, {"num_warps": 4}))
     if need_dw:
-        _sum_rows_kernel[(cdiv(N, 16),)](partial, dw, programs, N, 64, 16, num_warps=8)
-    # fmt: on
+        plan = cdiv(N, 16), (programs, N, 64, 16), {"num_warps": 8}
+        launch(_sum_rows_kernel, (programs, N, dw.dtype), (partial, dw), lambda: plan)
     return dx, dw
 
 

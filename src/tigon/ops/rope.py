@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher, next_power_of_2, tl, triton, use_triton
+from tigon.backend import differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -166,26 +166,26 @@ def _rope_launch(
     x = q if q is not None else k
     if x is None or (yq.numel() == 0 and yk.numel() == 0):
         return yq, yk
-    time_dim = 3 - unsqueeze_dim
-    B, T, D, R = x.shape[0], x.shape[time_dim], x.shape[3], cos.shape[-1]
-    cos, sin = (a.expand(B, T, R) if a.stride(-1) == 1 else a.contiguous().expand(B, T, R) for a in (cos, sin))
-    block_r = next_power_of_2(max(1, R // 2))
+    B, T, D, R = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], cos.shape[-1]
+    if cos.shape != (B, T, R):
+        cos, sin = cos.expand(B, T, R), sin.expand(B, T, R)
+    cos, sin, q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, q, k))
+    tensors = (cos, sin, q, k, None if q is None else yq, None if k is None else yk)
+    key = (unsqueeze_dim, inverse, *((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors))
 
-    def block_h(x: Tensor | None) -> int:
-        return 1 if x is None else min(next_power_of_2(max(1, x.shape[unsqueeze_dim])), max(1, 512 // block_r))
+    def plan():
+        batch, time, head = 0, 3 - unsqueeze_dim, unsqueeze_dim
+        heads = [0 if t is None else t.shape[head] for t in (q, k)]
+        strides = [(0, 0, 0) if t is None else (t.stride(batch), t.stride(time), t.stride(head)) for t in tensors[2:]]
+        block_r = next_power_of_2(max(1, R // 2))
+        blocks = [min(next_power_of_2(max(1, h)), max(1, 512 // block_r)) for h in heads]
+        arguments = (
+            T, *heads, D, cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *(s for t in strides for s in t),
+            R // 2, *blocks, block_r, next_power_of_2(D - R) if D > R else 0, inverse,
+        )  # fmt: skip
+        return B * T, arguments, {"num_warps": 4}
 
-    def strides(x: Tensor | None) -> tuple[int, int, int]:
-        return (0, 0, 0) if x is None else (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
-
-    q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (q, k))
-    # fmt: off
-    _rope_kernel[(B * T,)](
-        cos, sin, q, k, yq, yk, T, 0 if q is None else q.shape[unsqueeze_dim],
-        0 if k is None else k.shape[unsqueeze_dim], D,
-        cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *strides(q), *strides(k),
-        *strides(None if q is None else yq), *strides(None if k is None else yk),
-        R // 2, block_h(q), block_h(k), block_r, next_power_of_2(D - R) if D > R else 0, inverse, num_warps=4)
-    # fmt: on
+    launch(_rope_kernel, key, tensors, plan)
     return yq, yk
 
 
