@@ -469,6 +469,22 @@ def test_a_compiled_function_of_lazy_logits(fresh_dynamo):
         torch.testing.assert_close(entropy(model(**inputs).logits), expected)
 
 
+def test_per_sample_gradients():
+    """torch.func differentiates the plain model."""
+    model, inputs = build("llama"), batch("llama")
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), inputs).loss
+
+    expected = torch.func.grad(loss)(parameters)
+    with tigon.fuse(model) as fusion:
+        assert_close(torch.func.grad(loss)(parameters), expected)
+        assert fusion.report().calls == {}
+        torch.testing.assert_close(loss(parameters), model(**inputs).loss)
+        assert fusion.report().calls == CALLS["llama"]
+
+
 def test_a_reference_copy_for_preference_losses():
     """TRL copies the policy and calls both without labels."""
     model = build("llama")

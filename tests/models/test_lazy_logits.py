@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tigon.losses.chunked import ValidCount
 from tigon.models.compiled_logits import CompiledLogits
 from tigon.models.lazy_logits import LazyLogits
 from tigon.models.recipe import Recipe
@@ -104,6 +105,12 @@ def test_the_plain_carrier_fuses_the_same(use):
     assert not case.ledger.built_by
 
 
+def suppressed(logits):
+    """As Chameleon does: words that may not be said, overwritten."""
+    logits[..., 5] = -1e9
+    return logits
+
+
 BUILT = {
     "class weights": lambda z, t: F.cross_entropy(*flat(z, t), weight=torch.arange(1.0, V + 1)),
     "probabilities": lambda z, t: F.cross_entropy(z.view(-1, V), torch.full((B * T, V), 1 / V)),
@@ -120,6 +127,8 @@ BUILT = {
     "masked words": lambda z, t: F.cross_entropy(*flat(z.masked_fill(torch.arange(V) == 4, -1e9), t.clamp(max=3))),
     "other words": lambda z, t: F.cross_entropy(z[..., 3:].reshape(-1, V - 3), t.clamp(max=3).reshape(-1)),
     "in place": lambda z, t: F.cross_entropy(*flat(z.mul_(2.0), t)),
+    "word suppressed": lambda z, t: F.cross_entropy(*flat(suppressed(z), t.clamp(max=3))),
+    "other names for it": lambda z, t: F.cross_entropy(suppressed(z.view(-1, V)), t.view(-1).clamp(max=3)),
     "concatenated": lambda z, t: F.cross_entropy(torch.cat([z, z]).view(-1, V), torch.cat([t, t]).view(-1)),
 }
 
@@ -422,6 +431,40 @@ def test_wrong_targets_get_the_message_of_pytorch():
         assert str(lazy.value) == str(plain.value)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         case.lazy()[:, :-1].view(-1, V)
+
+
+def test_the_bound_on_valid_targets_is_used_only_where_it_is_one():
+    """On a GPU the count of the labels travels ahead of the loss."""
+    case = Case()
+    labels = case.target
+    case.ledger.valid = ValidCount(labels), labels.numel()
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    assert int(case.ledger.valid_targets(shifted, -100)) == int((labels != -100).sum()) >= int((shifted != -100).sum())
+    assert case.ledger.valid_targets(shifted, 0) is None, "another ignore_index"
+    assert case.ledger.valid_targets(torch.cat([shifted, shifted]), -100) is None, "more targets than labels"
+    expected = F.cross_entropy(case.real().view(-1, V), shifted)
+    torch.testing.assert_close(F.cross_entropy(case.lazy().view(-1, V), shifted), expected)
+    case.ledger.see_labels(labels, shifted)
+    assert case.ledger.valid_targets(shifted, -100) is None, "two kinds of labels"
+    case.ledger.valid = 3, labels.numel()
+    assert F.cross_entropy(case.lazy().view(-1, V), labels.view(-1)).isnan(), "a wrong bound is never silent"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ignored_rows_are_left_out():
+    from zoo import batch, build
+
+    import tigon
+
+    model = build("llama").cuda()
+    inputs = {k: v.cuda() for k, v in batch("llama").items()}
+    plain = model(**inputs).loss
+    seen = []
+    with tigon.fuse(model) as fusion:
+        bound = fusion._ledger.valid_targets
+        fusion._ledger.valid_targets = lambda *a: seen.append(bound(*a)) or seen[-1]
+        torch.testing.assert_close(model(**inputs).loss, plain, rtol=1e-5, atol=0)
+    assert [int(count) for count in seen] == [int((inputs["labels"] != -100).sum())]
 
 
 def test_targets_that_are_all_ignored_give_what_pytorch_gives():

@@ -95,6 +95,11 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------------------------------------------------- forwards
 
 
+def transformed() -> bool:
+    """Inside torch.func.grad, vmap and their like, for which the fused operators have no rules."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def _plain(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
@@ -137,7 +142,7 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _plain(self, input)
     compiling = torch.compiler.is_compiling()
     # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
-    if not torch.is_grad_enabled() if compiling else torch._C._are_functorch_transforms_active():
+    if transformed() or (compiling and not torch.is_grad_enabled()):
         return _plain(self, input)
     recipe = Recipe.of(input, self.weight, self.bias, ledger)
     if recipe is None:
@@ -148,7 +153,7 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Norm = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1:
+    if not patch.ledger.active or kwargs or len(args) != 1 or transformed():
         return _plain(self, *args, **kwargs)
     x = args[0]
     weight = None if formula.weight is None else getattr(self, formula.weight)
@@ -174,7 +179,7 @@ def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Gated = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1 or not _act_is_known(self, patch):
+    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not _act_is_known(self, patch):
         return _plain(self, *args, **kwargs)
     x = args[0]
     # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.

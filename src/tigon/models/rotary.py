@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.models.forwards import transformed
 from tigon.models.recipe import DTYPES
 from tigon.models.recognize import Rotary, Unknown, is_rotary_function, recognize_rotary
 from tigon.models.report import Ledger
@@ -73,7 +74,7 @@ def _rebuilt(fn: types.FunctionType, scope: dict[str, Any], closure: Any) -> typ
 def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Callable[..., Any]:
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         named = formula.unsqueeze and len(kwargs) == 1 and "unsqueeze_dim" in kwargs
-        if args or (kwargs and not named) or not ledger.active or not _tensors_fit(q, k, cos, sin):
+        if args or (kwargs and not named) or not ledger.active or transformed() or not _tensors_fit(q, k, cos, sin):
             return plain(q, k, cos, sin, *args, **kwargs)
         flat = q.dim() == 3 and k.dim() == 3 and cos.dim() == 2 and formula.flat and not kwargs
         if flat:

@@ -1,0 +1,23 @@
+"""The example runs as a user runs it, in a process of its own, and learns."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_own_loop.py"
+
+
+def test_it_learns_and_reports():
+    # Without the interpreter, which a user does not have on.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.75 * losses[0]
+    assert "Ran in the last step: head 1, norm 5, mlp 2, rotary 2." in done.stdout
