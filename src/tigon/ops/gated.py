@@ -120,7 +120,7 @@ def _gated_fwd_kernel(g_ptr, u_ptr, y_ptr, N, stride_gm, stride_um, ACT: tl.cons
 
 @triton.jit
 def _gated_bwd_kernel(
-    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, N, stride_dym, stride_gm, stride_um, stride_dgm, stride_dum,
+    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, N, stride_dym, stride_gm, stride_um, stride_dgm, stride_dum, stride_ym,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK)
@@ -130,8 +130,10 @@ def _gated_bwd_kernel(
     dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     a, da = _act(g, ACT)
+    u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
+    if y_ptr is not None:  # the product again, for a consumer that did not keep it; y may lie where dy did
+        tl.store(y_ptr + row * stride_ym + cols, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
     if dg_ptr is not None:
-        u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * u * da).to(dg_ptr.dtype.element_ty), mask=mask)
     if du_ptr is not None:
         tl.store(du_ptr + row * stride_dum + cols, (dy * a).to(du_ptr.dtype.element_ty), mask=mask)
@@ -192,22 +194,30 @@ def _gated_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, need_dgate: bool, need_dup: bool
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = _gated_bwd_fake(dy, gate, up, act, need_dgate, need_dup)
-    if dy.numel():
-        rows = rows_of(dy)
-        g, u = _split(gate, up)
-        dg: Tensor | None
-        du: Tensor | None
-        if up is None:
-            dg, du = _split(dgate, None)
-        else:
-            dg, du = (rows_of(dgate) if need_dgate else None), (rows_of(dup) if need_dup else None)
-        programs, N = _grid(rows, g, u, dg, du)
-        strides = (0 if t is None else t.stride(0) for t in (rows, g, u, dg, du))
-        arguments = (N, *strides, act, BLOCK)
-        plan = programs, arguments, {"num_warps": _warps(act)}
-        key = (programs, arguments, g.dtype, dg is None, du is None)
-        launch(_gated_bwd_kernel, key, (rows, g, u, dg, du), lambda: plan)
+    gated_rows_backward(dy, gate, up, act, dgate if need_dgate else None, dup if need_dup else None, None)
     return dgate, dup
+
+
+def gated_rows_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, dgate: Tensor | None, dup: Tensor | None, y: Tensor | None
+) -> None:
+    """Write the gradients that are given room, and y = act(gate) · up; y may be dy, where that is scratch."""
+    if not dy.numel():
+        return
+    rows, out = rows_of(dy), None if y is None else rows_of(y)
+    g, u = _split(gate, up)
+    dg: Tensor | None
+    du: Tensor | None
+    if up is None:
+        dg, du = (None, None) if dgate is None else _split(dgate, None)
+    else:
+        dg, du = (None if t is None else rows_of(t) for t in (dgate, dup))
+    tensors = (rows, g, u, dg, du, out)
+    programs, N = _grid(*tensors)
+    strides = (0 if t is None else t.stride(0) for t in tensors)
+    arguments = (N, *strides, act, BLOCK)
+    key = (programs, arguments, g.dtype, *(t is None for t in tensors))
+    launch(_gated_bwd_kernel, key, tensors, lambda: (programs, arguments, {"num_warps": _warps(act)}))
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

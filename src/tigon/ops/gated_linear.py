@@ -1,0 +1,140 @@
+"""A gated unit and the linear layer that consumes it, without keeping what passes between: y = (act(gate) · up) Wᵀ + b.
+
+The product act(gate) · up is the widest activation of a transformer layer, 3.5 times the hidden width in Llama, and is
+kept for one use: the gradient of W. It is computed again there, by the kernel that reads gate and up for their own
+gradients anyway. Memory falls by that tensor; the price is writing it once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.backend import differentiable, launcher, use_triton
+from tigon.ops.gated import GELU, _gated_fwd, gated_reference, gated_rows_backward
+
+ACTS = ("silu", *GELU.values())
+
+
+def gated_linear(
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: str = "silu"
+) -> Tensor:
+    """(act(gate) · up) Wᵀ + bias, keeping gate and up alone for the backward pass.
+
+    Args:
+        gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
+        up: (..., N) or None.
+        weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
+        bias: (M,) or None.
+        act: "silu", "gelu_tanh" or "gelu".
+    Returns: (..., M) in gate's dtype.
+    Raises: ValueError for shapes, dtypes or an act that do not fit.
+
+    Replaces::
+
+        y = F.linear(F.silu(gate) * up, weight, bias)
+    """
+    if act not in ACTS:
+        raise ValueError(f"gated_linear: act must be one of {ACTS}, got {act!r}.")
+    device = gate.device.type
+    if torch.is_autocast_enabled(device) and gate.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
+        with torch.autocast(device, enabled=False):  # done above, and not to be done again in the middle
+            return gated_linear(*cast, act=act)  # type: ignore[arg-type]
+    if not gate.dtype.is_floating_point or gate.dim() == 0:
+        raise ValueError(f"gated_linear: gate must be (..., N) floats, got {tuple(gate.shape)} {gate.dtype}.")
+    if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
+        raise ValueError(
+            f"gated_linear: up must match gate, {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} {up.dtype}."
+        )
+    N = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    if (up is None and gate.shape[-1] % 2) or weight.dim() != 2 or weight.shape[1] != N or weight.dtype != gate.dtype:
+        raise ValueError(
+            f"gated_linear: weight must be (M, N) {gate.dtype} with N the width of gate and up, "
+            f"{tuple(gate.shape)}{' packed' if up is None else ''}, got {tuple(weight.shape)} {weight.dtype}."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != gate.dtype):
+        raise ValueError(
+            f"gated_linear: bias must be ({weight.shape[0]},) {gate.dtype}, got {tuple(bias.shape)} {bias.dtype}."
+        )
+    if not use_triton(gate, up, weight, bias):
+        return gated_linear_reference(gate, up, weight, bias, act)
+    return _gated_linear(gate, up, weight, bias, act)
+
+
+def gated_linear_reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return F.linear(gated_reference(gate, up, act), weight, bias)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _gated_linear_fwd_fake(gate, up, weight, bias, act):
+    return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
+
+
+@launcher("(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor", _gated_linear_fwd_fake)
+def _gated_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return F.linear(_gated_fwd(gate, up, act), weight, bias)
+
+
+def _gated_linear_bwd_fake(dy, gate, up, weight, act, need_dgate, need_dup, need_dw, need_db):
+    def like(t, needed):
+        return t.new_empty(t.shape) if needed else gate.new_empty(0)
+
+    need_dup = need_dup and up is not None
+    return (
+        like(gate, need_dgate),
+        like(gate, need_dup),
+        like(weight, need_dw),
+        weight.new_empty(weight.shape[:1] if need_db else (0,)),
+    )
+
+
+@launcher(
+    "(Tensor dy, Tensor gate, Tensor? up, Tensor weight, str act, bool need_dgate, bool need_dup, bool need_dw,"
+    " bool need_db) -> (Tensor, Tensor, Tensor, Tensor)",
+    _gated_linear_bwd_fake,
+)
+def _gated_linear_bwd(
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, need_dgate: bool, need_dup: bool,
+    need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = dy.reshape(-1, weight.shape[0])
+    dgate, dup, dw, db = _gated_linear_bwd_fake(dy, gate, up, weight, act, need_dgate, need_dup, need_dw, need_db)
+    if need_dgate or need_dup:
+        # Scratch of our own: the gradient of the product, which the kernel overwrites by the product.
+        scratch = torch.mm(rows, weight)
+        gated_rows_backward(
+            scratch, gate, up, act, dgate if need_dgate else None, dup if need_dup else None,
+            scratch if need_dw else None,
+        )  # fmt: skip
+    elif need_dw:
+        scratch = _gated_fwd(gate, up, act).view(-1, weight.shape[1])
+    if need_dw:
+        torch.mm(rows.t(), scratch, out=dw)
+    return dgate, dup, dw, rows.sum(0) if need_db else db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    *tensors, _, ctx.act = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
+    needs = ctx.needs_input_grad[:4]
+    grads = _gated_linear_bwd(dy, *ctx.saved_tensors, ctx.act, *needs)
+    present = (True, ctx.saved_tensors[1] is not None, True, True)
+    return *(g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)), None
+
+
+_gated_linear = differentiable(_gated_linear_fwd, _setup_context, _backward)
