@@ -1,7 +1,6 @@
 """`tigon train` as a user runs it: what it writes, and that no way of stopping it loses what a checkpoint holds."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -219,7 +218,7 @@ def test_plain_and_fused_train_alike(tigon, checkpoint, text, tmp_path):
         assert found["fused"][step] == pytest.approx(loss, abs=1e-4)
 
 
-def test_two_processes(text, tmp_path):
+def test_two_processes(tigon, text, tmp_path):
     output = tmp_path / "run"
     launcher = (
         sys.executable,
@@ -240,7 +239,8 @@ def test_two_processes(text, tmp_path):
     assert done.stdout.count("final loss") == 1  # one process speaks
     assert list(losses(output)) == [1, 2, 3, 4]
     assert len(list((output / "checkpoint-4").glob("rng_state_*.pth"))) == 2
-    assert os.path.exists(output / "model.safetensors")
+    assert (output / "model.safetensors").exists()
+    tigon("train", "--resume", "--output", output, "--steps", 8).problem("had 2 processes", "got 1")
 
 
 @pytest.mark.gpu

@@ -115,6 +115,11 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     state = PartialState(cpu=use_cpu)
     console = Console(quiet=not state.is_main_process)
     facts = recorded_facts(output) if checkpoint else {}
+    if checkpoint and facts.get("processes") != state.num_processes:
+        raise Problem(
+            f"the run in {output} had {facts.get('processes')} processes, and a resumed run goes on with as many; "
+            f"got {state.num_processes}"
+        )
     started = time.perf_counter()
     tokenizer = _tokenizer(options, source, corpus, checkpoint, state, console)
     dataset = _tokenize(corpus, tokenizer, options, console)
@@ -141,6 +146,8 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     model.config.use_cache = False
 
     arguments = _arguments(options, output, use_cpu, len(train_set), bool(eval_set), state.num_processes)
+    # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
+    arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
     if checkpoint is not None and step_of(checkpoint) >= total:
         raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
@@ -153,7 +160,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         if not checkpoint:
             tokenizer.save_pretrained(output)
         repair(output / "metrics.jsonl")
-        record(output, options, {"data": dataset.digest, "versions": _versions()})
+        record(output, options, {"data": dataset.digest, "processes": state.num_processes, "versions": _versions()})
     console.print(
         f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} sequences of up to "
         f"{options.seq_len} tokens, {len(eval_set) if eval_set else 0:,} held out; {total:,} steps"
@@ -208,10 +215,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
 
 
 def _on_cpu(options: TrainOptions) -> bool:
-    cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not cuda:
-        raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
-    use_cpu = options.device == "cpu" or not cuda
+    use_cpu = options.device == "cpu" or not torch.cuda.is_available()
     if options.precision == "fp16" and use_cpu:
         raise Problem("--precision fp16 needs a GPU; use fp32 or bf16 on a CPU")
     return use_cpu

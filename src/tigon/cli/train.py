@@ -82,6 +82,11 @@ def train(
     if checkpoint and options.steps and step_of(checkpoint) >= options.steps:
         raise Problem(f"the run in {folder} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
     corpus = read_corpus(options.data)
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
     source = find_model(options.model)
     options.check_model(source)
 
