@@ -142,6 +142,24 @@ def test_a_model_with_nothing_to_fuse_gets_a_report_that_says_so():
     assert "_tigon_fusion" not in vars(model)
 
 
+def test_a_single_norm_is_a_model_too():
+    model, x = nn.RMSNorm(4, eps=1e-5), torch.randn(2, 4)
+    expected = model(x)
+    with tigon.fuse(model) as fusion:
+        torch.testing.assert_close(model(x), expected)
+        assert fusion.report().calls == {"norm": 1}
+    assert torch.equal(model(x), expected)
+
+
+def test_two_rotary_functions_in_one_forward_are_one_replacement():
+    with tigon.fuse(build("deepseek_v3")) as fusion:
+        rotary = [(row.fused, row.count, row.what) for row in fusion.report().rows if row.kind == "rotary"]
+    assert rotary == [
+        (True, 2, "rotate halves, full"),
+        (False, 2, "apply_rotary_pos_emb_interleave: its numbers fit no formula of tigon.rope"),
+    ]
+
+
 def test_parts_of_any_module_are_fused():
     model = nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-5))
     x = torch.randn(2, 3)
@@ -386,6 +404,19 @@ def test_a_forward_wrapped_after_fuse_stays_wrapped_and_turns_plain():
     assert len(seen) == 2
     assert type(after.logits) is torch.Tensor
     assert torch.equal(after.loss, plain.loss)
+
+
+def test_fused_again_around_a_wrapper_of_the_first_fusion():
+    model, inputs = build("llama"), batch("llama")
+    plain = model(**inputs).loss
+    fusion = tigon.fuse(model)
+    model.forward = types.MethodType(lambda self, *a, inner=model.forward, **k: inner(*a, **k), model)
+    fusion.remove()
+    with tigon.fuse(model) as again:
+        outputs = model(**inputs)
+        assert again.report().calls == CALLS["llama"]
+        torch.testing.assert_close(outputs.loss, plain, rtol=2e-6, atol=0)
+    assert torch.equal(model(**inputs).loss, plain)
 
 
 def test_a_forward_that_was_replaced_before_is_left_alone():

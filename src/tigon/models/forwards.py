@@ -105,11 +105,18 @@ def _plain(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's forward, which also tells the head whether labels are given. `before` is for its signature only."""
+    """The model's forward, which also tells the head whether labels are given.
+
+    before: the forward that it stands for: the class's, or one of the instance's own, bound.
+    """
 
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch: Patch = self._tigon
+        patch: Patch | None = getattr(self, "_tigon", None)
+        if patch is None or patch.function is not forward:
+            # Removed, but kept in use by a wrapper, around which the model was fused again.
+            own = () if isinstance(before, types.MethodType) else (self,)
+            return before(*own, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
         if not ledger.active:

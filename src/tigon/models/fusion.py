@@ -146,7 +146,8 @@ class Fusion:
                 self._left("experts", module, "grouped experts have no fused form")
         if self._modules:
             for owner in owners:
-                self._wrap_model(owner)
+                if not any(owner is m for m in self._modules):  # the model may itself be a norm
+                    self._wrap_model(owner)
 
     def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
         if formula is None:
@@ -215,11 +216,14 @@ class Fusion:
             if isinstance(formula, Unknown):
                 self._left("rotary", module, f"{name}: {formula.reason}")
                 continue
+            patch = vars(module).get("_tigon")
+            if patch is not None and patch.ledger is self._ledger:
+                continue  # one clone serves all rotary functions that a forward calls
             forward = clones.of(type(module).forward)
             reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
             if reason is not None:
                 self._left("rotary", module, reason)
-            elif vars(module).get("_tigon") is None:
+            else:
                 install(module, forward, Patch("rotary", self._ledger, formula))
                 self._done("rotary", module, str(formula))
 
