@@ -17,6 +17,7 @@ from torch import Tensor
 import tigon
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.gated import GELU, gated_reference
+from tigon.ops.gated_linear import gated_linear, gated_linear_reference
 from tigon.ops.rms_norm import rms_norm_reference
 from tigon.ops.rope import rope_reference
 
@@ -237,6 +238,59 @@ GEGLU = Op(
     ),
     launches=("gated_fwd", "gated_bwd"),
     models=(*_GATED_MODELS, Case("erf", (16384, 14336), {"approximate": "none"})),
+)
+
+
+# ----------------------------------------------------------------------------------------------------- gated linear
+
+
+def _make_gated_linear(shape, dtype, generator, packed=False, bias=True):
+    """shape is (..., N, M)."""
+    *rows, N, M = shape
+    gate, up = _make_gated((*rows, N), dtype, generator, packed)
+    weight = (torch.randn((M, N), generator=generator) / N**0.5).to(dtype)
+    return gate, up, weight, randn((M,), dtype, generator) if bias else None
+
+
+def eager_gated_linear(gate, up, weight, bias=None, *, act="silu"):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    a = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
+    return F.linear(a * up, weight, bias)
+
+
+def _bad_gated_linear(**replaced: Any) -> Callable[[], Inputs]:
+    made = {"gate": torch.ones(3, 4), "up": torch.ones(3, 4), "weight": torch.ones(5, 4), "bias": None}
+    return lambda: tuple((made | replaced).values())
+
+
+GATED_LINEAR = Op(
+    name="gated_linear",
+    public=gated_linear,
+    reference=lambda gate, up, weight, bias=None, act="silu": gated_linear_reference(gate, up, weight, bias, act),
+    eager=eager_gated_linear,
+    make=_make_gated_linear,
+    cases=(
+        Case("masked", (3, 5, 30, 20), draws=4),
+        Case("least", (1, 1, 1), draws=64),
+        Case("no bias", (9, 64, 32), {}, {"bias": False}, draws=4),
+        Case("beyond one block", (5, 300, 7), {"act": "gelu_tanh"}, draws=4),
+        Case("packed", (9, 30, 20), {"act": "gelu"}, {"packed": True}, draws=4),
+    ),
+    empty=((0, 8, 4),),
+    bad=(
+        Bad(_bad_gated_linear(), r"gated_linear: act must be one of .*got 'relu'", {"act": "relu"}),
+        Bad(_bad_gated_linear(up=torch.ones(3, 5)), r"gated_linear: up must match gate, \(3, 4\).*got \(3, 5\)"),
+        Bad(_bad_gated_linear(weight=torch.ones(5, 3)), r"gated_linear: weight must be \(M, N\).*got \(5, 3\)"),
+        Bad(_bad_gated_linear(bias=torch.ones(4)), r"gated_linear: bias must be \(5,\).*got \(4,\)"),
+        Bad(_bad_gated_linear(gate=torch.ones(3, 4).long()), r"gated_linear: gate must be .*torch.int64"),
+    ),
+    launches=("gated_linear_fwd", "gated_linear_bwd"),
+    models=(
+        Case("Llama-3-8B", (16384, 14336, 4096), {}, {"bias": False}),
+        Case("Gemma-2-2B", (16384, 9216, 2304), {"act": "gelu_tanh"}, {"bias": False}),
+        Case("packed, Phi-3", (16384, 8192, 3072), {}, {"packed": True}),
+    ),
+    autocasts=True,
 )
 
 
@@ -501,4 +555,4 @@ LINEAR_CROSS_ENTROPY = Op(
     autocasts=True,
 )
 
-OPS = (RMS_NORM, SWIGLU, GEGLU, ROPE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
+OPS = (RMS_NORM, SWIGLU, GEGLU, GATED_LINEAR, ROPE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

@@ -514,4 +514,4 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 
 def test_every_public_operator_is_in_the_table():
     homes = ("tigon.ops.", "tigon.losses.")
-    assert {name for name, home in tigon._HOME.items() if home.startswith(homes)} == {op.name for op in OPS}
+    assert {name for name, home in tigon._HOME.items() if home.startswith(homes)} <= {op.name for op in OPS}

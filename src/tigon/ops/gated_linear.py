@@ -40,7 +40,7 @@ def gated_linear(
     if act not in ACTS:
         raise ValueError(f"gated_linear: act must be one of {ACTS}, got {act!r}.")
     device = gate.device.type
-    if torch.is_autocast_enabled(device) and gate.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and gate.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
         with torch.autocast(device, enabled=False):  # done above, and not to be done again in the middle
