@@ -26,9 +26,11 @@ def inspect(
 
     from tigon import fuse
 
-    with torch.device("meta"):
-        built = random_model(source.config)
-    report = fuse(built).report()
+    console = Console(quiet=json)
+    with console.status("looking at every part of the model"):
+        with torch.device("meta"):
+            built = random_model(source.config)
+        report = fuse(built).report()
     if json:
         found: dict[str, Any] = {
             "model": source.name,
@@ -38,7 +40,6 @@ def inspect(
         }
         print(encoder.dumps(found, indent=2))
         return
-    console = Console()
     console.print(
         f"{source.name}: {type(built).__name__}, {built.num_parameters() / 1e6:,.1f}M parameters, "
         f"{source.config.get_text_config().num_hidden_layers} layers",

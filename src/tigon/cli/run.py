@@ -131,11 +131,13 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     pure = options.precision == "bf16-pure"
     model: Any
     dtype = torch.bfloat16 if pure else torch.float32
-    if source.weights:
-        model = load_model(source, dtype)
-    else:
-        model = random_model(_sized(source, tokenizer))
-        model = model.to(dtype)
+    with _spinner(console) as bar:
+        bar.add_task("loading the model" if source.weights else "building the model", total=None)
+        if source.weights:
+            model = load_model(source, dtype)
+        else:
+            model = random_model(_sized(source, tokenizer))
+            model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -173,7 +175,9 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     if not options.plain:
         from tigon import fuse
 
-        fusion = fuse(model)
+        with _spinner(console) as bar:
+            bar.add_task("fusing", total=None)
+            fusion = fuse(model)
         console.print(fusion.report().to_rich())
     tokens = options.batch_size * options.grad_accum * options.seq_len * state.num_processes
     metrics = Metrics(output, console, tokens, options.tensorboard, state.is_main_process)
