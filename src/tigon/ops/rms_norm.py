@@ -290,7 +290,8 @@ def _rms_norm_bwd(
     strides, rounded = (dy.stride(0), x.stride(0)), cast == "llama"
     out_dx = dx if need_dx else None
     key = (M, N, *strides, dy.dtype, x.dtype, None if weight is None else weight.dtype, offset, rounded, need_dx)
-    partial = None
+    partial: Tensor | None = None
+    arguments: tuple[Any, ...]
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages = _bwd_tile(N, x)
         programs = min(cdiv(M, block_m), multiprocessors(x.device))

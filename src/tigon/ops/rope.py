@@ -169,7 +169,7 @@ def _rope_launch(
     B, T, D, R = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], cos.shape[-1]
     if cos.shape != (B, T, R):
         cos, sin = cos.expand(B, T, R), sin.expand(B, T, R)
-    cos, sin, q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, q, k))
+    cos, sin, q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, q, k))  # type: ignore[assignment]
     tensors = (cos, sin, q, k, None if q is None else yq, None if k is None else yk)
     key = (unsqueeze_dim, inverse, *((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors))
 
