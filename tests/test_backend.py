@@ -91,7 +91,7 @@ def test_the_two_backends_are_two_implementations(device):
     names = []
     for name in ("torch", "triton"):
         with use_backend(name):
-            names.append(tigon.rms_norm(x).grad_fn.name())
+            names.append(type(tigon.rms_norm(x).grad_fn).__name__)
     assert names[0] != names[1]
 
 

@@ -18,6 +18,7 @@ from tigon.models.recipe import DTYPES, Recipe
 from tigon.models.recognize import HOOKS, Gated, Norm
 from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, swiglu
+from tigon.ops.gated_linear import gated_linear
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -198,7 +199,27 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         gate = getattr(self, formula.gate)(x)
         up = getattr(self, formula.up)(x)
-    return getattr(self, formula.down)(_gated_product(patch, gate, up))
+    down = getattr(self, formula.down)
+    if _fit_each_other(gate, up) and _is_plain_linear(down, gate):
+        patch.ledger.count("mlp")
+        return gated_linear(gate, up, down.weight, down.bias, act=formula.act)
+    return down(_gated_product(patch, gate, up))
+
+
+def _is_plain_linear(layer: Any, x: Tensor) -> bool:
+    """Whether calling the layer does no more than F.linear: then its input need not be kept for its backward pass.
+
+    Anything on it (an adapter, a hook, another forward, a sharded weight) needs the call itself. So does torch.compile,
+    whose partitioner decides what is kept.
+    """
+    if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
+        return False
+    state = vars(layer)
+    if "forward" in state or any(state.get(name) for name in HOOKS):
+        return False
+    weight = layer.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
+    return plain and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
 
 
 def _act_is_known(self: Any, patch: Patch) -> bool:
@@ -208,14 +229,17 @@ def _act_is_known(self: Any, patch: Patch) -> bool:
     return act is patch.act and not any(vars(act).get(name) for name in HOOKS)
 
 
+def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
+    if not gate.dtype.is_floating_point or gate.dim() == 0:
+        return False
+    if up is None:
+        return gate.shape[-1] % 2 == 0
+    return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
+
+
 def _gated_product(patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
     act = patch.formula.act
-    fits = gate.dtype.is_floating_point and gate.dim() > 0
-    if up is not None:
-        fits = fits and up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
-    elif gate.dim() == 0 or gate.shape[-1] % 2:
-        fits = False
-    if fits:
+    if _fit_each_other(gate, up):
         patch.ledger.count("mlp")
         if act == "silu":
             return swiglu(gate, up)
