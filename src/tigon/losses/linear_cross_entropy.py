@@ -20,7 +20,6 @@ from tigon.ops.cross_entropy import (
     check_target,
     cross_entropy_reference,
     cross_entropy_rows,
-    cross_entropy_rows_backward,
     inverse_divisor,
 )
 
@@ -245,11 +244,10 @@ def _linear_cross_entropy_bwd(
             dw.zero_()
     db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
-    lse = rows.new_empty(chunks.size)
+    losses = torch.empty_like(rows)  # known since the forward pass, and written again along the way
     for chunk in chunks:
-        here = lse[: chunk.stop - chunk.start]
-        cross_entropy_rows(chunk.logits, chunk.target, torch.empty_like(here), here, None, False, *options)
-        cross_entropy_rows_backward(rows[chunk.rows], chunk.logits, chunk.target, here, chunk.logits, *options)
+        here = losses[chunk.rows], None, rows[chunk.rows]
+        cross_entropy_rows(chunk.logits, chunk.target, *here, True, *options)
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:

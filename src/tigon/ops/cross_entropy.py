@@ -102,8 +102,8 @@ def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor
 def _rows_reference(
     logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Loss, lse and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Loss and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
@@ -116,7 +116,7 @@ def _rows_reference(
         loss += z_loss * lse.square()
     loss = torch.where(valid, loss, 0.0)
     if not gradient:
-        return loss, lse, None
+        return loss, None
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
@@ -125,7 +125,7 @@ def _rows_reference(
         dz -= label_smoothing / z.shape[-1]
     if softcap or scale != 1.0:
         dz *= slope
-    return loss, lse, dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
+    return loss, dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
 
 
 def check_options(
@@ -182,6 +182,7 @@ def inverse_divisor(
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -195,16 +196,25 @@ def _cap(x, scale, softcap):
 
 @triton.jit
 def _slope(
-    x, lse, is_target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
-):
-    """factor · d(loss)/d(logits)."""
+    x, top, log2_sum, is_target, factor, V, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """factor · d(loss)/d(logits), from the row's maximum and log₂ Σ exp(z − max).
+
+    The two are kept apart: one number for the log-sum-exp would be rounded at its own size, and every probability of a
+    confident row with it.
+    """
     if SOFTCAP:
         z, slope = _cap(x, scale, softcap)
-        p = tl.exp2(z * LOG2E - lse * LOG2E)
+        k = LOG2E
+        lse = top + log2_sum * LN2
         factor = factor * slope
     else:
-        p = tl.exp2(x * (scale * LOG2E) - lse * LOG2E)
+        z = x
+        k = scale * LOG2E
+        lse = top * scale + log2_sum * LN2
         factor = factor * scale
+    p = tl.exp2((z - top) * k - log2_sum)
     dz = p * (1.0 + 2.0 * z_loss * lse) - tl.where(is_target, 1.0 - smoothing, 0.0)
     if SMOOTHING:
         dz -= smoothing / V
@@ -213,20 +223,20 @@ def _slope(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_fwd_kernel(
-    logits_ptr, target_ptr, loss_ptr, lse_ptr, inverse_ptr, V, stride_m,
+    logits_ptr, target_ptr, loss_ptr, stats_ptr, factor_ptr, V, stride_m, stride_factor,
     ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Loss and log-sum-exp of a row. With GRADIENT the row, a scratch buffer of our own, becomes d(loss)/d(logits)."""
+    """Loss and statistics of a row. With GRADIENT the row, a scratch buffer of our own, becomes d(loss)/d(logits)."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
     lane = tl.arange(0, BLOCK)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + row, 0.0)
+        if stats_ptr is not None:
+            tl.store(stats_ptr + 2 * row, 0.0)
+            tl.store(stats_ptr + 2 * row + 1, 0.0)
         if GRADIENT:
             for start in range(0, V, BLOCK):
                 zero = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
@@ -240,9 +250,9 @@ def _cross_entropy_fwd_kernel(
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
-    # Powers of two of logits · (scale · log2 e): one multiply-add and one exponential each.
+    # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
     k = LOG2E if SOFTCAP else scale * LOG2E
-    for start in tl.range(0, V, DEPTH * BLOCK, num_stages=STAGES):
+    for start in range(0, V, DEPTH * BLOCK):
         mask = start + tile < V
         z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
@@ -251,45 +261,45 @@ def _cross_entropy_fwd_kernel(
         if SMOOTHING:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
         new = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2(z * k - (new * k)[None, :]), 0)
+        total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
         top = new
-    m = tl.max(top, 0)
-    lse = (m * k + tl.log2(tl.sum(total * tl.exp2((top - m) * k), 0))) * 0.6931471805599453
+    row_top = tl.max(top, 0)
+    log2_sum = tl.log2(tl.sum(total * tl.exp2((top - row_top) * k), 0))
 
     # A target out of range reads nothing and turns loss and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
-    z_target = tl.load(logits_ptr + target, mask=valid, other=float("nan")).to(tl.float32)
-    mean_z = tl.sum(sum_z, 0) / V
+    log2_sum = tl.where(valid, log2_sum, float("nan"))
+    z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    unit = scale  # of z, in logits
     if SOFTCAP:
         z_target, _ = _cap(z_target, scale, softcap)
-    else:
-        z_target *= scale
-        mean_z *= scale
-    lse = tl.where(valid, lse, float("nan"))
-    loss = lse - (1.0 - smoothing) * z_target + z_loss * lse * lse
+        unit = 1.0
+    loss = (row_top - z_target) * unit + log2_sum * LN2
     if SMOOTHING:
-        loss -= smoothing * mean_z
-    tl.store(loss_ptr + row, loss)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse)
+        loss += smoothing * (z_target - tl.sum(sum_z, 0) / V) * unit
+    lse = row_top * unit + log2_sum * LN2
+    tl.store(loss_ptr + row, loss + z_loss * lse * lse)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + 2 * row, row_top)
+        tl.store(stats_ptr + 2 * row + 1, log2_sum)
 
     if GRADIENT:
         # The target's logit is read above by every thread and overwritten below by one.
         tl.debug_barrier()
         factor = 1.0
-        if inverse_ptr is not None:
-            factor = tl.load(inverse_ptr)
-        for start in tl.range(0, V, DEPTH * BLOCK, num_stages=STAGES):
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + row * stride_factor)
+        for start in range(0, V, DEPTH * BLOCK):
             mask = start + tile < V
             x = tl.load(logits_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
             hit = start + tile == target
-            dx = _slope(x, lse, hit, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
+            dx = _slope(x, row_top, log2_sum, hit, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
             tl.store(logits_ptr + start + tile, dx.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _cross_entropy_bwd_kernel(
-    dloss_ptr, logits_ptr, target_ptr, lse_ptr, dlogits_ptr, V, stride_g, stride_m, stride_dm,
+    dloss_ptr, logits_ptr, target_ptr, stats_ptr, dlogits_ptr, V, stride_g, stride_m, stride_dm,
     ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -297,11 +307,13 @@ def _cross_entropy_bwd_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
-    lse = tl.load(lse_ptr + row)
+    top = tl.load(stats_ptr + 2 * row)
+    log2_sum = tl.load(stats_ptr + 2 * row + 1)
     factor = tl.load(dloss_ptr + row * stride_g)
     mask = cols < V
     x = tl.load(logits_ptr + row * stride_m + cols, mask=mask & (target != ignore_index), other=0.0).to(tl.float32)
-    dx = _slope(x, lse, cols == target, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
+    hit = cols == target
+    dx = _slope(x, top, log2_sum, hit, factor, V, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP)
     dx = tl.where(target == ignore_index, 0.0, dx)
     tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
@@ -310,23 +322,23 @@ def _cross_entropy_bwd_kernel(
 
 
 def cross_entropy_rows(
-    logits: Tensor, target: Tensor, loss: Tensor, lse: Tensor | None, inverse: Tensor | None, gradient: bool,
+    logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's loss (and lse). With `gradient` overwrite the logits by their gradient times `inverse`.
+    """Write each row's loss. With `gradient` overwrite the logits by d(loss)/d(logits), times `factor`.
 
-    logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; loss, lse: (M,).
+    logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; target, loss: (M,), dense.
+    stats: (M, 2) for what the kernel of the backward pass needs, or None; Triton only.
+    factor: None, 0-d, or (M,) with one factor a row.
     """
     M, V = logits.shape
     if not use_triton(logits):
         options = (ignore_index, label_smoothing, z_loss, softcap, scale)
         for part in _cache_sized(logits):
-            rows = _rows_reference(logits[part].to(loss.dtype), target[part], inverse, gradient, *options)
-            loss[part] = rows[0]
-            if lse is not None:
-                lse[part] = rows[1]
-            if gradient:
-                logits[part] = rows[2]  # type: ignore[assignment]
+            here = factor[part] if factor is not None and factor.dim() else factor
+            loss[part], dlogits = _rows_reference(logits[part].to(loss.dtype), target[part], here, gradient, *options)
+            if dlogits is not None:
+                logits[part] = dlogits
         return
     if gradient:
         # Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
@@ -335,35 +347,14 @@ def cross_entropy_rows(
         warps, depth = 4, 8 if softcap == 0.0 and label_smoothing == 0.0 else 4  # as deep as registers allow
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
+    stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
-        V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
-        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block, 1,
+        V, logits.stride(0), stride_factor, ignore_index, label_smoothing, z_loss, softcap, scale,
+        label_smoothing != 0.0, softcap != 0.0, gradient, depth, block,
     )  # fmt: skip
-    key = (M, arguments, logits.dtype, target.dtype, lse is None, inverse is None)
-    tensors = (logits, target, loss, lse, inverse)
+    tensors = (logits, target, loss, stats, factor)
+    key = (M, arguments, logits.dtype, target.dtype, stats is None, factor is None)
     launch(_cross_entropy_fwd_kernel, key, tensors, lambda: (M, arguments, {"num_warps": warps}))
-
-
-def cross_entropy_rows_backward(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, dlogits: Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> None:  # fmt: skip
-    """Write dlogits from the upstream gradient of each row's loss; dlogits may be logits, where those are scratch."""
-    M, V = logits.shape
-    if not use_triton(logits):
-        options = (ignore_index, label_smoothing, z_loss, softcap, scale)
-        for part in _cache_sized(logits):
-            z = logits[part].to(lse.dtype)
-            dlogits[part] = _rows_reference(z, target[part], dloss[part], True, *options)[2]  # type: ignore[assignment]
-        return
-    block = min(2048, next_power_of_2(V))
-    arguments = (
-        V, dloss.stride(0), logits.stride(0), dlogits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale,
-        label_smoothing != 0.0, softcap != 0.0, block,
-    )  # fmt: skip
-    plan = M * cdiv(V, block), arguments, {"num_warps": 4}
-    key = (M, arguments, dloss.dtype, logits.dtype, target.dtype)
-    launch(_cross_entropy_bwd_kernel, key, (dloss, logits, target, lse, dlogits), lambda: plan)
 
 
 def _cache_sized(logits: Tensor) -> list[slice]:
@@ -374,7 +365,7 @@ def _cache_sized(logits: Tensor) -> list[slice]:
 
 def _cross_entropy_fwd_fake(logits, target, ignore_index, label_smoothing, z_loss, softcap, scale):
     loss = logits.new_empty(target.shape, dtype=torch.float32)
-    return loss, torch.empty_like(loss)
+    return loss, logits.new_empty((target.numel(), 2), dtype=torch.float32)
 
 
 @launcher(
@@ -387,33 +378,40 @@ def _cross_entropy_fwd(
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
-    loss, lse = _cross_entropy_fwd_fake(logits, target, *options)
+    loss, stats = _cross_entropy_fwd_fake(logits, target, *options)
     if logits.numel():
-        cross_entropy_rows(rows_of(logits), target.contiguous(), loss, lse, None, False, *options)
-    return loss, lse
+        cross_entropy_rows(rows_of(logits), target.contiguous(), loss, stats, None, False, *options)
+    return loss, stats
 
 
-def _cross_entropy_bwd_fake(dloss, logits, target, lse, ignore_index, label_smoothing, z_loss, softcap, scale):
+def _cross_entropy_bwd_fake(dloss, logits, target, stats, ignore_index, label_smoothing, z_loss, softcap, scale):
     return logits.new_empty(logits.shape)
 
 
 @launcher(
-    "(Tensor dloss, Tensor logits, Tensor target, Tensor lse, int ignore_index, float label_smoothing, float z_loss,"
+    "(Tensor dloss, Tensor logits, Tensor target, Tensor stats, int ignore_index, float label_smoothing, float z_loss,"
     " float softcap, float scale) -> Tensor",
     _cross_entropy_bwd_fake,
 )
 def _cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float,
+    dloss: Tensor, logits: Tensor, target: Tensor, stats: Tensor, ignore_index: int, label_smoothing: float,
     z_loss: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
-    dlogits = _cross_entropy_bwd_fake(dloss, logits, target, lse, *options)
+    dlogits = _cross_entropy_bwd_fake(dloss, logits, target, stats, *options)
     if logits.numel():
         # A summed loss hands every row the same gradient, as a tensor of stride 0: it is read as it comes.
         summed = dloss.numel() > 1 and not any(dloss.stride())
         rows = dloss.as_strided((dloss.numel(),), (0,)) if summed else dloss.reshape(-1)
-        out = dlogits.view(-1, logits.shape[-1])
-        cross_entropy_rows_backward(rows, rows_of(logits), target.contiguous(), lse, out, *options)
+        x, dx = rows_of(logits), dlogits.view(-1, logits.shape[-1])
+        M, V = x.shape
+        block = min(2048, next_power_of_2(V))
+        arguments = (
+            V, rows.stride(0), x.stride(0), dx.stride(0), *options, label_smoothing != 0.0, softcap != 0.0, block,
+        )  # fmt: skip
+        plan = M * cdiv(V, block), arguments, {"num_warps": 4}
+        key = (M, arguments, rows.dtype, x.dtype, target.dtype)
+        launch(_cross_entropy_bwd_kernel, key, (rows, x, target.contiguous(), stats, dx), lambda: plan)
     return dlogits
 
 
