@@ -46,7 +46,7 @@ def test_losses_that_differ_are_a_failure(tmp_path, monkeypatch):
     from tigon.cli import demo as module
     from tigon.cli.problem import Problem
 
-    def side(name, spec, show):
+    def side(name):
         loss = 6.0 + (0.01 if name == "fused" else 0.0)
         return {
             "losses": [6.5, loss],
@@ -58,7 +58,7 @@ def test_losses_that_differ_are_a_failure(tmp_path, monkeypatch):
             "fusion": None,
         }
 
-    monkeypatch.setattr(module, "_run_side", side)
+    monkeypatch.setattr(module, "_run_sides", lambda names, *_: {name: side(name) for name in names})
     monkeypatch.setattr(module, "_prepare", lambda *_: 600)
     with pytest.raises(Problem, match=r"differ by 1\.00e-02") as caught:
         module.demo(output=tmp_path, steps=2, device="cpu")
@@ -91,17 +91,17 @@ def test_ctrl_c_ends_the_children(start, tmp_path):
     deadline = time.monotonic() + 120
     while "training: plain" not in process.stdout.readline():
         assert time.monotonic() < deadline
-    while not children.read_text().split():
+    while len(children.read_text().split()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    child = int(children.read_text().split()[0])
+    pids = [int(pid) for pid in children.read_text().split()]
     deadline = time.monotonic() + 20
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "tigon: interrupted"
     # A child that had only just been started ends by itself, when it finds its input closed.
-    while _runs(child):
+    while any(map(_runs, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

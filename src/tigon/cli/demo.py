@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -19,9 +20,8 @@ from tigon.cli.problem import Problem, needs, one_line
 
 # Both sides compute in fp32 on a CPU: the losses may differ by rounding alone.
 CPU_TOLERANCE = 1e-3
-# On a CPU the first side ends after so many seconds, and the others after as many steps: a slow machine is no reason to
-# wait for more than three minutes.
-CPU_SECONDS = 45.0
+# On a CPU training ends after so many seconds: a slow machine is no reason to wait for more than three minutes.
+CPU_SECONDS = 100.0
 LEAST_STEPS = 5
 WARMUP = 3  # steps that no time is taken of: allocations, kernel choice, compilation
 
@@ -82,11 +82,10 @@ def demo(
             "device": machine["device"],
             "dtype": "bfloat16" if cuda else "float32",
             "lr": 3e-4 if cuda else 1e-3,
-            "seconds": CPU_SECONDS if not cuda and steps is None else None,
-            "least_steps": LEAST_STEPS,
         }
         names = ("plain", "plain again", "fused") if cuda else ("plain", "fused")
-        sides = _run_sides(names, spec, console)
+        seconds = CPU_SECONDS if not cuda and steps is None else None
+        sides = _run_sides(names, spec, seconds, console)
 
     result = _result(machine, size, vocabulary, spec, sides)
     result["seconds"] = round(time.perf_counter() - started, 1)
@@ -197,87 +196,121 @@ def _config(size: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _run_sides(names: tuple[str, ...], spec: dict[str, Any], console: Any) -> dict[str, dict[str, Any]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+class Side:
+    """One side of the demo: a process of its own, which trains a step each time that it is told to."""
 
-    columns = (TextColumn("{task.fields[side]:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    sides = {}
-    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
-        tasks = {name: bar.add_task("", total=spec["steps"], side=name, start=False) for name in names}
-        for name in names:
-            if not console.is_terminal:
-                console.print(f"training: {name}", highlight=False)
-
-            def show(event: dict[str, Any], task: Any = tasks[name]) -> None:
-                if event["event"] == "ready":
-                    bar.start_task(task)
-                elif event["event"] == "step":
-                    bar.update(task, advance=1, description=f"loss {event['loss']:.3f}")
-
-            sides[name] = _run_side(name, {**spec, "fused": name == "fused"}, show)
-            done = len(sides[name]["losses"])
-            if done < spec["steps"]:
-                console.print(f"this machine is slow: {done} steps instead of {spec['steps']}", highlight=False)
-                spec = {**spec, "steps": done, "seconds": None}
-            for task in tasks.values():
-                bar.update(task, total=spec["steps"])
-    return sides
-
-
-def _run_side(name: str, spec: dict[str, Any], show: Any) -> dict[str, Any]:
-    """Train one side in a process of its own, which ends when this one is interrupted."""
-    events = []
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
+    def __init__(self, name: str, spec: dict[str, Any]) -> None:
+        self.name, self.spec = name, spec
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by __exit__)
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "tigon.cli.demo_side"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=self.log,
             text=True,
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(spec))
-            process.stdin.close()
-            for line in process.stdout:
-                events.append(json.loads(line))
-                show(events[-1])
-            process.wait()
-        except BrokenPipeError:
-            process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-        if process.returncode != 0 or not events or events[-1]["event"] != "done":
-            said = [e["message"] for e in events if e["event"] == "error"]
-            log.seek(0)
-            reason = said[0] if said else (log.read().strip().splitlines() or ["it said nothing"])[-1]
-            if process.returncode < 0:
-                reason = f"it was ended by signal {-process.returncode}, perhaps for want of memory"
-            raise Problem(
-                f"the {name} side ended with status {process.returncode}: {one_line(Exception(reason))}", code=1
-            )
 
-    steps = [e for e in events if e["event"] == "step"]
-    ready, done = next(e for e in events if e["event"] == "ready"), events[-1]
-    seconds = [e["seconds"] for e in steps]
-    timed = seconds[WARMUP:] or seconds
-    tokens = spec["batch_size"] * spec["config"]["max_position_embeddings"]
-    return {
-        "losses": [e["loss"] for e in steps],
-        "seconds": seconds,
-        "tokens_per_second": tokens / median(timed),
-        "parameters": ready["parameters"],
-        "resident_before_training": ready["before"],
-        "peak_bytes": done["peak"],
-        "fusion": done["report"],
-    }
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.log.close()
+
+    def begin(self) -> None:
+        """Build the model, and wait until it is there."""
+        self._tell(json.dumps({**self.spec, "fused": self.name == "fused"}))
+        self.ready = self._hear("ready")
+
+    def step(self) -> float:
+        """Train one step, and return its loss."""
+        self._tell("step")
+        event = self._hear("step")
+        self.losses.append(event["loss"])
+        self.seconds.append(event["seconds"])
+        return event["loss"]
+
+    def end(self) -> dict[str, Any]:
+        self._tell("end")
+        done = self._hear("done")
+        if self.process.wait() != 0:
+            raise self._problem()
+        timed = self.seconds[WARMUP:] or self.seconds
+        tokens = self.spec["batch_size"] * self.spec["config"]["max_position_embeddings"]
+        return {
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / median(timed),
+            "parameters": self.ready["parameters"],
+            "resident_before_training": self.ready["before"],
+            "peak_bytes": done["peak"],
+            "fusion": done["report"],
+        }
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        # A broken pipe: it has ended; what it said before that is heard next.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def _hear(self, kind: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        event = json.loads(line) if line else {"event": "nothing"}
+        if event["event"] != kind:
+            raise self._problem(event.get("message"))
+        return event
+
+    def _problem(self, said: str | None = None) -> Problem:
+        status = self.process.wait()
+        self.log.seek(0)
+        reason = said or (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
+        if status < 0:
+            reason = f"it was ended by signal {-status}, perhaps for want of memory"
+        return Problem(f"the {self.name} side ended with status {status}: {one_line(Exception(reason))}", code=1)
+
+
+def _run_sides(
+    names: tuple[str, ...], spec: dict[str, Any], seconds: float | None, console: Any
+) -> dict[str, dict[str, Any]]:
+    """Train all sides, for so many seconds at the most, and return what each measured.
+
+    On a GPU one after the other, each with the memory for itself; on a CPU in turns, step by step: whatever else the
+    machine does meets all of them.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    groups = [(name,) for name in names] if spec["device"] == "cuda" else [names]
+    columns = (TextColumn("{task.fields[side]:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    results = {}
+    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+        tasks = {name: bar.add_task("", total=spec["steps"], side=name, start=False) for name in names}
+        for group in groups:
+            if not console.is_terminal:
+                console.print(f"training: {', '.join(group)}", highlight=False)
+            with contextlib.ExitStack() as stack:
+                sides = [stack.enter_context(Side(name, spec)) for name in group]
+                for side in sides:
+                    side.begin()
+                    bar.start_task(tasks[side.name])
+                begun = time.perf_counter()
+                for step in range(spec["steps"]):
+                    if seconds is not None and step >= LEAST_STEPS and time.perf_counter() - begun > seconds:
+                        console.print(f"this machine is slow: {step} steps instead of {spec['steps']}", highlight=False)
+                        break
+                    for side in sides:
+                        bar.update(tasks[side.name], advance=1, description=f"loss {side.step():.3f}")
+                results.update({side.name: side.end() for side in sides})
+    return results
 
 
 def _result(

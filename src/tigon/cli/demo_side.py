@@ -1,6 +1,7 @@
 """One side of `tigon demo`, in a process of its own: train a small Llama, and report each step as a line of JSON.
 
-The process starts with a specification (JSON) on its standard input. Its peak size is then that of this side alone.
+The first line of its standard input is a specification (JSON), each further one the word "step" or "end". The peak size
+of the process is that of this side alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main() -> None:
         events.write(json.dumps({"event": event, **values}) + "\n")
 
     try:
-        _train(json.load(sys.stdin), tell)
+        _train(json.loads(sys.stdin.readline()), tell)
     except BrokenPipeError:
         os._exit(1)  # the command that started this has gone
     except KeyboardInterrupt:
@@ -52,9 +53,10 @@ def _train(spec: dict[str, Any], tell: Any) -> None:
     )
     blocks = np.load(spec["tokens"], mmap_mode="r")
     rows = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(spec["seed"])).numpy()
-    batch, begun = spec["batch_size"], time.perf_counter()
+    batch = spec["batch_size"]
     tell("ready", parameters=model.num_parameters(), before=_resident() if device.type == "cpu" else None)
-    for step in range(spec["steps"]):
+    step = 0
+    while sys.stdin.readline().strip() == "step":  # "end", or the command that started this has gone
         start = time.perf_counter()
         picked = rows[np.arange(step * batch, (step + 1) * batch) % len(rows)]
         ids = torch.from_numpy(blocks[picked].astype(np.int64)).to(device)
@@ -67,10 +69,8 @@ def _train(spec: dict[str, Any], tell: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
         # Reading the loss waits for the step, so that the time is that of the work and not of its launches.
         value = loss.item()
-        now = time.perf_counter()
-        tell("step", step=step, loss=value, seconds=now - start)
-        if spec["seconds"] is not None and step + 1 >= spec["least_steps"] and now - begun > spec["seconds"]:
-            break
+        tell("step", step=step, loss=value, seconds=time.perf_counter() - start)
+        step += 1
     if spec["fused"]:
         report = fusion.report().to_dict()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident()
