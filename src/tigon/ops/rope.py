@@ -144,11 +144,11 @@ def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
         if not inverse:
             y = torch.empty_like(x, dtype=dtype)  # the strides of x: attention takes it as it was
             return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernel writes unit strides
-        # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
         if unsqueeze_dim == 2:
             return x.new_empty(x.shape, dtype=dtype)
+        # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
         B, H, T, D = x.shape
-        return x.new_empty((B, T, H, D), dtype=dtype).transpose(1, 2)
+        return torch.empty_strided(x.shape, (T * H * D, D, H * D, 1), dtype=dtype, device=x.device)
 
     return like(q, dtype_q), like(k, dtype_k)
 
@@ -171,7 +171,9 @@ def _rope_launch(
         cos, sin = cos.expand(B, T, R), sin.expand(B, T, R)
     cos, sin, q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, q, k))  # type: ignore[assignment]
     tensors = (cos, sin, q, k, None if q is None else yq, None if k is None else yk)
-    key = (unsqueeze_dim, inverse, *((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors))
+    # The outputs' shapes and strides follow from the inputs'.
+    inputs = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors[:4]]
+    key = (unsqueeze_dim, inverse, dtype_q, dtype_k, *inputs)
 
     def plan():
         batch, time, head = 0, 3 - unsqueeze_dim, unsqueeze_dim
