@@ -69,7 +69,7 @@ def test_an_output_that_cannot_be_written_is_said_before_measuring(tmp_path):
     with pytest.raises(Problem, match="is a directory"):
         bench(json=tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(Problem, match="cannot write"):
+    with pytest.raises(Problem, match="there is a file of that name"):
         bench(plot=tmp_path / "file" / "r.png")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, needs
+from tigon.cli.problem import Problem, check_writable, needs
 
 
 def bench(
@@ -198,10 +198,8 @@ def _check_output(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise Problem(f"bench: {option} must be a file, {path} is a directory")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"bench: {option}: cannot write to {path.parent}: {error.strerror}") from None
+    check_writable(path.parent, f"bench: {option}")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _device(name: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,9 +130,9 @@ def _add_rows(corpus: Corpus, rows: Iterable[tuple[str, Any]]) -> None:
         elif isinstance(row, dict) and _is_conversation(row.get("messages")):
             corpus.conversations.append(row["messages"])
         else:
-            found = f"the keys {', '.join(map(repr, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
             raise Problem(
-                f"--data {where} must have a 'text' string, or 'messages' of {{'role', 'content'}}, and has {found}"
+                f"--data {where} must have a 'text' string, or 'messages' of {{'role', 'content'}}, and is "
+                f"{reprlib.repr(row)}"
             )
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 # Both sides compute in fp32 on a CPU: the losses may differ by rounding alone.
 CPU_TOLERANCE = 1e-3
@@ -56,8 +56,7 @@ def demo(
     needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers", "matplotlib")
     if device not in ("auto", "cpu", "cuda"):
         raise Problem(f"--device must be auto, cpu or cuda, got {device}")
-    if output.exists() and not output.is_dir():
-        raise Problem(f"--output {output}: there is a file of that name")
+    check_writable(output, "--output")
     from rich.console import Console
 
     console = Console()

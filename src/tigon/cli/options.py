@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.cli.checkpoint import STAGING, checkpoints, write_json
-from tigon.cli.problem import Problem
+from tigon.cli.problem import Problem, check_writable
 
 if TYPE_CHECKING:
     from tigon.cli.model import Source
@@ -114,12 +114,11 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
             options.steps = None
     else:
         for name in ("model", "data"):
-            if name not in given:
+            if not given.get(name):
                 raise Problem(f"{flag(name)} is missing (see `tigon train --help`)")
         options = TrainOptions(**given)
     options.check()
-    if output.exists() and not output.is_dir():
-        raise Problem(f"--output {output}: there is a file of that name")
+    check_writable(output, "--output")
     if not resume:
         _check_room(output, options, overwrite)
     return options

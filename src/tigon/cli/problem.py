@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import tempfile
+from pathlib import Path
 
 
 class Problem(Exception):
@@ -31,6 +33,20 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
     if missing:
         wanted = f"'tigon[{extra}]'" if extra else " ".join(missing)
         raise Problem(f"{command} needs {', '.join(missing)}: pip install {wanted}")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise a Problem when nothing could be written into a folder, which need not exist yet; leaves no trace."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise Problem(f"{option} {folder}: there is a file of that name")
+        place = folder
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise Problem(f"{option} {folder}: cannot be written to ({error.strerror})") from error
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
