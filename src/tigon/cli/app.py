@@ -12,7 +12,7 @@ COMMANDS = ("demo", "train", "inspect", "verify", "bench", "doctor")
 app = typer.Typer(
     name="tigon",
     help="Train Hugging Face models faster and in less memory.",
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

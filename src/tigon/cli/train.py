@@ -23,8 +23,9 @@ _RUN, _STEP, _MODEL, _MACHINE = "Run", "Optimization", "Model", "Machine"
 
 def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.OptionInfo:
     default = getattr(_DEFAULT, name)
-    shown = False if default in (None, "", False) else str(default)
-    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=shown)
+    if default not in (None, "") and default is not False:
+        text += f" \\[default: {default}]"
+    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
 
 
 # fmt: off
