@@ -155,10 +155,12 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _total(row: dict[str, Any]) -> str:
-    """The median, and half the range of the rounds in per cent of it."""
+    """The median, and half the range of the rounds in per cent of it; a single round has no range."""
     if row["total_ms"] is None:
         return "–"
     low, high = row["total_range_ms"]
+    if low == high:
+        return _number(row["total_ms"])
     return f"{_number(row['total_ms'])} ±{50 * (high - low) / row['total_ms']:.1f}%"
 
 
