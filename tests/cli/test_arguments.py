@@ -128,6 +128,18 @@ def test_a_wrong_argument_is_one_sentence(tigon, tmp_path, arguments, words):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("TIGON_CHUNK_BYTES", "many", "TIGON_CHUNK_BYTES must be a whole number of bytes, got 'many'"),
+        ("TIGON_BACKEND", "cuda", "TIGON_BACKEND must be 'triton', 'torch' or 'auto', got 'cuda'"),
+        ("TIGON_BACKEND", "triton", "the triton backend was forced, but"),
+    ],
+)
+def test_a_wrong_environment_is_one_sentence(tigon, variable, value, words):
+    tigon("verify", "llama-tiny", "--device", "cpu", "--seq-len", 8, **{variable: value}).problem(words)
+
+
 def test_a_device_that_is_not_there(tigon, text, tmp_path):
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     for command in (("demo",), ("verify", "llama-tiny"), ("train", "--model", "llama-tiny", "--data", text)):

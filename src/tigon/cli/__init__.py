@@ -43,7 +43,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Say a usage error, an interruption or a full disk in one sentence. Any other error is a bug."""
+    """Say a usage error, an interruption, a wrong environment or a full disk in one sentence. All else is a bug."""
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
@@ -52,6 +52,10 @@ def _explain(error: Any) -> int:
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         _say("interrupted")
         return 130
+    # What the library says of its environment variables is a sentence for the user already.
+    if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
+        _say(str(error).removeprefix("tigon: "))
+        return 2
     if disk_full(error):
         _say(f"the disk is full: {str(error).splitlines()[0]}; what was written before is intact")
         return 2

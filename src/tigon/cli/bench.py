@@ -150,15 +150,13 @@ def _bench_model(
     from tigon.bench import report
     from tigon.bench.inputs import DTYPES
     from tigon.bench.models import DEFAULT_SIDES, SIDES, WARMUP_STEPS, run_model
-    from tigon.models.presets import preset_config
+    from tigon.models.presets import PRESETS
 
     if dtype not in DTYPES:
         raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     _check_names(peers, set(SIDES))
-    try:
-        preset_config(model)
-    except ValueError as error:
-        raise Problem(str(error)) from None
+    if model not in PRESETS:
+        raise Problem(f"bench: --model must be one of {', '.join(PRESETS)}, got {model!r}")
     default = [side for side in DEFAULT_SIDES if side != "liger" or device.type == "cuda"]
     sides = default if peers is None else [side for side in SIDES if side in {*peers, "tigon"}]
 
