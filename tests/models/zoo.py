@@ -1,4 +1,4 @@
-"""Tiny random models of twenty families, with inputs: one row a family."""
+"""Tiny random models of many families, with inputs: one row a family."""
 
 from __future__ import annotations
 
