@@ -77,8 +77,8 @@ class Op:
     wide_loads: bool = True
     # Roundings of fp32 allowed besides twice eager's error (numerics.py).
     roundings: int = FP32_ROUNDINGS
-    # Whether autocast changes it, as it changes matrix products.
-    autocasts: bool = False
+    # Whether it runs matrix products: autocast changes those, and a GPU's library picks their algorithm by the strides.
+    products: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -290,7 +290,7 @@ GATED_LINEAR = Op(
         Case("Gemma-2-2B", (16384, 9216, 2304), {"act": "gelu_tanh"}, {"bias": False}),
         Case("packed, Phi-3", (16384, 8192, 3072), {}, {"packed": True}),
     ),
-    autocasts=True,
+    products=True,
 )
 
 
@@ -546,7 +546,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Case("Qwen3-1.7B, one loss a row", (16384, 2048, 151936), {"reduction": "none"}, {"bias": False}),
         Case("every option", (8192, 2048, 32000), _EVERY_OPTION),
     ),
-    autocasts=True,
+    products=True,
 )
 
 OPS = (RMS_NORM, SWIGLU, GEGLU, GATED_LINEAR, ROPE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)

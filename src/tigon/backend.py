@@ -209,7 +209,7 @@ def differentiable(
     return apply
 
 
-# (kernel, device, key) → (compiled kernel, its launcher, grid, arguments after the tensors). Ordinary shapes come to a few dozen.
+# (kernel, device, key) → (compiled kernel, its launcher, grid, arguments after the tensors). Shapes come to a few dozen.
 _plans: dict[tuple, tuple[Any, Any, int, tuple]] = {}
 _PLANS_KEPT = 4096
 

@@ -147,7 +147,7 @@ def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
         if unsqueeze_dim == 2:
             return x.new_empty(x.shape, dtype=dtype)
         # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
-        B, H, T, D = x.shape
+        _, H, T, D = x.shape
         return torch.empty_strided(x.shape, (T * H * D, D, H * D, 1), dtype=dtype, device=x.device)
 
     return like(q, dtype_q), like(k, dtype_k)
