@@ -367,8 +367,6 @@ ROPE = Op(
         Case("heads after time", (4096, 4, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
     ),
     fixed=(2, 3),
-    # A token's heads are few: its tiles are chosen by measurement, and have 8 bytes a thread.
-    wide_loads=False,
 )
 
 # ---------------------------------------------------------------------------------------------------- cross entropy

@@ -209,8 +209,8 @@ def differentiable(
     return apply
 
 
-# (kernel, device, key) → (compiled kernel, its launcher, grid, arguments after the tensors). Shapes come to a few dozen.
-_plans: dict[tuple, tuple[Any, Any, int, tuple]] = {}
+# (kernel, device, key) → (compiled kernel, grid, arguments after the tensors).
+_plans: dict[tuple, tuple[Any, int, tuple]] = {}
 _PLANS_KEPT = 4096
 
 
@@ -242,14 +242,14 @@ def launch(
         if compiled is not None and not address & 15:
             if len(_plans) >= _PLANS_KEPT:
                 _plans.clear()
-            _plans[key] = compiled, compiled.run, grid, arguments
+            _plans[key] = compiled, grid, arguments
         return
-    compiled, run, grid, arguments = found
+    compiled, grid, arguments = found
     stream = torch._C._cuda_getCurrentRawStream(device)
     hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     metadata = None if enter is None else compiled.launch_metadata((grid,), stream, *tensors, *arguments)
-    run(
+    compiled.run(
         grid, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *tensors, *arguments,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 TINY = {
     "rms_norm": (7, 24),
     "swiglu": (7, 24),
+    "gated_linear": (9, 24, 5),
     "geglu": (7, 24),
     "rope": (3, 5, 4, 2, 8),
     "cross_entropy": (9, 40),

@@ -25,6 +25,7 @@ from tigon.bench.inputs import (
     expect_rows,
     make_cross_entropy,
     make_gated,
+    make_gated_linear,
     make_linear_cross_entropy,
     make_rms_norm,
     make_rope,
@@ -118,6 +119,33 @@ def _tigon(name: str, **options: Any) -> Loader:
         return lambda **kwargs: op(**kwargs, **options)
 
     return load
+
+
+def _load_gated_linear() -> Callable[..., Any]:
+    from tigon.ops.gated_linear import gated_linear
+
+    return gated_linear
+
+
+def _eager_gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(F.silu(gate) * up, weight)
+
+
+def _load_liger_gated_linear() -> Callable[..., Any]:
+    product = _liger("LigerSiLUMulFunction", lambda gate, up: (gate, up))()
+    return lambda gate, up, weight: F.linear(product(gate=gate, up=up), weight)
+
+
+def _gated_linear_gemms(inputs: Inputs) -> list[Callable[[], Any]]:
+    """Products of y, of the inner gradient and of dW by cuBLAS. gate stands in for act(gate) · up: as large."""
+    (dy,) = inputs.grads or ()
+    product, w = inputs.arguments["gate"].detach(), inputs.arguments["weight"].detach()
+    y, scratch, dw = torch.empty_like(dy), torch.empty_like(product), torch.empty_like(w)
+    return [
+        lambda: torch.mm(product, w.T, out=y),
+        lambda: torch.mm(dy, w, out=scratch),
+        lambda: torch.mm(dy.T, product, out=dw),
+    ]
 
 
 def _tigon_linear_cross_entropy(compact: bool = False, **options: Any) -> Loader:
@@ -243,6 +271,28 @@ OPS: dict[str, Op] = {
                 ("swiglu", _eager_swiglu, "LigerSiLUMulFunction"),
                 ("geglu", _eager_geglu, "LigerGELUMulFunction"),
             )
+        ),
+        Op(
+            name="gated_linear",
+            shape_names=("rows", "width", "out"),
+            shapes=((16384, 14336, 4096),),
+            small=((256, 512, 128),),
+            make=make_gated_linear,
+            expect=expect_rows(_eager_gated_linear, rowwise=("gate", "up"), summed=("weight",)),
+            # forward: gate, up, W → y.  backward: dy, gate, up, W → dgate, dup, dW.
+            nbytes=lambda s, b: (
+                (2 * s[0] * s[1] + s[1] * s[2] + s[0] * s[2]) * b,
+                (4 * s[0] * s[1] + 2 * s[1] * s[2] + s[0] * s[2]) * b,
+            ),
+            flops=lambda s: (2 * math.prod(s), 4 * math.prod(s)),
+            floor=_gated_linear_gemms,
+            implementations={
+                "tigon": Implementation(_load_gated_linear, note="the product is not kept"),
+                **_plain(_eager_gated_linear),
+                "liger": Implementation(
+                    _load_liger_gated_linear, note=_OVERWRITES_INPUTS, overwrites=True, gpu_only=True
+                ),
+            },
         ),
         Op(
             name="rope",

@@ -82,6 +82,15 @@ def make_gated(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: 
     return Inputs({"gate": gate, "up": up}, ("gate", "up"), ("y",), (draw.normal(*shape),))
 
 
+def make_gated_linear(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    rows, width, out = shape
+    draw = _Draw(device, dtype)
+    gate, up = draw.normal(rows, width).requires_grad_(), draw.normal(rows, width).requires_grad_()
+    weight = draw.normal(out, width, scale=width**-0.5).requires_grad_()
+    arguments = {"gate": gate, "up": up, "weight": weight}
+    return Inputs(arguments, ("gate", "up", "weight"), ("y",), (draw.normal(rows, out),))
+
+
 def make_rope(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
     b, t, hq, hk, d = shape
     draw = _Draw(device, dtype)

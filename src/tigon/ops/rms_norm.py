@@ -75,6 +75,8 @@ def rms_norm_reference(
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         y = y.to(x.dtype)
+        if weight is not None and not offset:
+            return weight * y  # a product of two bf16 is computed in fp32 and rounded once, without a copy in fp32
     if weight is not None:
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)

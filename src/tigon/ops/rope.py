@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -76,62 +76,58 @@ def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
-def _rotate_heads(
-    x_ptr, y_ptr, c1, c2, s1, s2, heads, stride_xh, stride_yh, D,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INVERSE: tl.constexpr,
-):  # fmt: skip
-    pair = tl.arange(0, BLOCK_R)
-    for start in range(0, heads, BLOCK_H):
-        h = start + tl.arange(0, BLOCK_H)
-        mask = (h < heads)[:, None] & (pair < HALF)[None, :]
-        x_at = x_ptr + h[:, None] * stride_xh + pair[None, :]
-        y_at = y_ptr + h[:, None] * stride_yh + pair[None, :]
-        x1 = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_at + HALF, mask=mask, other=0.0).to(tl.float32)
-        if INVERSE:  # the transpose of the rotation, for the gradient
-            y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
-        else:
-            y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-        tl.store(y_at, y1.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
-        if BLOCK_REST > 0:
-            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-            mask = (h < heads)[:, None] & (rest < D)[None, :]
-            x = tl.load(x_ptr + h[:, None] * stride_xh + rest[None, :], mask=mask, other=0.0)
-            tl.store(y_ptr + h[:, None] * stride_yh + rest[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def _rope_kernel(
-    cos_ptr, sin_ptr, q_ptr, k_ptr, yq_ptr, yk_ptr, T, heads_q, heads_k, D,
+    cos_ptr, sin_ptr, q_ptr, k_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D,
     stride_cb, stride_ct, stride_sb, stride_st, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
-    HALF: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    # One program a token: the angles are read once for all of its heads.
-    b = (tl.program_id(0) // T).to(tl.int64)
-    t = (tl.program_id(0) % T).to(tl.int64)
+    # A flat grid over (tokens, heads of q then of k): small independent pieces, whose angles come from the L1 cache.
+    blocks_q = tl.cdiv(heads_q, BLOCK_H)
+    blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
+    block = tl.program_id(0) % blocks
+    is_q = block < blocks_q
+    heads = tl.where(is_q, heads_q, heads_k)
+    h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    # int64: a batch of 2**31 elements is 512k tokens of 4096.
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+
     pair = tl.arange(0, BLOCK_R)
-    mask = pair < HALF
-    cos_ptr += b * stride_cb + t * stride_ct
-    sin_ptr += b * stride_sb + t * stride_st
-    c1 = tl.load(cos_ptr + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
-    c2 = tl.load(cos_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin_ptr + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
-    s2 = tl.load(sin_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)[None, :]
-    if q_ptr is not None:
-        _rotate_heads(
-            q_ptr + b * stride_qb + t * stride_qt, yq_ptr + b * stride_yqb + t * stride_yqt, c1, c2, s1, s2,
-            heads_q, stride_qh, stride_yqh, D, HALF, BLOCK_HQ, BLOCK_R, BLOCK_REST, INVERSE,
-        )  # fmt: skip
-    if k_ptr is not None:
-        _rotate_heads(
-            k_ptr + b * stride_kb + t * stride_kt, yk_ptr + b * stride_ykb + t * stride_ykt, c1, c2, s1, s2,
-            heads_k, stride_kh, stride_ykh, D, HALF, BLOCK_HK, BLOCK_R, BLOCK_REST, INVERSE,
-        )  # fmt: skip
+    mask = (token < tokens)[:, None] & (pair < HALF)[None, :]
+    cos_at = cos_ptr + (b * stride_cb + t * stride_ct)[:, None] + pair[None, :]
+    sin_at = sin_ptr + (b * stride_sb + t * stride_st)[:, None] + pair[None, :]
+    c1 = tl.load(cos_at, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    c2 = tl.load(cos_at + HALF, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    s1 = tl.load(sin_at, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    s2 = tl.load(sin_at + HALF, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+
+    x_ptr = q_ptr if is_q else k_ptr
+    y_ptr = yq_ptr if is_q else yk_ptr
+    x_row = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
+    y_row = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
+    x_at = x_row[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh)
+    y_at = y_row[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh)
+    here = (token < tokens)[:, None] & (h < heads)[None, :]
+
+    mask = here[:, :, None] & (pair < HALF)[None, None, :]
+    x_half = x_ptr + x_at[:, :, None] + pair[None, None, :]
+    y_half = y_ptr + y_at[:, :, None] + pair[None, None, :]
+    x1 = tl.load(x_half, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_half + HALF, mask=mask, other=0.0).to(tl.float32)
+    if INVERSE:  # the transpose of the rotation, for the gradient
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    tl.store(y_half, y1.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_half + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
+        mask = here[:, :, None] & (rest < D)
+        x = tl.load(x_ptr + x_at[:, :, None] + rest, mask=mask, other=0.0)
+        tl.store(y_ptr + y_at[:, :, None] + rest, x.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -163,32 +159,45 @@ def _rope_launch(
     dtype_q: torch.dtype, dtype_k: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     yq, yk = _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k)
-    x = q if q is not None else k
-    if x is None or (yq.numel() == 0 and yk.numel() == 0):
-        return yq, yk
-    B, T, D, R = x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], cos.shape[-1]
+    given = [(x, y) for x, y in ((q, yq), (k, yk)) if x is not None and y.numel()]
+    if len(given) == 2 and (q.dtype != k.dtype or dtype_q != dtype_k):  # type: ignore[union-attr]
+        launches = [given[:1], given[1:]]
+    else:
+        launches = [given] if given else []
+    for pairs in launches:
+        xs, ys = zip(*pairs, strict=True)
+        _rotate(cos, sin, xs, ys, unsqueeze_dim, inverse)
+    return yq, yk
+
+
+def _rotate(
+    cos: Tensor, sin: Tensor, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], unsqueeze_dim: int, inverse: bool
+) -> None:
+    """One launch for one or two tensors of one dtype."""
+    B, T, D, R = xs[0].shape[0], xs[0].shape[3 - unsqueeze_dim], xs[0].shape[3], cos.shape[-1]
     if cos.shape != (B, T, R):
         cos, sin = cos.expand(B, T, R), sin.expand(B, T, R)
-    cos, sin, q, k = (a if a is None or a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, q, k))  # type: ignore[assignment]
-    tensors = (cos, sin, q, k, None if q is None else yq, None if k is None else yk)
-    # The outputs' shapes and strides follow from the inputs'.
-    inputs = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors[:4]]
-    key = (unsqueeze_dim, inverse, dtype_q, dtype_k, *inputs)
+    cos, sin, *xs = (a if a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, *xs))  # type: ignore[assignment]
+    # A single tensor stands in both places, with no heads in the second. The outputs' strides follow from the inputs'.
+    tensors = (cos, sin, xs[0], xs[-1], ys[0], ys[-1])
+    inputs = [(t.shape, t.stride(), t.dtype) for t in tensors[:4]]
+    key = (unsqueeze_dim, inverse, len(xs), ys[0].dtype, *inputs)
 
     def plan():
-        batch, time, head = 0, 3 - unsqueeze_dim, unsqueeze_dim
-        heads = [0 if t is None else t.shape[head] for t in (q, k)]
-        strides = [(0, 0, 0) if t is None else (t.stride(batch), t.stride(time), t.stride(head)) for t in tensors[2:]]
+        heads = [xs[0].shape[unsqueeze_dim], xs[-1].shape[unsqueeze_dim] if len(xs) == 2 else 0]
+        strides = [s for t in tensors[2:] for s in (t.stride(0), t.stride(3 - unsqueeze_dim), t.stride(unsqueeze_dim))]
+        # 512 pairs a warp: two 16-byte loads a thread from either half.
         block_r = next_power_of_2(max(1, R // 2))
-        blocks = [min(next_power_of_2(max(1, h)), max(1, 512 // block_r)) for h in heads]
+        block_h = min(4, next_power_of_2(max(heads)))
+        block_t = max(1, 512 // (block_r * block_h))
+        blocks = sum(cdiv(h, block_h) for h in heads)
         arguments = (
-            T, *heads, D, cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *(s for t in strides for s in t),
-            R // 2, *blocks, block_r, next_power_of_2(D - R) if D > R else 0, inverse,
+            B * T, T, *heads, D, cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *strides,
+            R // 2, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0, inverse,
         )  # fmt: skip
-        return B * T, arguments, {"num_warps": 4}
+        return cdiv(B * T, block_t) * blocks, arguments, {"num_warps": 1}
 
     launch(_rope_kernel, key, tensors, plan)
-    return yq, yk
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
