@@ -16,6 +16,7 @@ SHORT = Settings(rounds=2, warmup_ms=1.0, repeat_ms=2.0)
 TINY = {
     "rms_norm": (16, 32),
     "swiglu": (16, 32),
+    "gated_linear": (9, 24, 5),
     "geglu": (16, 32),
     "rope": (2, 8, 2, 1, 16),
     "cross_entropy": (16, 64),
