@@ -191,6 +191,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "fwd ms": lambda r: _number(r["forward_ms"]),
         "bwd ms": lambda r: _number(r["backward_ms"]),
         "fwd+bwd ms": _total,
+        "device ms": lambda r: _number(r.get("device_ms")),
         "× floor": _times_floor,
         "GB/s": lambda r: _rate(r, "GB/s"),
         "TFLOP/s": lambda r: _rate(r, "TFLOP/s"),

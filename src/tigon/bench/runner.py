@@ -43,6 +43,8 @@ class Row:
     backward_ms: float | None = None
     total_ms: float | None = None
     total_range_ms: tuple[float, float] | None = None
+    # Forward + backward replayed as a CUDA graph: the device's share, without the host's.
+    device_ms: float | None = None
     floor_ms: float | None = None
     times_floor: float | None = None
     rate: float | None = None
@@ -214,6 +216,9 @@ def run_case(
             _free(device)
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
+        say(f"{title}: CUDA graph of {name}")
+        rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, estimates[name])
+        _free(device)
     return list(rows.values())
 
 
@@ -276,6 +281,23 @@ def _time_round(
         inputs = inputs.clone()
     forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
     return forward, time_ms(lambda: _run(fn, inputs), device, settings, estimate_ms)
+
+
+def _device_ms(
+    fn: Callable[..., Any], implementation: Implementation, inputs: Inputs, device: torch.device, estimate_ms: float
+) -> float | None:
+    """Milliseconds of forward + backward as one CUDA graph; None where that says nothing more or cannot be captured."""
+    if device.type != "cuda" or estimate_ms >= LONG_MS:
+        return None
+    from triton.testing import do_bench_cudagraph
+
+    if implementation.overwrites:
+        inputs = inputs.clone()
+    try:
+        return float(do_bench_cudagraph(lambda: _run(fn, inputs), rep=50, return_mode="median"))
+    except Exception:  # a peer that waits for the device, or allocates in a way that a capture forbids
+        torch.cuda.synchronize(device)
+        return None
 
 
 class _Floor:
