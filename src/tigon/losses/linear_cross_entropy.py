@@ -79,6 +79,9 @@ def linear_cross_entropy(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: gather it with full_tensor().")
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     compute = torch.get_autocast_dtype(device) if autocast else x.dtype
