@@ -146,9 +146,10 @@ class Chunks:
             return results
         return results.new_zeros(self.x.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
-    def new_input_gradient(self) -> Tensor:
-        """(N, H), zero where rows are left out."""
-        return torch.empty_like(self.x) if self.index is None else torch.zeros_like(self.x)
+    def clear_unvisited(self, dx: Tensor) -> None:
+        """Zero dx (N, H) where rows are left out: nothing else will write them."""
+        if self.index is not None:
+            dx.zero_()
 
     def add_input_gradient(self, dx: Tensor, chunk: Chunk) -> None:
         """Rows of dx = dlogits W, where chunk.logits hold dlogits."""

@@ -187,7 +187,7 @@ def _linear_cross_entropy_fwd(
     # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
     if need_dx:
-        dx = chunks.new_input_gradient()
+        chunks.clear_unvisited(dx)
     if need_db or chunks.count == 0:
         db.zero_()
     if chunks.count == 0:
@@ -238,7 +238,9 @@ def _linear_cross_entropy_bwd(
     """The gradients of reduction="none": logits again, since every row's upstream gradient is its own."""
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
     acc = torch.promote_types(compute, torch.float32)
-    dx = chunks.new_input_gradient() if need_dx else x.new_empty(0)
+    dx = x.new_empty(x.shape if need_dx else (0,), dtype=compute)
+    if need_dx:
+        chunks.clear_unvisited(dx)
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
     dw = x.new_zeros(0)
     if need_dw:
