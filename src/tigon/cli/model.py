@@ -56,26 +56,26 @@ def find_model(name: str) -> Source:
     elif HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
         source = _from_hub(name)
     else:
-        raise Problem(f"--model {name}: there is no such directory, and it is neither a preset nor a name on the hub")
+        raise Problem(f"model {name}: there is no such directory, and it is neither a preset nor a name on the hub")
     return _with_head(source)
 
 
 def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise Problem(f"--model {path}: the directory has no config.json, so it is not a model")
+        raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Problem(f"--model {path}: {file.name} is not JSON ({one_line(error)})") from error
+        raise Problem(f"model {path}: {file.name} is not JSON ({one_line(error)})") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise Problem(f"--model {path}: {file.name} has no model_type, so it is not the configuration of a model")
+        raise Problem(f"model {path}: {file.name} has no model_type, so it is not the configuration of a model")
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(file)
     except Exception as error:
-        raise Problem(f"--model {path}: transformers cannot read the configuration ({one_line(error)})") from error
+        raise Problem(f"model {path}: transformers cannot read the configuration ({one_line(error)})") from error
     weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHTS)
     return Source(str(path), "path", config, weights)
 
@@ -83,7 +83,7 @@ def _from_path(path: Path) -> Source:
 def _from_hub(name: str) -> Source:
     close = close_names(name)
     if close and "/" not in name:
-        raise Problem(f"--model {name}: there is no such preset; did you mean {' or '.join(close)}?")
+        raise Problem(f"model {name}: there is no such preset; did you mean {' or '.join(close)}?")
     from transformers import AutoConfig
 
     try:
@@ -91,7 +91,7 @@ def _from_hub(name: str) -> Source:
     except Exception as error:
         known = "" if "/" in name else f", nor a preset ({', '.join(PRESETS)})"
         raise Problem(
-            f"--model {name}: not a directory{known}, and the Hugging Face hub gave no configuration for it "
+            f"model {name}: not a directory{known}, and the Hugging Face hub gave no configuration for it "
             f"({one_line(error, 160)})"
         ) from error
     return Source(name, "hub", config, weights=True)
@@ -102,7 +102,7 @@ def _with_head(source: Source) -> Source:
 
     if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Problem(
-            f"--model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
+            f"model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
             "training on text needs"
         )
     return source
@@ -125,7 +125,7 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(_folder(source), dtype=dtype, **options)
     except Exception as error:
-        raise Problem(f"--model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
+        raise Problem(f"model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
 
 
 def load_tokenizer(name: str, option: str) -> Any:
