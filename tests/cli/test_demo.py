@@ -29,9 +29,10 @@ def test_demo(tigon, tmp_path, device):
     assert found["difference"] == apart
     if device == "cpu":
         assert apart < 1e-3
+        assert plain["losses"] != sorted(plain["losses"])  # it trains, or at least the batches differ
     else:  # in bf16 equal runs drift apart from the first update on; before it they share their weights
         assert abs(plain["losses"][0] - fused["losses"][0]) < 1e-2
-    assert len(set(plain["losses"])) > 1  # it trains, or at least the batches differ
+    assert len(set(plain["losses"])) > 1
     for side in found["sides"].values():
         assert side["peak_bytes"] > 1 << 20
         assert side["tokens_per_second"] > 0

@@ -537,3 +537,32 @@ def test_a_70b_model_on_the_meta_device_is_recognised_without_memory():
     assert {row.kind: row.count for row in report.fused} == {"head": 1, "norm": 161, "mlp": 80, "rotary": 80}
     assert not report.left
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 100 * 1024, "KiB: one MLP would take 2.6 GiB"
+
+
+# ------------------------------------------------------------------------------------- what is kept for the backward
+
+
+@pytest.mark.parametrize("obstacle", [None, "hook", "forward", "subclass"])
+def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
+    """Then the product is not kept. Whatever is on the layer needs the call of the layer itself."""
+    from tigon.models import forwards
+
+    calls, hooked = [], []
+    original = forwards.gated_linear
+    monkeypatch.setattr(forwards, "gated_linear", lambda *a, **k: calls.append(1) or original(*a, **k))
+    model = build("llama")
+    plain, plain_grads = step(model, batch("llama"))
+    with tigon.fuse(model):
+        for layer in model.model.layers:
+            down = layer.mlp.down_proj
+            if obstacle == "hook":
+                down.register_forward_hook(lambda *_: hooked.append(1))
+            elif obstacle == "forward":
+                down.forward = lambda x, of=down: hooked.append(1) or F.linear(x, of.weight)
+            elif obstacle == "subclass":
+                down.__class__ = type("Quantised", (nn.Linear,), {})
+        fused, grads = step(model, batch("llama"))
+    assert len(calls) == (0 if obstacle else len(model.model.layers))
+    assert len(hooked) == (len(model.model.layers) if obstacle in ("hook", "forward") else 0)
+    assert abs(fused.loss - plain.loss) < 1e-5
+    assert_close(grads, plain_grads)

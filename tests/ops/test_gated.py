@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.backend import HAS_TRITON
+from tigon.ops.gated_linear import gated_linear
 
 ACTS = {
     "silu": (lambda g, u: tigon.swiglu(g, u), lambda g, u: F.silu(g) * u),
@@ -66,3 +68,16 @@ def test_more_than_two_to_the_31_elements(device, triton_backend):
     expected.backward(torch.ones_like(expected))
     assert torch.equal(y[-1:], expected)
     assert torch.equal(gate.grad[-1:], last.grad)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the reference keeps it")
+def test_the_product_is_not_kept(device):
+    """gated_linear saves its own inputs and nothing else; the eager formula saves the product besides."""
+    gate, up = (torch.randn(6, 40, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.randn(8, 40, device=device, requires_grad=True)
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with tigon.use_backend("triton"), keep:
+        gated_linear(gate, up, weight)
+    own = {t.data_ptr() for t in (gate, up, weight)}
+    assert {t.data_ptr() for t in saved} == own
