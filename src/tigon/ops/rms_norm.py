@@ -23,6 +23,7 @@ from tigon.backend import (
     triton,
     use_triton,
 )
+from tigon.ops.sum_rows import sum_rows
 
 CASTS = ("llama", "gemma", "none")
 # One tile holds a row up to this width; wider rows are read twice, block by block.
@@ -213,17 +214,6 @@ def _rms_norm_wide_dw_kernel(
     tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
 
 
-@triton.jit
-def _sum_rows_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (cols < N)[None, :]
-        total += tl.load(partial_ptr + rows[:, None].to(tl.int64) * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < N)
-
-
 # --------------------------------------------------------------------------------------------------------- launches
 
 
@@ -314,8 +304,7 @@ def _rms_norm_bwd(
             grid = programs * columns
             launch(_rms_norm_wide_dw_kernel, key, (dy, x, rstd, partial), lambda: (grid, arguments, {"num_warps": 4}))
     if need_dw:
-        plan = cdiv(N, 16), (programs, N, 64, 16), {"num_warps": 8}
-        launch(_sum_rows_kernel, (programs, N, dw.dtype), (partial, dw), lambda: plan)
+        sum_rows(partial, dw)  # type: ignore[arg-type]
     return dx, dw
 
 

@@ -1,0 +1,48 @@
+"""out = Σ rows of a small fp32 matrix, rounded once: the end of every gradient that persistent programs add up apart.
+
+Each program of a backward kernel keeps its share of dW (and of dbias) in registers and stores it as one row; this one
+launch adds the rows and casts. The order of the sum is fixed, so that the bits are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tigon.backend import cdiv, launch, tl, triton
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _sum_rows_kernel(
+    partial_ptr, first_ptr, second_ptr, P, N, stride_p, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    which = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    partial_ptr += which * N
+    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        mask = (rows < P)[:, None] & (cols < N)[None, :]
+        total += tl.load(partial_ptr + rows[:, None].to(tl.int64) * stride_p + cols[None, :], mask=mask, other=0.0)
+    out = tl.sum(total, 0)
+    if which == 0:
+        tl.store(first_ptr + cols, out.to(first_ptr.dtype.element_ty), mask=cols < N)
+    elif second_ptr is not None:
+        tl.store(second_ptr + cols, out.to(second_ptr.dtype.element_ty), mask=cols < N)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+    """Write the column sums of partial to first, or those of its two halves to first and second.
+
+    partial: (P, N), or (P, 2, N) with `second`; fp32, dense. first, second: (N,), any float dtype, dense.
+    """
+    P, N = partial.shape[0], first.shape[0]
+    halves = 1 if second is None else 2
+    key = (P, N, first.dtype, None if second is None else second.dtype)
+    plan = cdiv(N, 16) * halves, (P, N, N * halves, 64, 16), {"num_warps": 8}
+    launch(_sum_rows_kernel, key, (partial, first, second), lambda: plan)

@@ -1,0 +1,136 @@
+"""Rows of the gated units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import tigon
+from ops_table.row import Bad, Case, Inputs, Op, randn
+from tigon.ops.gated import GELU, gated_reference
+from tigon.ops.gated_linear import gated_linear, gated_linear_reference
+
+
+def _make_gated(shape, dtype, generator, packed=False):
+    if packed:
+        return randn((*shape[:-1], 2 * shape[-1]), dtype, generator), None
+    return randn(shape, dtype, generator), randn(shape, dtype, generator)
+
+
+def eager_swiglu(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.silu(gate) * up
+
+
+def eager_geglu(gate, up=None, *, approximate="tanh"):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+_GATED_CASES = (
+    Case("masked", (3, 5, 100)),
+    Case("least", (1, 1), draws=64),
+    Case("aligned", (4, 128)),
+    Case("beyond one block", (3, 1500)),
+    Case("one dimension", (70,)),
+    Case("packed", (3, 5, 100), {}, {"packed": True}),
+    Case("packed beyond one block", (3, 1500), {}, {"packed": True}),
+)
+_GATED_MODELS = (
+    Case("Llama-3-8B", (16384, 14336)),
+    Case("odd width", (16384, 11009)),
+    Case("packed, Phi-3", (16384, 8192), {}, {"packed": True}),
+)
+
+
+def _bad_gated(name: str) -> tuple[Bad, ...]:
+    return (
+        Bad(lambda: (torch.ones(2, 4), torch.ones(2, 5)), rf"{name}: up must match gate, \(2, 4\).*got \(2, 5\)"),
+        Bad(
+            lambda: (torch.ones(2), torch.ones(2).bfloat16()), rf"{name}: up must match gate.*got \(2,\) torch.bfloat16"
+        ),
+        Bad(lambda: (torch.ones(2, 5),), rf"{name}: a packed gate_up must have an even last dimension.*\(2, 5\)"),
+        Bad(lambda: (torch.ones(2, dtype=torch.int32),) * 2, rf"{name}: gate must have a float dtype, got torch.int32"),
+    )
+
+
+SWIGLU = Op(
+    name="swiglu",
+    public=tigon.swiglu,
+    reference=lambda gate, up=None: gated_reference(gate, up, "silu"),
+    eager=eager_swiglu,
+    make=_make_gated,
+    cases=_GATED_CASES,
+    empty=((0, 8), (2, 0)),
+    bad=_bad_gated("swiglu"),
+    launches=("gated_fwd", "gated_bwd"),
+    models=_GATED_MODELS,
+)
+GEGLU = Op(
+    name="geglu",
+    public=tigon.geglu,
+    reference=lambda gate, up=None, approximate="tanh": gated_reference(gate, up, GELU[approximate]),
+    eager=eager_geglu,
+    make=_make_gated,
+    cases=(*_GATED_CASES, Case("erf", (3, 1500), {"approximate": "none"})),
+    empty=((0, 8), (2, 0)),
+    bad=(
+        *_bad_gated("geglu"),
+        Bad(lambda: (torch.ones(2),) * 2, r"geglu: approximate must be .*got 'erf'", {"approximate": "erf"}),
+    ),
+    launches=("gated_fwd", "gated_bwd"),
+    models=(*_GATED_MODELS, Case("erf", (16384, 14336), {"approximate": "none"})),
+)
+
+
+def _make_gated_linear(shape, dtype, generator, packed=False, bias=True):
+    """shape is (..., N, M)."""
+    *rows, N, M = shape
+    gate, up = _make_gated((*rows, N), dtype, generator, packed)
+    weight = (torch.randn((M, N), generator=generator) / N**0.5).to(dtype)
+    return gate, up, weight, randn((M,), dtype, generator) if bias else None
+
+
+def eager_gated_linear(gate, up, weight, bias=None, *, act="silu"):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    a = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
+    return F.linear(a * up, weight, bias)
+
+
+def _bad_gated_linear(**replaced: Any) -> Callable[[], Inputs]:
+    made = {"gate": torch.ones(3, 4), "up": torch.ones(3, 4), "weight": torch.ones(5, 4), "bias": None}
+    return lambda: tuple((made | replaced).values())
+
+
+GATED_LINEAR = Op(
+    name="gated_linear",
+    public=gated_linear,
+    reference=lambda gate, up, weight, bias=None, act="silu": gated_linear_reference(gate, up, weight, bias, act),
+    eager=eager_gated_linear,
+    make=_make_gated_linear,
+    cases=(
+        Case("masked", (3, 5, 30, 20), draws=4),
+        Case("least", (1, 1, 1), draws=64),
+        Case("no bias", (9, 64, 32), {}, {"bias": False}, draws=4),
+        Case("beyond one block", (5, 300, 7), {"act": "gelu_tanh"}, draws=4),
+        Case("packed", (9, 30, 20), {"act": "gelu"}, {"packed": True}, draws=4),
+    ),
+    empty=((0, 8, 4),),
+    bad=(
+        Bad(_bad_gated_linear(), r"gated_linear: act must be one of .*got 'relu'", {"act": "relu"}),
+        Bad(_bad_gated_linear(up=torch.ones(3, 5)), r"gated_linear: up must match gate, \(3, 4\).*got \(3, 5\)"),
+        Bad(_bad_gated_linear(weight=torch.ones(5, 3)), r"gated_linear: weight must be \(M, N\).*got \(5, 3\)"),
+        Bad(_bad_gated_linear(bias=torch.ones(4)), r"gated_linear: bias must be \(5,\).*got \(4,\)"),
+        Bad(_bad_gated_linear(gate=torch.ones(3, 4).long()), r"gated_linear: gate must be .*torch.int64"),
+    ),
+    launches=("gated_linear_fwd", "gated_linear_bwd"),
+    models=(
+        Case("Llama-3-8B", (16384, 14336, 4096), {}, {"bias": False}),
+        Case("Gemma-2-2B", (16384, 9216, 2304), {"act": "gelu_tanh"}, {"bias": False}),
+        Case("packed, Phi-3", (16384, 8192, 3072), {}, {"packed": True}),
+    ),
+    products=True,
+)

@@ -1,0 +1,69 @@
+"""Rows of the norms."""
+
+from __future__ import annotations
+
+import torch
+
+import tigon
+from ops_table.row import Bad, Case, Op, randn
+from tigon.ops.rms_norm import rms_norm_reference
+
+
+def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, around=1.0):
+    x = randn(shape, dtype, generator)
+    w = around + 0.5 * torch.randn(shape[-1], generator=generator)
+    return x, w.to(weight_dtype or dtype) if weight else None
+
+
+def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, cast="llama"):
+    """LlamaRMSNorm, GemmaRMSNorm and the form that rounds once, as transformers writes them."""
+    y = x.float() if x.dtype != torch.float64 else x
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "llama":
+        y = y.to(x.dtype)
+        return y if weight is None else (weight + offset if offset else weight) * y
+    dtype = x.dtype if cast == "gemma" or weight is None else torch.promote_types(x.dtype, weight.dtype)
+    return (y if weight is None else y * (offset + weight.to(y.dtype))).to(dtype)
+
+
+_GEMMA = {"cast": "gemma", "offset": 1.0}
+RMS_NORM = Op(
+    name="rms_norm",
+    public=tigon.rms_norm,
+    reference=rms_norm_reference,
+    eager=eager_rms_norm,
+    make=_make_rms_norm,
+    cases=(
+        Case("masked", (3, 5, 100)),
+        # A row of one element is ±1 whatever it holds, and its gradient cancels: a large eps keeps it a number.
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("aligned", (4, 128), draws=4),
+        Case("rows share tiles", (3, 50, 16)),
+        Case("more tiles than programs", (36, 1024)),
+        Case("beyond one tile", (2, 16390)),
+        Case("gemma", (7, 200), _GEMMA, {"around": 0.0}),
+        Case("gemma beyond one tile", (2, 16400), _GEMMA, {"around": 0.0}),
+        Case("round once", (7, 200), {"cast": "none", "eps": 1e-3}),
+        Case("no weight", (7, 200), {}, {"weight": False}),
+        Case("fp32 weight", (7, 200), {}, {"weight_dtype": torch.float32}),
+        Case("fp32 weight rounded once", (7, 200), {"cast": "none"}, {"weight_dtype": torch.float32}),
+    ),
+    empty=((0, 8), (2, 0), (3, 0, 8)),
+    bad=(
+        Bad(lambda: (torch.ones(2, 4), torch.ones(5)), r"rms_norm: weight must have shape \(4,\).*got \(5,\)"),
+        Bad(lambda: (torch.ones(2, 4, dtype=torch.int64),), r"rms_norm: x must have a float dtype, got torch.int64"),
+        Bad(lambda: (torch.tensor(1.0),), r"rms_norm: x must have at least one dimension"),
+        Bad(lambda: (torch.ones(2, 4),), r"rms_norm: cast must be one of .*got 'lama'", {"cast": "lama"}),
+    ),
+    launches=("rms_norm_fwd", "rms_norm_bwd"),
+    models=(
+        Case("Llama-3-8B", (32768, 4096)),
+        Case("Llama-3-70B", (16384, 8192)),
+        Case("Llama-3-405B", (8192, 16384)),
+        Case("Gemma-2-2B", (16384, 2304), _GEMMA),
+        Case("Qwen3 heads", (8, 1024, 32, 128)),
+        Case("fp32 weight", (32768, 4096), {}, {"weight_dtype": torch.float32}),
+        Case("no weight", (32768, 4096), {}, {"weight": False}),
+        Case("beyond one tile", (4096, 32768)),
+    ),
+)

@@ -1,0 +1,93 @@
+"""What a row of the table of operators is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numerics import FP32_ROUNDINGS
+from torch import Tensor
+
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the shape that `make` gets, keyword arguments for the op and for `make`, and why it is here."""
+
+    why: str
+    shape: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    # Errors of few numbers are luck: small shapes are drawn several times and their errors pooled.
+    draws: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.why} {'x'.join(map(str, self.shape))}".replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A call that must be refused with a sentence."""
+
+    inputs: Callable[[], Inputs]
+    message: str  # regular expression
+    options: dict[str, Any] = field(default_factory=dict)
+    # Whether refusing it takes a look at the numbers, which on a GPU only the checked mode affords.
+    looks: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator.
+
+    public: the function users call. reference: its specification, the truth in fp64. eager: what users write without
+    Tigon, and what it may be at most twice as wrong as. make(shape, dtype, generator, **): inputs; the first dimension
+    of shape is the one that varies from step to step. launches: the names of its torch.ops.tigon ops.
+    """
+
+    name: str
+    public: Callable[..., Any]
+    reference: Callable[..., Any]
+    eager: Callable[..., Any]
+    make: Callable[..., Inputs]
+    cases: tuple[Case, ...]
+    empty: tuple[tuple[int, ...], ...]
+    bad: tuple[Bad, ...]
+    launches: tuple[str, ...]
+    # Calls as models make them: what is compiled ahead of time. The first also in fp16 and fp32, and with each input
+    # frozen in turn.
+    models: tuple[Case, ...]
+    # Floating-point inputs that get no gradient, by position.
+    fixed: tuple[int, ...] = ()
+    # Whether contiguous bf16 is read 16 bytes a thread and load.
+    wide_loads: bool = True
+    # Roundings of fp32 allowed besides twice eager's error (numerics.py).
+    roundings: int = FP32_ROUNDINGS
+    # Whether it runs matrix products: autocast changes those, and a GPU's library picks their algorithm by the strides.
+    products: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def draw(
+        self, case: Case, dtype: torch.dtype, device: torch.device, seed: int | torch.Generator | None = 0
+    ) -> Inputs:
+        generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+        inputs = self.make(case.shape, dtype, generator, **case.inputs)
+        return tuple(t.to(device) if isinstance(t, Tensor) else t for t in inputs)
+
+    def differentiable(self, inputs: Inputs) -> list[int]:
+        """The positions of the inputs that can get a gradient."""
+        floats = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
+        return [i for i in floats if i not in self.fixed]
+
+    @property
+    def typical(self) -> Case:
+        return self.cases[0]
+
+
+def randn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
