@@ -45,6 +45,7 @@ else:
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BACKENDS = ("triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _checked_backend(name: str | None, where: str) -> str | None:
@@ -108,6 +109,16 @@ def why_not_triton(*tensors: Tensor | None) -> str | None:
 
 def use_triton(*tensors: Tensor | None) -> bool:
     """True when the Triton kernels serve this call. The only question an operator asks about backends."""
+    if _forced is None and HAS_TRITON:
+        # The common case, in a fifth of the time that its reasons take: plain tensors on the first one's GPU.
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        for t in tensors:
+            if t is not None and (
+                not t.is_cuda or t.dtype not in DTYPES or type(t) not in _PLAIN or t.get_device() != device
+            ):
+                break
+        else:
+            return True
     if _forced == "torch":
         return False
     reason = why_not_triton(*tensors)
@@ -122,9 +133,14 @@ def use_triton(*tensors: Tensor | None) -> bool:
 _library = torch.library.Library("tigon", "DEF")
 
 
+@functools.cache
+def _gpus() -> int:
+    return torch.cuda.device_count()
+
+
 def is_traced(x: Tensor) -> bool:
     """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
-    return torch.compiler.is_compiling() or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN
 
 
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -140,9 +156,10 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         name = fn.__name__.lstrip("_")
 
         def on_device(*args: Any) -> Any:
-            device = args[0].device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
+            x = args[0]
+            # get_device() is -1 on a CPU. With one GPU in the process there is nothing to switch, nor to ask.
+            if x.is_cuda and _gpus() > 1 and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
                     return fn(*args)
             return fn(*args)
 
@@ -155,7 +172,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         def launch(*args: Any) -> Any:
             return op(*args) if is_traced(args[0]) else on_device(*args)
 
-        launch.op = op  # type: ignore[attr-defined]
+        launch.op, launch.direct = op, on_device  # type: ignore[attr-defined]
         return launch
 
     return register
@@ -175,7 +192,7 @@ def differentiable(
     same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
     given twice, and fails on a float option that it has made symbolic (torch 2.13, dynamic=True).
     """
-    op = launch.op  # type: ignore[attr-defined]
+    op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.set_materialize_grads(False)
@@ -191,8 +208,9 @@ def differentiable(
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            result = launch(*args)
-            setup(ctx, args, result)
+            result = direct(*args) if type(args[0]) in _PLAIN else op(*args)
+            ctx.set_materialize_grads(False)
+            setup_context(ctx, args, result)
             return visible(result)
 
         @staticmethod
@@ -202,15 +220,20 @@ def differentiable(
 
     Eager.__name__ = Eager.__qualname__ = "".join(part.title() for part in launch.__name__.split("_"))
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
+    # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
+    bare_apply = super(torch.autograd.Function, Eager).apply
+    transformed = torch._C._are_functorch_transforms_active
 
     def apply(*args: Any) -> Any:
-        return visible(op(*args)) if torch.compiler.is_compiling() else Eager.apply(*args)
+        if torch.compiler.is_compiling():
+            return visible(op(*args))
+        return Eager.apply(*args) if transformed() else bare_apply(*args)
 
     return apply
 
 
-# (kernel, device, key) → (compiled kernel, grid, arguments after the tensors).
-_plans: dict[tuple, tuple[Any, int, tuple]] = {}
+# (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).
+_plans: dict[tuple, tuple[Any, Any, Any, int, tuple]] = {}
 _PLANS_KEPT = 4096
 
 
@@ -227,31 +250,35 @@ def launch(
 
     Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
     30 for a long signature. The key finds it at once. Addresses matter only in that kernels are compiled for those
-    that 16 divides, so others take the ordinary way; so does the interpreter.
+    that 16 divides, so others take the ordinary way; so does the interpreter, and so do launches under a profiler's
+    hooks. Addresses are handed over as numbers: of a tensor Triton asks the driver whether the GPU can see it.
     """
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
     address = 0
-    for t in tensors:
-        if t is not None:
-            address |= t.data_ptr()
-    device = tensors[0].device.index  # type: ignore[union-attr]
-    key = (id(kernel), device, key)
-    found = _plans.get(key) if not address & 15 else None
-    if found is None:
+    for pointer in pointers:
+        if pointer:
+            address |= pointer
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    key = (kernel, device, key)
+    found = _plans.get(key)
+    if found is None or address & 15 or _hooked():
         grid, arguments, options = plan()
         compiled = kernel[(grid,)](*tensors, *arguments, **options)
         if compiled is not None and not address & 15:
             if len(_plans) >= _PLANS_KEPT:
                 _plans.clear()
-            _plans[key] = compiled, grid, arguments
+            _plans[key] = compiled.run, compiled.function, compiled.packed_metadata, grid, arguments
         return
-    compiled, grid, arguments = found
+    run, function, metadata, grid, arguments = found
     stream = torch._C._cuda_getCurrentRawStream(device)
-    hooks = triton.knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    metadata = None if enter is None else compiled.launch_metadata((grid,), stream, *tensors, *arguments)
-    compiled.run(
-        grid, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *tensors, *arguments,
-    )  # fmt: skip
+    run(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *arguments)
+
+
+def _hooked() -> bool:
+    """Whether somebody, Triton's profiler for one, wants to see every launch."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    # Up to Triton 3.4 a function or None, since then a chain of functions.
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 @functools.cache
