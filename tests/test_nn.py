@@ -39,13 +39,23 @@ def test_rms_norm_takes_the_weights_of_torchs(device):
         (nn.SwiGLU(), F.silu),
         (nn.GEGLU(), lambda g: F.gelu(g, approximate="tanh")),
         (nn.GEGLU("none"), F.gelu),
+        (nn.ReGLU(), F.relu),
+        (nn.ReGLU(squared=True), lambda g: F.relu(g).square()),
+        (nn.SwiGLU(gate_multiplier=0.5, multiplier=3.0), lambda g: 3 * F.silu(0.5 * g)),
+        (nn.GEGLU(gate_multiplier=0.5, multiplier=3.0), lambda g: 3 * F.gelu(0.5 * g, approximate="tanh")),
+        (nn.ReGLU(gate_multiplier=0.5, multiplier=3.0), lambda g: 3 * F.relu(0.5 * g)),
     ],
-    ids=["swiglu", "geglu", "geglu-erf"],
 )
 def test_gated(module, act, device):
     gate, up = torch.randn(3, 20, device=device), torch.randn(3, 20, device=device)
     torch.testing.assert_close(module(gate, up), act(gate) * up)
     torch.testing.assert_close(module(torch.cat((gate, up), -1)), act(gate) * up)
+
+
+def test_relu2(device):
+    x = torch.randn(3, 20, device=device)
+    torch.testing.assert_close(nn.ReLU2()(x), F.relu(x).square())
+    torch.testing.assert_close(nn.ReLU2(multiplier=3.0)(x), 3 * F.relu(x).square())
 
 
 def test_losses(device):

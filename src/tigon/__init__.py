@@ -14,6 +14,8 @@ _HOME = {
     "rope": "tigon.ops.rope",
     "swiglu": "tigon.ops.gated",
     "geglu": "tigon.ops.gated",
+    "reglu": "tigon.ops.gated",
+    "relu2": "tigon.ops.relu2",
     "cross_entropy": "tigon.ops.cross_entropy",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.models.fusion import Fusion, fuse
     from tigon.ops.cross_entropy import cross_entropy
-    from tigon.ops.gated import geglu, swiglu
+    from tigon.ops.gated import geglu, reglu, swiglu
+    from tigon.ops.relu2 import relu2
     from tigon.ops.rms_norm import rms_norm
     from tigon.ops.rope import rope
 
@@ -42,6 +45,8 @@ __all__ = [
     "models",
     "nn",
     "ops",
+    "reglu",
+    "relu2",
     "rms_norm",
     "rope",
     "swiglu",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
-from tigon.ops.gated import geglu, swiglu
+from tigon.ops.gated import geglu, reglu, swiglu
+from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -49,19 +50,47 @@ class RMSNorm(torch.nn.Module):
 class SwiGLU(torch.nn.Module):
     """silu(gate) · up; with one argument, of its two halves. See `tigon.swiglu`."""
 
+    def __init__(self, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
+
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return swiglu(gate, up)
+        return swiglu(gate, up, **self.multipliers)
 
 
 class GEGLU(torch.nn.Module):
     """gelu(gate) · up; with one argument, of its two halves. See `tigon.geglu`."""
 
-    def __init__(self, approximate: str = "tanh") -> None:
+    def __init__(self, approximate: str = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
         self.approximate = approximate
+        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return geglu(gate, up, approximate=self.approximate)
+        return geglu(gate, up, approximate=self.approximate, **self.multipliers)
+
+
+class ReGLU(torch.nn.Module):
+    """relu(gate) · up, or relu(gate)² · up; with one argument, of its two halves. See `tigon.reglu`."""
+
+    def __init__(self, squared: bool = False, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.squared = squared
+        self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return reglu(gate, up, squared=self.squared, **self.multipliers)
+
+
+class ReLU2(torch.nn.Module):
+    """relu(x)². See `tigon.relu2`."""
+
+    def __init__(self, *, multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.multiplier = multiplier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu2(x, multiplier=self.multiplier)
 
 
 class CrossEntropyLoss(torch.nn.Module):

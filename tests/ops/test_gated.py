@@ -1,4 +1,4 @@
-"""swiglu and geglu at the ends of the number range, and their packed form."""
+"""Gated units at the ends of the number range, their packed form and their multipliers."""
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ ACTS = {
     "silu": (lambda g, u: tigon.swiglu(g, u), lambda g, u: F.silu(g) * u),
     "gelu_tanh": (lambda g, u: tigon.geglu(g, u), lambda g, u: F.gelu(g, approximate="tanh") * u),
     "gelu": (lambda g, u: tigon.geglu(g, u, approximate="none"), lambda g, u: F.gelu(g) * u),
+    "relu": (lambda g, u: tigon.reglu(g, u), lambda g, u: F.relu(g) * u),
+    "relu2": (lambda g, u: tigon.reglu(g, u, squared=True), lambda g, u: F.relu(g).square() * u),
+    "relu2 alone": (lambda g, u: tigon.relu2(g) * u, lambda g, u: F.relu(g).square() * u),
 }
 
 
@@ -42,6 +45,38 @@ def test_packed(dtype, backend, device):
         b.backward(dy)
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(packed.grad, torch.cat((gate.grad, up.grad), -1))
+
+
+@pytest.mark.parametrize("n", [8, 24, 48, 300])  # UNIT 8, and not; a block that a row fills, and not
+def test_packed_rows_of_any_width(n, backend, device):
+    packed = torch.randn(5, 2 * n, device=device).bfloat16().requires_grad_()
+    gate, up = (t.detach().contiguous().requires_grad_() for t in packed.chunk(2, -1))
+    dy = torch.randn(5, n, device=device).bfloat16()
+    a, b = tigon.swiglu(packed), tigon.swiglu(gate, up)
+    a.backward(dy)
+    b.backward(dy)
+    assert torch.equal(a, b)
+    assert torch.equal(packed.grad, torch.cat((gate.grad, up.grad), -1))
+
+
+def test_nan_is_not_hidden_by_relu(backend, device):
+    gate = torch.tensor([float("nan"), -1.0, 1.0], device=device)
+    for y in (tigon.reglu(gate, torch.ones_like(gate)), tigon.relu2(gate)):
+        assert y.isnan().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_multipliers(act, backend, device):
+    """Falcon-H1 scales the gate before the activation, and the product after it."""
+    op = tigon.swiglu if act == "silu" else lambda g, u, **m: tigon.reglu(g, u, squared=True, **m)
+    gate, up = (torch.randn(3, 40, device=device, requires_grad=True) for _ in range(2))
+    for one, other in ((0.25, 1.0), (1.0, 3.0), (0.25, 3.0)):
+        ours = op(gate, up, gate_multiplier=one, multiplier=other)
+        theirs = (F.silu(gate * one) if act == "silu" else F.relu(gate * one).square()) * up * other
+        torch.testing.assert_close(ours, theirs)
+        dy = torch.randn_like(ours)
+        for a, b in zip(*(torch.autograd.grad(y, [gate, up], dy) for y in (ours, theirs)), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_gate_and_up_may_be_one_tensor(backend, device):

@@ -12,6 +12,7 @@ import tigon
 from ops_table.row import Bad, Case, Inputs, Op, randn
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
+from tigon.ops.relu2 import relu2_reference
 
 
 def _make_gated(shape, dtype, generator, packed=False):
@@ -20,16 +21,30 @@ def _make_gated(shape, dtype, generator, packed=False):
     return randn(shape, dtype, generator), randn(shape, dtype, generator)
 
 
-def eager_swiglu(gate, up=None):
+def _eager_gated(act, gate, up, gate_multiplier=1.0, multiplier=1.0):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return F.silu(gate) * up
+    y = act(gate if gate_multiplier == 1.0 else gate * gate_multiplier) * up
+    return y if multiplier == 1.0 else y * multiplier
 
 
-def eager_geglu(gate, up=None, *, approximate="tanh"):
-    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return F.gelu(gate, approximate=approximate) * up
+def eager_swiglu(gate, up=None, **multipliers):
+    return _eager_gated(F.silu, gate, up, **multipliers)
 
 
+def eager_geglu(gate, up=None, *, approximate="tanh", **multipliers):
+    return _eager_gated(lambda g: F.gelu(g, approximate=approximate), gate, up, **multipliers)
+
+
+def eager_reglu(gate, up=None, *, squared=False, **multipliers):
+    return _eager_gated((lambda g: F.relu(g).square()) if squared else F.relu, gate, up, **multipliers)
+
+
+def eager_relu2(x, *, multiplier=1.0):
+    y = F.relu(x).square()
+    return y if multiplier == 1.0 else y * multiplier
+
+
+_FALCON = {"gate_multiplier": 0.6, "multiplier": 1.7}
 _GATED_CASES = (
     Case("masked", (3, 5, 100)),
     Case("least", (1, 1), draws=64),
@@ -39,10 +54,20 @@ _GATED_CASES = (
     Case("packed", (3, 5, 100), {}, {"packed": True}),
     Case("packed beyond one block", (3, 1500), {}, {"packed": True}),
 )
+_SWIGLU_CASES = (
+    *_GATED_CASES,
+    Case("packed, in units of 8", (3, 24), {}, {"packed": True}),
+    Case("multipliers", (3, 100), _FALCON),
+)
 _GATED_MODELS = (
     Case("Llama-3-8B", (16384, 14336)),
     Case("odd width", (16384, 11009)),
     Case("packed, Phi-3", (16384, 8192), {}, {"packed": True}),
+)
+_SWIGLU_MODELS = (
+    *_GATED_MODELS,
+    Case("packed, a multiple of 8", (16384, 11000), {}, {"packed": True}),
+    Case("Falcon-H1", (16384, 12288), _FALCON),
 )
 
 
@@ -60,19 +85,21 @@ def _bad_gated(name: str) -> tuple[Bad, ...]:
 SWIGLU = Op(
     name="swiglu",
     public=tigon.swiglu,
-    reference=lambda gate, up=None: gated_reference(gate, up, "silu"),
+    reference=lambda gate, up=None, **multipliers: gated_reference(gate, up, "silu", **multipliers),
     eager=eager_swiglu,
     make=_make_gated,
-    cases=_GATED_CASES,
+    cases=_SWIGLU_CASES,
     empty=((0, 8), (2, 0)),
     bad=_bad_gated("swiglu"),
     launches=("gated_fwd", "gated_bwd"),
-    models=_GATED_MODELS,
+    models=_SWIGLU_MODELS,
 )
 GEGLU = Op(
     name="geglu",
     public=tigon.geglu,
-    reference=lambda gate, up=None, approximate="tanh": gated_reference(gate, up, GELU[approximate]),
+    reference=lambda gate, up=None, approximate="tanh", **multipliers: gated_reference(
+        gate, up, GELU[approximate], **multipliers
+    ),
     eager=eager_geglu,
     make=_make_gated,
     cases=(*_GATED_CASES, Case("erf", (3, 1500), {"approximate": "none"})),
@@ -83,6 +110,43 @@ GEGLU = Op(
     ),
     launches=("gated_fwd", "gated_bwd"),
     models=(*_GATED_MODELS, Case("erf", (16384, 14336), {"approximate": "none"})),
+)
+REGLU = Op(
+    name="reglu",
+    public=tigon.reglu,
+    reference=lambda gate, up=None, squared=False, **multipliers: gated_reference(
+        gate, up, "relu2" if squared else "relu", **multipliers
+    ),
+    eager=eager_reglu,
+    make=_make_gated,
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), draws=64),
+        Case("packed", (3, 50), {}, {"packed": True}),
+        Case("squared", (3, 100), {"squared": True}),
+        Case("squared, multipliers", (3, 100), {"squared": True, **_FALCON}),
+    ),
+    empty=((0, 8),),
+    bad=_bad_gated("reglu"),
+    launches=("gated_fwd", "gated_bwd"),
+    models=(Case("Llama-3-8B", (16384, 14336)), Case("BitNet b1.58 2B4T", (16384, 6912), {"squared": True})),
+)
+RELU2 = Op(
+    name="relu2",
+    public=tigon.relu2,
+    reference=relu2_reference,
+    eager=eager_relu2,
+    make=lambda shape, dtype, generator: (randn(shape, dtype, generator),),
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), draws=64),
+        Case("beyond one block", (3, 1500)),
+        Case("multiplier", (3, 100), {"multiplier": 1.7}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(Bad(lambda: (torch.ones(2, dtype=torch.int32),), r"relu2: x must have a float dtype, got torch.int32"),),
+    launches=("relu2_fwd", "relu2_bwd"),
+    models=(Case("Nemotron-4-15B", (16384, 24576)),),
 )
 
 
@@ -96,8 +160,14 @@ def _make_gated_linear(shape, dtype, generator, packed=False, bias=True):
 
 def eager_gated_linear(gate, up, weight, bias=None, *, act="silu"):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    a = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none")
-    return F.linear(a * up, weight, bias)
+    acts = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+        "relu": F.relu,
+        "relu2": lambda g: F.relu(g).square(),
+    }
+    return F.linear(acts[act](gate) * up, weight, bias)
 
 
 def _bad_gated_linear(**replaced: Any) -> Callable[[], Inputs]:
@@ -117,10 +187,11 @@ GATED_LINEAR = Op(
         Case("no bias", (9, 64, 32), {}, {"bias": False}, draws=4),
         Case("beyond one block", (5, 300, 7), {"act": "gelu_tanh"}, draws=4),
         Case("packed", (9, 30, 20), {"act": "gelu"}, {"packed": True}, draws=4),
+        Case("squared relu", (9, 30, 20), {"act": "relu2"}, draws=4),
     ),
     empty=((0, 8, 4),),
     bad=(
-        Bad(_bad_gated_linear(), r"gated_linear: act must be one of .*got 'relu'", {"act": "relu"}),
+        Bad(_bad_gated_linear(), r"gated_linear: act must be one of .*got 'tanh'", {"act": "tanh"}),
         Bad(_bad_gated_linear(up=torch.ones(3, 5)), r"gated_linear: up must match gate, \(3, 4\).*got \(3, 5\)"),
         Bad(_bad_gated_linear(weight=torch.ones(5, 3)), r"gated_linear: weight must be \(M, N\).*got \(5, 3\)"),
         Bad(_bad_gated_linear(bias=torch.ones(4)), r"gated_linear: bias must be \(5,\).*got \(4,\)"),

@@ -1,43 +1,55 @@
-"""Gated linear units: y = act(gate) · up, with act one of silu (SwiGLU) and gelu (GEGLU).
+"""Gated linear units: y = act(gate) · up, with act one of silu (SwiGLU), gelu (GEGLU), relu (ReGLU) and relu².
 
-Source: Shazeer 2020, https://arxiv.org/abs/2002.05202
+Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; relu²(gate) · up: BitNet b1.58 2B4T, https://arxiv.org/abs/2504.12285
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launch, launcher, rows_of, tl, triton, use_triton
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> Tensor:
     """silu(gate) · up, computed in fp32 and rounded once.
 
     Args:
         gate: (..., N), any float dtype; or (..., 2N) holding gate and up side by side when up is None.
         up: (..., N), gate's dtype.
+        gate_multiplier, multiplier: multiply gate before the activation, and the result: the multipliers of Falcon-H1.
     Returns: (..., N) in gate's dtype.
     Raises: ValueError where gate and up differ in shape, dtype or device, or a packed width is odd.
 
     Replaces::
 
-        y = F.silu(gate) * up                       # swiglu(gate, up)
-        gate, up = gate_up.chunk(2, dim=-1)         # swiglu(gate_up)
+        y = F.silu(gate) * up                                           # swiglu(gate, up)
+        gate, up = gate_up.chunk(2, dim=-1)                             # swiglu(gate_up)
+        y = F.silu(gate * gate_multiplier) * up * multiplier            # swiglu(gate, up, gate_multiplier=…, …)
     """
-    return _checked("swiglu", gate, up, "silu")
+    return _checked("swiglu", gate, up, "silu", gate_multiplier, multiplier)
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+) -> Tensor:
     """gelu(gate) · up, computed in fp32 and rounded once.
 
     Args:
-        gate, up: as for `swiglu`.
+        gate, up, gate_multiplier, multiplier: as for `swiglu`.
         approximate: "tanh" or "none" (the error function), as in `torch.nn.functional.gelu`.
     Returns: (..., N) in gate's dtype.
     Raises: ValueError as `swiglu`, and for another `approximate`.
@@ -48,10 +60,34 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """
     if approximate not in GELU:
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
-    return _checked("geglu", gate, up, GELU[approximate])
+    return _checked("geglu", gate, up, GELU[approximate], gate_multiplier, multiplier)
 
 
-def _checked(name: str, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+def reglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    squared: bool = False,
+    gate_multiplier: float = 1.0,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """relu(gate) · up, or relu(gate)² · up, computed in fp32 and rounded once. The derivative of relu at 0 is 0.
+
+    Args:
+        gate, up, gate_multiplier, multiplier: as for `swiglu`.
+        squared: relu(gate)², as BitNet b1.58 has it.
+    Returns: (..., N) in gate's dtype.
+    Raises: ValueError as `swiglu`.
+
+    Replaces::
+
+        y = F.relu(gate) * up                       # reglu(gate, up)
+        y = F.relu(gate).square() * up              # reglu(gate, up, squared=True)
+    """
+    return _checked("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
+
+
+def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     if not gate.dtype.is_floating_point:
         raise ValueError(f"{name}: gate must have a float dtype, got {gate.dtype}.")
     if up is None:
@@ -66,17 +102,28 @@ def _checked(name: str, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
             f"got {tuple(up.shape)} {up.dtype} on {up.device}."
         )
     if not use_triton(gate, up):
-        return gated_reference(gate, up, act)
-    return _gated(gate, up, act)
+        return gated_reference(gate, up, act, gate_multiplier, multiplier)
+    return _gated(gate, up, act, gate_multiplier, multiplier)
 
 
-def gated_reference(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda g: F.relu(g).square(),
+}
+
+
+def gated_reference(
+    gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float = 1.0, multiplier: float = 1.0
+) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     acc = torch.promote_types(gate.dtype, torch.float32)
     g = gate.to(acc)
-    a = F.silu(g) if act == "silu" else F.gelu(g, approximate="tanh" if act == "gelu_tanh" else "none")
-    return (a * up.to(acc)).to(gate.dtype)
+    y = _ACTS[act](g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
+    return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -84,157 +131,196 @@ def gated_reference(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
 
 @triton.jit
 def _act(g, ACT: tl.constexpr):
-    """act(g) and its derivative. Both gelus and silu are g · s(g) with s a sigmoid or the normal distribution."""
-    if ACT == "gelu":
-        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    """act(g) and its derivative."""
+    if ACT == "relu":
+        a = tl.where(g <= 0, 0.0, g)  # NaN stays NaN
+        da = tl.where(g <= 0, 0.0, 1.0)
+    elif ACT == "relu2":
+        r = tl.where(g <= 0, 0.0, g)
+        a = r * r
+        da = 2.0 * r
     else:
-        if ACT == "gelu_tanh":
-            # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
-            square = g * g
-            z = g * (1.5957691216057308 + 0.07135481282970877 * square)
-            dz = 1.5957691216057308 + 0.2140644384891263 * square
+        # Both gelus and silu are g · s(g) with s a sigmoid or the normal distribution.
+        if ACT == "gelu":
+            s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+            ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
         else:
-            z = g
-            dz = 1.0
-        # From exp(-|z|): 1 - s would lose all digits where s is near 1, and g · dz blows that up.
-        e = tl.exp(-tl.abs(z))
-        r = 1.0 / (1.0 + e)
-        s = tl.where(z >= 0, r, e * r)
-        ds = e * r * r * dz
-    return g * s, s + g * ds
+            if ACT == "gelu_tanh":
+                # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
+                square = g * g
+                z = g * (1.5957691216057308 + 0.07135481282970877 * square)
+                dz = 1.5957691216057308 + 0.2140644384891263 * square
+            else:
+                z = g
+                dz = 1.0
+            # From exp(-|z|): 1 - s would lose all digits where s is near 1, and g · dz blows that up.
+            e = tl.exp(-tl.abs(z))
+            r = 1.0 / (1.0 + e)
+            s = tl.where(z >= 0, r, e * r)
+            ds = e * r * r * dz
+        a = g * s
+        da = s + g * ds
+    return a, da
 
 
 @triton.jit
-def _gated_fwd_kernel(g_ptr, u_ptr, y_ptr, N, stride_gm, stride_um, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_fwd_kernel(
+    g_ptr, u_ptr, y_ptr, N, stride_gm, stride_um, stride_ym, gate_multiplier, multiplier,
+    ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # A flat grid over (row, block of columns): contiguous inputs arrive as one long row, and no row is padded.
-    blocks = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    # N and the strides come in units of UNIT elements, which tells the compiler that they are multiples of it.
+    blocks = tl.cdiv(N, BLOCK // UNIT)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < N
+    width = N * tl.full((), UNIT, tl.int64)
+    mask = cols < width
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
-    a, _ = _act(g, ACT)
-    tl.store(y_ptr + row * N + cols, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
+    if gate_multiplier is not None:  # None stands for 1
+        g = g * gate_multiplier
+    y, _ = _act(g, ACT)
+    if PACKED:  # up follows gate in the same row
+        y *= tl.load(g_ptr + width + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    elif u_ptr is not None:  # relu² alone has none
+        y *= tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
+    if multiplier is not None:
+        y = y * multiplier
+    tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gated_bwd_kernel(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, N, stride_dym, stride_gm, stride_um, stride_dgm, stride_dum, stride_ym,
-    ACT: tl.constexpr, BLOCK: tl.constexpr,
+    gate_multiplier, multiplier, ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    blocks = tl.cdiv(N, BLOCK // UNIT)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < N
+    width = N * tl.full((), UNIT, tl.int64)
+    mask = cols < width
     dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        g = g * gate_multiplier
     a, da = _act(g, ACT)
-    u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
+    if gate_multiplier is not None:
+        da = da * gate_multiplier
+    if multiplier is not None:
+        a = a * multiplier
+        da = da * multiplier
+    if PACKED:
+        u = tl.load(g_ptr + width + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    elif u_ptr is not None:
+        u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
+    else:
+        u = 1.0
     if y_ptr is not None:  # the product again, for a consumer that did not keep it; y may lie where dy did
         tl.store(y_ptr + row * stride_ym + cols, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
     if dg_ptr is not None:
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * u * da).to(dg_ptr.dtype.element_ty), mask=mask)
+        if PACKED:
+            du = (dy * a).to(dg_ptr.dtype.element_ty)
+            tl.store(dg_ptr + width + row * stride_dgm + cols, du, mask=mask)
     if du_ptr is not None:
         tl.store(du_ptr + row * stride_dum + cols, (dy * a).to(du_ptr.dtype.element_ty), mask=mask)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
 
-BLOCK = 1024
+
+def _tile(act: str, n: int) -> tuple[int, int]:
+    """Elements a program and warps. Erf is long: more independent work a thread hides it."""
+    block = min(1024, max(256, next_power_of_2(n)))
+    return block, max(1, block // (512 if act == "gelu" else 256))
 
 
-def _warps(act: str) -> int:
-    return 2 if act == "gelu" else 4  # erf is long: more independent work a thread hides it
+def launch_gated(
+    kernel: Any, tensors: tuple[Tensor | None, ...], N: int, act: str, gate_multiplier: float, multiplier: float,
+    packed: bool,
+) -> None:  # fmt: skip
+    """Launch a kernel over tensors of (..., N), or (..., 2N) where packed. Dense ones count as one long row."""
+    if not packed and all(t is None or t.is_contiguous() for t in tensors):
+        M, N = 1, tensors[0].numel()  # type: ignore[union-attr]
+        strides = tuple([None if t is None else 0 for t in tensors])
+    else:
+        tensors = tuple([None if t is None else rows_of(t) for t in tensors])
+        M = tensors[0].shape[0]  # type: ignore[union-attr]
+        strides = tuple([None if t is None else t.stride(0) for t in tensors])
+
+    def plan():
+        # Triton itself tells the compiler of multiples of 16; 8 elements of bf16 are 16 bytes already.
+        unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
+        block, warps = _tile(act, N)
+        factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
+        sizes = (None if n is None else n // unit for n in (N, *strides))
+        return M * cdiv(N, block), (*sizes, *factors, act, packed, unit, block), {"num_warps": warps}
+
+    key = (M, N, strides, act, tensors[0].dtype, gate_multiplier, multiplier, packed)  # type: ignore[union-attr]
+    launch(kernel, key, tensors, plan)
 
 
-def _split(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The (M, N) views of gate and up."""
-    if up is None:
-        packed = rows_of(gate)
-        return tuple(packed.chunk(2, dim=-1))  # type: ignore[return-value]
-    return rows_of(gate), rows_of(up)
-
-
-def _grid(*tensors: Tensor | None) -> tuple[int, int]:
-    """Programs and columns a row: dense tensors count as one long row."""
-    present = [t for t in tensors if t is not None]
-    M, N = present[0].shape
-    if all(t.is_contiguous() for t in present):
-        M, N = 1, M * N
-    return M * cdiv(N, BLOCK), N
-
-
-def _gated_fwd_fake(gate, up, act):
+def _gated_fwd_fake(gate, up, act, gate_multiplier, multiplier):
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-@launcher("(Tensor gate, Tensor? up, str act) -> Tensor", _gated_fwd_fake)
-def _gated_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-    y = _gated_fwd_fake(gate, up, act)
+@launcher(
+    "(Tensor gate, Tensor? up, str act, float gate_multiplier, float multiplier) -> Tensor",
+    _gated_fwd_fake,
+)
+def _gated_fwd(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
+    y = _gated_fwd_fake(gate, up, act, gate_multiplier, multiplier)
     if y.numel():
-        g, u = _split(gate, up)
-        programs, N = _grid(g, u)
-        arguments = (N, g.stride(0), u.stride(0), act, BLOCK)
-        plan = programs, arguments, {"num_warps": _warps(act)}
-        launch(_gated_fwd_kernel, (programs, arguments, g.dtype), (g, u, y), lambda: plan)
+        N = y.shape[-1] if y.dim() else 1
+        launch_gated(_gated_fwd_kernel, (gate, up, y), N, act, gate_multiplier, multiplier, up is None)
     return y
 
 
-def _gated_bwd_fake(dy, gate, up, act, need_dgate, need_dup):
+def _gated_bwd_fake(dy, gate, up, act, gate_multiplier, multiplier, need_dgate, need_dup):
     dgate = gate.new_empty(gate.shape) if need_dgate else gate.new_empty(0)
     return dgate, gate.new_empty(gate.shape) if need_dup and up is not None else gate.new_empty(0)
 
 
 @launcher(
-    "(Tensor dy, Tensor gate, Tensor? up, str act, bool need_dgate, bool need_dup) -> (Tensor, Tensor)",
+    "(Tensor dy, Tensor gate, Tensor? up, str act, float gate_multiplier, float multiplier, bool need_dgate,"
+    " bool need_dup) -> (Tensor, Tensor)",
     _gated_bwd_fake,
 )
 def _gated_bwd(
-    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, need_dgate: bool, need_dup: bool
-) -> tuple[Tensor, Tensor]:
-    dgate, dup = _gated_bwd_fake(dy, gate, up, act, need_dgate, need_dup)
-    gated_rows_backward(dy, gate, up, act, dgate if need_dgate else None, dup if need_dup else None, None)
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
+    need_dup: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dgate, dup = _gated_bwd_fake(dy, gate, up, act, gate_multiplier, multiplier, need_dgate, need_dup)
+    room = dgate if need_dgate else None, dup if need_dup and up is not None else None
+    gated_backward(dy, gate, up, act, gate_multiplier, multiplier, *room, None)
     return dgate, dup
 
 
-def gated_rows_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, dgate: Tensor | None, dup: Tensor | None, y: Tensor | None
-) -> None:
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float,
+    dgate: Tensor | None, dup: Tensor | None, y: Tensor | None,
+) -> None:  # fmt: skip
     """Write the gradients that are given room, and y = act(gate) · up; y may be dy, where that is scratch."""
-    if not dy.numel():
-        return
-    rows, out = rows_of(dy), None if y is None else rows_of(y)
-    g, u = _split(gate, up)
-    dg: Tensor | None
-    du: Tensor | None
-    if up is None:
-        dg, du = (None, None) if dgate is None else _split(dgate, None)
-    else:
-        dg, du = (None if t is None else rows_of(t) for t in (dgate, dup))
-    tensors = (rows, g, u, dg, du, out)
-    programs, N = _grid(*tensors)
-    strides = (0 if t is None else t.stride(0) for t in tensors)
-    arguments = (N, *strides, act, BLOCK)
-    key = (programs, arguments, g.dtype, *(t is None for t in tensors))
-    launch(_gated_bwd_kernel, key, tensors, lambda: (programs, arguments, {"num_warps": _warps(act)}))
+    if dy.numel():
+        N = dy.shape[-1] if dy.dim() else 1
+        tensors = (dy, gate, up, dgate, dup, y)
+        launch_gated(_gated_bwd_kernel, tensors, N, act, gate_multiplier, multiplier, up is None)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    gate, up, ctx.act = inputs
+    gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, None, None
+        return None, None, None, None, None
     gate, up = ctx.saved_tensors
-    need_dgate, need_dup = ctx.needs_input_grad[:2]
-    dgate, dup = _gated_bwd(dy, gate, up, ctx.act, need_dgate, need_dup)
-    return dgate if need_dgate else None, dup if need_dup else None, None
+    need_dgate, need_dup, *_ = ctx.needs_input_grad
+    dgate, dup = _gated_bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)
+    return dgate if need_dgate else None, dup if need_dup else None, None, None, None
 
 
 _gated = differentiable(_gated_fwd, _setup_context, _backward)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher, use_triton
-from tigon.ops.gated import GELU, _gated_fwd, gated_reference, gated_rows_backward
+from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 
-ACTS = ("silu", *GELU.values())
+ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
 
 def gated_linear(
@@ -29,7 +29,7 @@ def gated_linear(
         up: (..., N) or None.
         weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
         bias: (M,) or None.
-        act: "silu", "gelu_tanh" or "gelu".
+        act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
     Returns: (..., M) in gate's dtype.
     Raises: ValueError for shapes, dtypes or an act that do not fit.
 
@@ -79,7 +79,7 @@ def _gated_linear_fwd_fake(gate, up, weight, bias, act):
 
 @launcher("(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor", _gated_linear_fwd_fake)
 def _gated_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    return F.linear(_gated_fwd(gate, up, act), weight, bias)
+    return F.linear(_gated_fwd(gate, up, act, 1.0, 1.0), weight, bias)
 
 
 def _gated_linear_bwd_fake(dy, gate, up, weight, act, need_dgate, need_dup, need_dw, need_db):
@@ -109,12 +109,10 @@ def _gated_linear_bwd(
     if need_dgate or need_dup:
         # Scratch of our own: the gradient of the product, which the kernel overwrites by the product.
         scratch = torch.mm(rows, weight)
-        gated_rows_backward(
-            scratch, gate, up, act, dgate if need_dgate else None, dup if need_dup else None,
-            scratch if need_dw else None,
-        )  # fmt: skip
+        room = dgate if need_dgate else None, dup if need_dup and up is not None else None
+        gated_backward(scratch, gate, up, act, 1.0, 1.0, *room, scratch if need_dw else None)
     elif need_dw:
-        scratch = _gated_fwd(gate, up, act).view(-1, weight.shape[1])
+        scratch = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, weight.shape[1])
     if need_dw:
         torch.mm(rows.t(), scratch, out=dw)
     return dgate, dup, dw, rows.sum(0) if need_db else db

@@ -1,0 +1,86 @@
+"""Squared relu, an activation without a gate: y = relu(x)² · multiplier.
+
+Source: So et al. 2021 (Primer), https://arxiv.org/abs/2109.08668; Nemotron-4, https://arxiv.org/abs/2402.16819
+The kernels are those of the gated units, without a second factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.backend import differentiable, launcher, use_triton
+from tigon.ops.gated import _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
+
+
+def relu2(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
+    """relu(x)² · multiplier, computed in fp32 and rounded once.
+
+    Args:
+        x: any shape, any float dtype.
+        multiplier: of the result.
+    Returns: x's shape and dtype.
+    Raises: ValueError for a dtype that is not a float.
+
+    Replaces::
+
+        y = F.relu(x).square()
+    """
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"relu2: x must have a float dtype, got {x.dtype}.")
+    if not use_triton(x):
+        return relu2_reference(x, multiplier=multiplier)
+    return _relu2(x, multiplier)
+
+
+def relu2_reference(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
+    y = F.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square()
+    return (y if multiplier == 1.0 else y * multiplier).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _relu2_fwd_fake(x, multiplier):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x, float multiplier) -> Tensor", _relu2_fwd_fake)
+def _relu2_fwd(x: Tensor, multiplier: float) -> Tensor:
+    y = _relu2_fwd_fake(x, multiplier)
+    if y.numel():
+        N = y.shape[-1] if y.dim() else 1
+        launch_gated(_gated_fwd_kernel, (x, None, y), N, "relu2", 1.0, multiplier, False)
+    return y
+
+
+def _relu2_bwd_fake(dy, x, multiplier):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor dy, Tensor x, float multiplier) -> Tensor", _relu2_bwd_fake)
+def _relu2_bwd(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
+    dx = _relu2_bwd_fake(dy, x, multiplier)
+    if dx.numel():
+        N = dx.shape[-1] if dx.dim() else 1
+        tensors = (dy, x, None, dx, None, None)
+        launch_gated(_gated_bwd_kernel, tensors, N, "relu2", 1.0, multiplier, False)
+    return dx
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, ctx.multiplier = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
+    return (None if dy is None else _relu2_bwd(dy, *ctx.saved_tensors, ctx.multiplier)), None
+
+
+_relu2 = differentiable(_relu2_fwd, _setup_context, _backward)
