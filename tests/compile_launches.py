@@ -56,13 +56,6 @@ class Target:
         return 0
 
 
-class Forgetful(dict):
-    """Stands for the memory of launches that were made before: here each one is compiled, and none made."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-
 def calls(dtype: torch.dtype, op: Op) -> Iterator[tuple[Case, int | None]]:
     """Cases at the sizes of models, and which input is frozen."""
     for case in op.models:
@@ -100,7 +93,7 @@ def compile_launches(target: GPUTarget) -> list[dict[str, Any]]:
     context: dict[str, Any] = {}
     launch = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         started = time.perf_counter()
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
         if compiled.hash not in launches:
@@ -111,11 +104,9 @@ def compile_launches(target: GPUTarget) -> list[dict[str, Any]]:
                 "seconds": time.perf_counter() - started,
                 **describe(compiled, target),
             }
-        return compiled
 
     driver.set_active(Target(target))
     JITFunction.run = compile_only
-    backend._plans = Forgetful()
     # Meta tensors stand for tensors on the GPU.
     backend.why_not_triton = lambda *tensors: None
     with backend.use_backend("triton"), torch.device("meta"):

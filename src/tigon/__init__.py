@@ -11,11 +11,13 @@ __version__ = "0.1.0"
 _HOME = {
     "use_backend": "tigon.backend",
     "rms_norm": "tigon.ops.rms_norm",
+    "add_rms_norm": "tigon.ops.rms_norm",
     "rope": "tigon.ops.rope",
     "swiglu": "tigon.ops.gated",
     "geglu": "tigon.ops.gated",
     "reglu": "tigon.ops.gated",
     "relu2": "tigon.ops.relu2",
+    "dyt": "tigon.ops.dyt",
     "cross_entropy": "tigon.ops.cross_entropy",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
@@ -29,15 +31,18 @@ if TYPE_CHECKING:
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.models.fusion import Fusion, fuse
     from tigon.ops.cross_entropy import cross_entropy
+    from tigon.ops.dyt import dyt
     from tigon.ops.gated import geglu, reglu, swiglu
     from tigon.ops.relu2 import relu2
-    from tigon.ops.rms_norm import rms_norm
+    from tigon.ops.rms_norm import add_rms_norm, rms_norm
     from tigon.ops.rope import rope
 
 __all__ = [
     "Fusion",
+    "add_rms_norm",
     "backend",
     "cross_entropy",
+    "dyt",
     "fuse",
     "geglu",
     "linear_cross_entropy",

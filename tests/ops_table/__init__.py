@@ -4,11 +4,24 @@ Tests over all operators (test_invariants.py, test_kernels_compile.py) read this
 """
 
 from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from ops_table.elementwise import DYT
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
-from ops_table.norms import RMS_NORM
+from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import ROPE
 from ops_table.row import Case, Op
 
-OPS: tuple[Op, ...] = (RMS_NORM, SWIGLU, GEGLU, REGLU, RELU2, GATED_LINEAR, ROPE, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY)
+OPS: tuple[Op, ...] = (
+    RMS_NORM,
+    ADD_RMS_NORM,
+    SWIGLU,
+    GEGLU,
+    REGLU,
+    RELU2,
+    GATED_LINEAR,
+    DYT,
+    ROPE,
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+)
 
 __all__ = ["OPS", "Case", "Op"]

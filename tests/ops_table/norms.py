@@ -6,11 +6,18 @@ import torch
 
 import tigon
 from ops_table.row import Bad, Case, Op, randn
-from tigon.ops.rms_norm import rms_norm_reference
+from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 
-def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, around=1.0):
-    x = randn(shape, dtype, generator)
+def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, around=1.0, view=None):
+    """view: "heads" for (B, T, H, D), the first third of the heads of a packed projection; "transposed" for such a view
+    as (B, H, T, D), as attention wants it."""
+    if view is None:
+        x = randn(shape, dtype, generator)
+    else:
+        B, T, H, D = shape
+        x = randn((B, T, 3 * H, D), dtype, generator)[:, :, :H]
+        x = x.transpose(1, 2) if view == "transposed" else x
     w = around + 0.5 * torch.randn(shape[-1], generator=generator)
     return x, w.to(weight_dtype or dtype) if weight else None
 
@@ -40,6 +47,7 @@ RMS_NORM = Op(
         Case("aligned", (4, 128), draws=4),
         Case("rows share tiles", (3, 50, 16)),
         Case("more tiles than programs", (36, 1024)),
+        Case("too wide to stay in registers", (2, 8200)),
         Case("beyond one tile", (2, 16390)),
         Case("gemma", (7, 200), _GEMMA, {"around": 0.0}),
         Case("gemma beyond one tile", (2, 16400), _GEMMA, {"around": 0.0}),
@@ -47,6 +55,8 @@ RMS_NORM = Op(
         Case("no weight", (7, 200), {}, {"weight": False}),
         Case("fp32 weight", (7, 200), {}, {"weight_dtype": torch.float32}),
         Case("fp32 weight rounded once", (7, 200), {"cast": "none"}, {"weight_dtype": torch.float32}),
+        Case("heads of a packed projection", (2, 5, 3, 24), {}, {"view": "heads"}),
+        Case("heads before tokens", (2, 5, 3, 24), {}, {"view": "transposed"}),
     ),
     empty=((0, 8), (2, 0), (3, 0, 8)),
     bad=(
@@ -62,8 +72,61 @@ RMS_NORM = Op(
         Case("Llama-3-405B", (8192, 16384)),
         Case("Gemma-2-2B", (16384, 2304), _GEMMA),
         Case("Qwen3 heads", (8, 1024, 32, 128)),
+        Case("heads of a packed projection", (8, 1024, 32, 128), {}, {"view": "transposed"}),
         Case("fp32 weight", (32768, 4096), {}, {"weight_dtype": torch.float32}),
         Case("no weight", (32768, 4096), {}, {"weight": False}),
+        Case("beyond one tile", (4096, 32768)),
+    ),
+)
+
+
+def _make_add_rms_norm(shape, dtype, generator, residual_dtype=None, **inputs):
+    x, w = _make_rms_norm(shape, dtype, generator, **inputs)
+    return x, randn(tuple(x.shape), residual_dtype or dtype, generator), w
+
+
+def eager_add_rms_norm(x, residual, weight=None, **options):
+    """The end of a sublayer and the start of the next, as transformers' decoder layers write them."""
+    residual = residual + x
+    return eager_rms_norm(residual, weight, **options), residual
+
+
+ADD_RMS_NORM = Op(
+    name="add_rms_norm",
+    public=tigon.add_rms_norm,
+    reference=add_rms_norm_reference,
+    eager=eager_add_rms_norm,
+    make=_make_add_rms_norm,
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("rows share tiles", (3, 50, 16)),
+        Case("too wide to stay in registers", (2, 8200)),
+        Case("beyond one tile", (2, 16390)),
+        Case("gemma", (7, 200), _GEMMA, {"around": 0.0}),
+        Case("no weight", (7, 200), {}, {"weight": False}),
+        Case("fp32 residual", (7, 200), {"cast": "none"}, {"residual_dtype": torch.float32}),
+        Case("heads before tokens", (2, 5, 3, 24), {}, {"view": "transposed"}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(2, 4), torch.ones(5)),
+            r"add_rms_norm: weight must have shape \(4,\).*got \(5,\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(4), torch.ones(4)),
+            r"add_rms_norm: residual must have x's shape \(2, 4\).*got \(4,\)",
+        ),
+        Bad(lambda: (torch.ones(2, 4),) * 2, r"add_rms_norm: cast must be one of .*got 'lama'", {"cast": "lama"}),
+    ),
+    launches=("add_rms_norm_fwd", "rms_norm_bwd"),
+    models=(
+        Case("Llama-3-8B", (32768, 4096)),
+        Case("Llama-3-70B", (16384, 8192)),
+        Case("Llama-3-405B", (8192, 16384)),
+        Case("Gemma-2-2B", (16384, 2304), _GEMMA),
+        Case("fp32 residual", (32768, 4096), {"cast": "none"}, {"residual_dtype": torch.float32}),
         Case("beyond one tile", (4096, 32768)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x²) + eps) · (offset + weight).
+"""Root-mean-square normalisation, of x or of a sum: y = x / sqrt(mean(x²) + eps) · (offset + weight).
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 """
@@ -13,11 +13,13 @@ from torch import Tensor
 from tigon.backend import (
     cdiv,
     differentiable,
+    empty_rows,
     launch,
     launcher,
+    memory_order,
     multiprocessors,
     next_power_of_2,
-    rows_of,
+    row_groups,
     shared_memory,
     tl,
     triton,
@@ -36,7 +38,8 @@ def rms_norm(
     """Scale each row of x to unit root mean square, then by weight.
 
     Args:
-        x: (..., N), any float dtype. Statistics are taken in fp32 (fp64 for fp64).
+        x: (..., N), any float dtype and strides: one head of a packed projection is read where it lies. Statistics are
+            taken in fp32 (fp64 for fp64).
         weight: (N,), or None for no scale.
         eps: added to the mean square, in squared units of x.
         offset: added to weight; Gemma stores weight − 1 and uses 1.0.
@@ -44,7 +47,7 @@ def rms_norm(
             "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x and weight.
             "gemma"  everything in fp32, rounded once, to x's dtype. Also what torch.nn.RMSNorm does.
             "none"   everything in fp32, rounded once, to the promoted dtype of x and weight.
-    Returns: (..., N).
+    Returns: (..., N), in the order of x's memory.
     Raises: ValueError for a weight that is not (N,), an unknown cast or a dtype that is not a float.
 
     Replaces (cast="llama")::
@@ -52,20 +55,58 @@ def rms_norm(
         variance = x.float().pow(2).mean(-1, keepdim=True)
         y = weight * (x.float() * torch.rsqrt(variance + eps)).to(x.dtype)
     """
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"rms_norm: x must have a float dtype, got {x.dtype}.")
-    if x.dim() == 0:
-        raise ValueError("rms_norm: x must have at least one dimension, got a scalar.")
-    if cast not in CASTS:
-        raise ValueError(f"rms_norm: cast must be one of {CASTS}, got {cast!r}.")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"rms_norm: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
-            f"got {tuple(weight.shape)}."
-        )
+    _check("rms_norm", x, weight, cast)
     if not use_triton(x, weight):
         return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast)
     return _rms_norm(x, weight, eps, offset, cast)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and norm the sum, in one pass; the backward takes both gradients in one pass.
+
+    Args:
+        x: (..., N), what a layer adds. residual: (..., N), what it is added to; any float dtypes and strides.
+        weight, eps, offset, cast: as for `rms_norm`, of the sum.
+    Returns: (norm, sum). The sum is rounded to the promoted dtype of x and residual, and the norm is the norm of what
+        was rounded: the same numbers as of the two steps.
+    Raises: ValueError as `rms_norm`, and where residual and x differ in shape.
+
+    Replaces::
+
+        residual = residual + x
+        y = rms_norm(residual, weight)
+    """
+    _check("add_rms_norm", x, weight, cast)
+    if residual.shape != x.shape or not residual.dtype.is_floating_point:
+        raise ValueError(
+            f"add_rms_norm: residual must have x's shape {tuple(x.shape)} and a float dtype, "
+            f"got {tuple(residual.shape)} {residual.dtype}."
+        )
+    if not use_triton(x, residual, weight):
+        return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, cast=cast)
+    return _add_rms_norm(x, residual, weight, eps, offset, cast)
+
+
+def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x must have at least one dimension, got a scalar.")
+    if cast not in CASTS:
+        raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
+            f"got {tuple(weight.shape)}."
+        )
 
 
 def rms_norm_reference(
@@ -81,54 +122,104 @@ def rms_norm_reference(
     if weight is not None:
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
-    return y.to(_out_dtype(x, weight, cast))
+    return y.to(_out_dtype(x.dtype, weight, cast))
 
 
-def _out_dtype(x: Tensor, weight: Tensor | None, cast: str) -> torch.dtype:
-    return x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype)
+def add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
+
+
+def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:
+    return dtype if weight is None or cast == "gemma" else torch.promote_types(dtype, weight.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+@triton.jit
+def _sum2(a, b):
+    """Row sums of two tiles, in one exchange between warps instead of two."""
+    return tl.split(tl.sum(tl.join(a, b), 1))
+
+
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, stride_xm, eps, offset,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri, eps, offset,
     ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
-    row_mask = rows < M
-    mask = row_mask[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
-    y = x * rstd[:, None]
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+    y_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if r_ptr is not None:
+        r_at = (rows // inner_r).to(tl.int64) * stride_ro + (rows % inner_r).to(tl.int64) * stride_ri
+        x += tl.load(r_ptr + r_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total = x.to(s_ptr.dtype.element_ty)
+        tl.store(s_ptr + y_at, total, mask=mask)
+        x = total.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None]
     if ROUND:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
         y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
-    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, stride_dym, stride_xm, offset,
+    dy_ptr, ds_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
+    stride_dsi, inner, stride_xo, stride_xi, eps, offset,
     ROUND: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW in registers.
+    # rstd is computed again: the row is here anyway, and the forward has one tensor less to make.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & col_mask[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+        dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
+        x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if ds_ptr is not None and not RELOAD:
+            ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
+            ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        wdy = dy
+        if w_ptr is not None:
+            if RELOAD:
+                w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+            wdy = dy * w[None, :]
+        squares, products = _sum2(x * x, wdy * x)
+        rstd = tl.rsqrt(squares / N + eps)[:, None]
+        if RELOAD:
+            # The widest rows leave no registers to keep them across the sums: all comes once more, from the L1 cache.
+            # The other eviction policy makes it another load to the compiler.
+            x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            x, dy = x.to(tl.float32), dy.to(tl.float32)
+            wdy = dy
+            if w_ptr is not None:
+                w = tl.load(w_ptr + cols, mask=col_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                wdy = dy * (w + offset)[None, :]
+            if ds_ptr is not None:
+                ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
+                ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         xhat = x * rstd
         if dw_ptr is not None:
             if ROUND:
@@ -136,35 +227,46 @@ def _rms_norm_bwd_kernel(
             else:
                 dw += dy * xhat
         if dx_ptr is not None:
-            if w_ptr is not None:
-                if RELOAD:  # the widest rows leave no registers for the weight: it comes from the L1 cache each time
-                    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-                dy = dy * w[None, :]
-            dx = (dy - xhat * (tl.sum(dy * xhat, 1) / N)[:, None]) * rstd
-            tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx = (wdy - xhat * (products[:, None] * rstd / N)) * rstd
+            if ds_ptr is not None:
+                dx += ds
+            dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+            tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
 @triton.jit
 def _rms_norm_wide_fwd_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, stride_xm, eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_xm
-    y_ptr += row * N
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri, eps, offset,
+    ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
+    y_ptr += row.to(tl.int64) * N
+    if r_ptr is not None:
+        r_ptr += (row // inner_r).to(tl.int64) * stride_ro + (row % inner_r).to(tl.int64) * stride_ri
+        s_ptr += row.to(tl.int64) * N
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if r_ptr is not None:
+            x += tl.load(r_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            total = x.to(s_ptr.dtype.element_ty)
+            tl.store(s_ptr + cols, total, mask=cols < N)
+            x = total.to(tl.float32)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    tl.store(rstd_ptr + row, rstd)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        y = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * rstd
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if r_ptr is not None:  # the same sum again: what this program stored, another thread may have stored
+            x += tl.load(r_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            x = x.to(s_ptr.dtype.element_ty).to(tl.float32)
+        y = x * rstd
         if ROUND:
-            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
             y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
@@ -172,41 +274,55 @@ def _rms_norm_wide_fwd_kernel(
 
 @triton.jit
 def _rms_norm_wide_dx_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, stride_dym, stride_xm, offset, BLOCK_N: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * stride_dym
-    x_ptr += row * stride_xm
-    dx_ptr += row * N
-    rstd = tl.load(rstd_ptr + row)
+    dy_ptr, ds_ptr, x_ptr, w_ptr, dx_ptr, rstd_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
+    stride_dsi, inner, stride_xo, stride_xi, eps, offset, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    dy_ptr += (row // inner_dy).to(tl.int64) * stride_dyo + (row % inner_dy).to(tl.int64) * stride_dyi
+    x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
+    squares = tl.zeros((BLOCK_N,), tl.float32)
     products = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if w_ptr is not None:
-            dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
-        products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    mean = tl.sum(products, 0) * rstd * rstd / N
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if w_ptr is not None:
-            dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
-        dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
-        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        squares += x * x
+        if dx_ptr is not None:
+            dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            if w_ptr is not None:
+                dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+            products += dy * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
+    if dx_ptr is not None:
+        dx_ptr += row.to(tl.int64) * N
+        if ds_ptr is not None:
+            ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
+        mean = tl.sum(products, 0) * rstd * rstd / N
+        for start in range(0, N, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            if w_ptr is not None:
+                dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+            dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
+            if ds_ptr is not None:
+                dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_wide_dw_kernel(
-    dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, stride_dym, stride_xm, P, ROUND: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
+    ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for r in range(part, M, P):
         row = r + tl.full((), 0, tl.int64)
-        x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x_at = row // inner * stride_xo + row % inner * stride_xi
+        dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
+        x = tl.load(x_ptr + x_at + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
         xhat = x * tl.load(rstd_ptr + row)
         if ROUND:
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -223,106 +339,171 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
     return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
 
 
-def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int]:
+def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int, int, int]:
     """Rows, columns, warps and stages. One program a multiprocessor, whose next two tiles are on their way meanwhile:
-    2 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch."""
+    2 or 3 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no
+    prefetch."""
     block_n = next_power_of_2(n)
-    block_m = max(1, 16384 // x.element_size() // block_n)
-    tile_bytes = block_m * block_n * x.element_size()
-    stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
+    block_m = max(1, 16384 // itemsize // block_n)
+    tile_bytes = block_m * block_n * itemsize
+    stages = 3 if tile_bytes <= 16384 and 3 * inputs * tile_bytes + 4096 <= shared else 1
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
 
 
 def _rms_norm_fwd_fake(x, weight, eps, offset, cast):
-    y = x.new_empty(x.shape, dtype=_out_dtype(x, weight, cast))
-    return y, x.new_empty(x.numel() // max(1, x.shape[-1]), dtype=torch.float32)
+    return empty_rows(x, _out_dtype(x.dtype, weight, cast))
 
 
-@launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)", _rms_norm_fwd_fake)
-def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
-    y, rstd = _rms_norm_fwd_fake(x, weight, eps, offset, cast)
-    if x.numel() == 0:
-        return y, rstd
-    x = rows_of(x)
-    weight = weight if weight is None else weight.contiguous()
-    M, N = x.shape
-    stride, rounded = x.stride(0), cast == "llama"
-
-    def plan():
-        if N > MAX_TILE:
-            return M, (M, N, stride, eps, offset, rounded, 8192), {"num_warps": 16}
-        block_m, block_n, warps = _fwd_tile(N)
-        return cdiv(M, block_m), (M, N, stride, eps, offset, rounded, block_m, block_n), {"num_warps": warps}
-
-    kernel = _rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel
-    key = (M, N, stride, x.dtype, None if weight is None else weight.dtype, y.dtype, eps, offset, rounded)
-    launch(kernel, key, (x, weight, y, rstd), plan)
-    return y, rstd
+@launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> Tensor", _rms_norm_fwd_fake)
+def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
+    y = empty_rows(x, _out_dtype(x.dtype, weight, cast))
+    _forward(x, None, weight, y, None, eps, offset, cast)
+    return y
 
 
-def _rms_norm_bwd_fake(dy, x, weight, rstd, offset, cast, need_dx, need_dw):
-    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    return dx, torch.empty_like(weight) if need_dw else x.new_empty(0)
+def _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast):
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return empty_rows(x, _out_dtype(dtype, weight, cast)), empty_rows(x, dtype)
 
 
 @launcher(
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, str cast, bool need_dx, bool need_dw)"
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)",
+    _add_rms_norm_fwd_fake,
+)
+def _add_rms_norm_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[Tensor, Tensor]:
+    y, total = _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast)
+    _forward(x, residual, weight, y, total, eps, offset, cast)
+    return y, total
+
+
+def _forward(
+    x: Tensor, r: Tensor | None, weight: Tensor | None, y: Tensor, total: Tensor | None, eps: float, offset: float,
+    cast: str,
+) -> None:  # fmt: skip
+    N = x.shape[-1]
+    M = y.numel() // N if N else 0
+    if M == 0:
+        return
+    order = memory_order(y)
+    x, *strides = row_groups(x, order)
+    r, *strides_r = (None, 1, 0, 0) if r is None else row_groups(r, order)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+
+    def plan():
+        arguments = (M, N, *strides, *strides_r, eps, offset, cast == "llama")
+        if N > MAX_TILE:
+            return M, (*arguments, 8192), {"num_warps": 16}
+        block_m, block_n, warps = _fwd_tile(N)
+        return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
+
+    key = (
+        M, N, x.dtype, r if r is None else r.dtype, weight if weight is None else weight.dtype, y.dtype, eps, offset,
+        cast, *strides, *strides_r,
+    )  # fmt: skip
+    launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, (x, r, weight, y, total), plan)
+
+
+def _rms_norm_bwd_fake(dy, ds, x, weight, eps, offset, cast, need_dx, need_dw):
+    return empty_rows(x) if need_dx else x.new_empty(0), torch.empty_like(weight) if need_dw else x.new_empty(0)
+
+
+@launcher(
+    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, float eps, float offset, str cast, bool need_dx, bool need_dw)"
     " -> (Tensor, Tensor)",
     _rms_norm_bwd_fake,
 )
 def _rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, cast: str, need_dx: bool, need_dw: bool
-) -> tuple[Tensor, Tensor]:
-    dx, dw = _rms_norm_bwd_fake(dy, x, weight, rstd, offset, cast, need_dx, need_dw)
-    if x.numel() == 0:
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
+    need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx, plus ds where the sum's own gradient is given, and dweight."""
+    dx, dw = _rms_norm_bwd_fake(dy, ds, x, weight, eps, offset, cast, need_dx, need_dw)
+    N = x.shape[-1]
+    M = x.numel() // N if N else 0
+    if M == 0:
         return dx, dw.zero_()
-    x, dy = rows_of(x), rows_of(dy)
-    weight = weight if weight is None else weight.contiguous()
-    M, N = x.shape
-    strides, rounded = (dy.stride(0), x.stride(0)), cast == "llama"
+    # The walk is in the order of dx, which is that of x; where only dW is wanted, in any.
+    order = memory_order(dx) if need_dx else None
+    x, *strides = row_groups(x, order)
+    dy, *strides_dy = row_groups(dy, order)
+    ds, *strides_ds = (None, 1, 0, 0) if ds is None else row_groups(ds, order)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
     out_dx = dx if need_dx else None
-    key = (M, N, *strides, dy.dtype, x.dtype, None if weight is None else weight.dtype, offset, rounded, need_dx)
-    partial: Tensor | None = None
-    arguments: tuple[Any, ...]
+    key = (
+        M, N, need_dx, need_dw, dy.dtype, ds if ds is None else ds.dtype, x.dtype,
+        weight if weight is None else weight.dtype, eps, offset, cast, *strides_dy, *strides_ds, *strides,
+    )  # fmt: skip
+    scalars = (*strides_dy, *strides_ds, *strides, eps, offset)
+    partial = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
-        block_m, block_n, warps, stages = _bwd_tile(N, x)
+        inputs = 2 if ds is None else 3
+        block_m, block_n, warps, stages = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
         programs = min(cdiv(M, block_m), multiprocessors(x.device))
         if need_dw:
-            partial = x.new_empty((programs, N), dtype=torch.float32)
-        arguments = (M, N, *strides, offset, rounded, block_n > 8192, block_m, block_n, stages)
-        tensors = (dy, x, weight, rstd, out_dx, partial)
-        launch(_rms_norm_bwd_kernel, (*key, need_dw), tensors, lambda: (programs, arguments, {"num_warps": warps}))
+            partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+        launch(
+            _rms_norm_bwd_kernel, key, (dy, ds, x, weight, out_dx, partial),
+            lambda: (
+                programs, (M, N, *scalars, cast == "llama", block_n > 8192, block_m, block_n, stages),
+                {"num_warps": warps},
+            ),
+        )  # fmt: skip
     else:
-        if need_dx:
-            arguments = (N, *strides, offset, 8192)
-            launch(_rms_norm_wide_dx_kernel, key, (dy, x, weight, rstd, dx), lambda: (M, arguments, {"num_warps": 16}))
+        rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+        launch(
+            _rms_norm_wide_dx_kernel, key, (dy, ds, x, weight, out_dx, rstd),
+            lambda: (M, (N, *scalars, 8192), {"num_warps": 16}),
+        )  # fmt: skip
         if need_dw:
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
-            partial = x.new_empty((programs, N), dtype=torch.float32)
-            arguments = (M, N, *strides, programs, rounded, 1024)
+            partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+            arguments = (M, N, *strides_dy, *strides, programs, cast == "llama", 1024)
             grid = programs * columns
             launch(_rms_norm_wide_dw_kernel, key, (dy, x, rstd, partial), lambda: (grid, arguments, {"num_warps": 4}))
-    if need_dw:
-        sum_rows(partial, dw)  # type: ignore[arg-type]
+    if partial is not None:
+        sum_rows(partial, dw)
     return dx, dw
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.offset, ctx.cast = inputs
-    ctx.save_for_backward(x, weight, output[1])
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, *ctx.options = inputs
+    ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = _rms_norm_bwd(dy, x, weight, rstd, ctx.offset, ctx.cast, need_dx, need_dw)
+    x, weight = ctx.saved_tensors
+    need_dx, need_dw, *_ = ctx.needs_input_grad
+    dx, dw = _rms_norm_bwd(dy, None, x, weight, *ctx.options, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
+def _add_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, *ctx.options = inputs
+    ctx.save_for_backward(output[1], weight)
+    ctx.dtypes = x.dtype, residual.dtype
+
+
+def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    total, weight = ctx.saved_tensors
+    need_x, need_r, need_dw, *_ = ctx.needs_input_grad
+    d, dw = ds, None
+    if dy is not None:
+        d, dw = _rms_norm_bwd(dy, ds, total, weight, *ctx.options, need_x or need_r, need_dw)
+    # One tensor for both: each of them went into the sum as it was.
+    dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
+    dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
+    return dx, dresidual, dw if need_dw else None, None, None, None
+
+
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)
+_add_rms_norm = differentiable(_add_rms_norm_fwd, _add_setup_context, _add_backward, outputs=2)
