@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops_table.rotary import eager_rope
 
 import tigon
 
@@ -75,3 +76,88 @@ def test_only_the_gradient_that_is_asked_for(qk, backend, device):
     rk.sum().backward()
     assert q.grad is None
     assert k.grad is not None
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("angle_dtype", [torch.bfloat16, torch.float32])
+def test_native_arithmetic_is_eager_code_bit_by_bit(qk, angle_dtype, interleaved, backend, device):
+    inputs = [x.bfloat16().requires_grad_() for x in qk]
+    # Angles that differ between the members of a pair: whichever is used where, shows.
+    cos, sin = (torch.randn(2, 6, 12, device=device).to(angle_dtype) for _ in range(2))
+
+    def gradients(results):
+        upstream = [torch.linspace(-3, 3, r.numel(), device=device).view(r.shape).to(r) for r in results]
+        return torch.autograd.grad(results, inputs, upstream)
+
+    got = tigon.rope(*inputs, cos, sin, arithmetic="native", interleaved=interleaved)
+    expected = eager_rope(*inputs, cos, sin, interleaved=interleaved)
+    rounded_once = tigon.rope(*inputs, cos, sin, interleaved=interleaved)
+    for a, b in zip((*got, *gradients(got)), (*expected, *gradients(expected)), strict=True):
+        assert torch.equal(a, b)
+    assert angle_dtype == torch.float32 or not torch.equal(rounded_once[0], expected[0])
+
+
+def test_neighbours_are_halves_in_another_order(qk, backend, device):
+    q, k = qk
+    cos, sin = angles(6, 12, device)
+    order = torch.arange(12, device=device).view(2, 6).T.flatten()  # 0, 6, 1, 7, …: each pair side by side
+    order = torch.cat((order, torch.arange(12, 16, device=device)))
+    halves = tigon.rope(q, k, cos, sin)
+    neighbours = tigon.rope(
+        q[..., order], k[..., order], *(a[..., :6].repeat_interleave(2, -1) for a in (cos, sin)), interleaved=True
+    )
+    for a, b in zip(halves, neighbours, strict=True):
+        assert torch.equal(a[..., order], b)
+
+
+@pytest.mark.parametrize("section", [(2, 3, 3), (8, 0, 0), (0, 0, 8), (0, 5, 3)])
+def test_planes_of_angles_are_combined_on_the_fly(qk, section, backend, device):
+    q, k = qk
+    angle = torch.randn(3, 2, 6, 8, device=device)
+    cos, sin = (torch.cat((a, a), -1) for a in (angle.cos(), angle.sin()))
+    combined = [
+        torch.cat([m[i % 3] for i, m in enumerate(a.split(section * 2, dim=-1))], dim=-1) for a in (cos, sin)
+    ]  # fmt: skip
+    for a, b in zip(tigon.rope(q, k, cos, sin, mrope_section=section), tigon.rope(q, k, *combined), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_tensor_alone(qk, backend, device):
+    q, k = (x.requires_grad_() for x in qk)
+    cos, sin = angles(6, 16, device)
+    both = tigon.rope(q, k, cos, sin)
+    alone = tigon.rope(q, None, cos, sin), tigon.rope(k, None, cos, sin)
+    upstream = [x.detach().square() for x in (q, k)]
+    gradients = [torch.autograd.grad(results, (q, k), upstream) for results in (both, alone)]
+    for a, b in zip((*both, *gradients[0]), (*alone, *gradients[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_q_and_k_of_two_dtypes(qk, backend, device):
+    q, k = qk
+    cos, sin = angles(6, 16, device, torch.bfloat16)
+    rq, rk = tigon.rope(q.bfloat16(), k, cos, sin)
+    assert rq.dtype == torch.bfloat16
+    assert rk.dtype == torch.float32
+    assert torch.equal(rk, tigon.rope(k, None, cos, sin))
+
+
+def test_results_lie_in_memory_as_the_inputs_do(device, triton_backend):
+    """Views of a packed projection (B, T, heads, D): attention and the next projection expect token-major memory."""
+    packed = torch.randn(2, 6, 8, 16, device=device)
+    q, k, _ = (x.transpose(1, 2).requires_grad_() for x in packed.split((4, 2, 2), dim=2))
+    rq, rk = tigon.rope(q, k, *angles(6, 16, device))
+    assert rq.transpose(1, 2).is_contiguous()
+    assert rk.transpose(1, 2).is_contiguous()
+    gq, gk = torch.autograd.grad((rq, rk), (q, k), (torch.ones_like(rq).contiguous(), rk.detach()))
+    assert gq.transpose(1, 2).is_contiguous()
+    assert gk.transpose(1, 2).is_contiguous()
+
+
+def test_cos_and_sin_of_other_strides(qk, backend, device):
+    q, k = qk
+    cos, sin = angles(6, 16, device)
+    padded = torch.full((1, 6, 19), 77.0, device=device)
+    padded[..., :16] = sin
+    for a, b in zip(tigon.rope(q, k, cos, sin), tigon.rope(q, k, cos, padded[..., :16]), strict=True):
+        assert torch.equal(a, b)

@@ -12,30 +12,56 @@ from ops_table.row import Bad, Case, Inputs, Op, randn
 from tigon.ops.rope import rope_reference
 
 
-def _make_rope(shape, dtype, generator, rotary=None, unsqueeze_dim=1, angles="one", angle_dtype=None):
+def _make_angles(R, T, B, dtype, generator, angles="one", interleaved=False):
+    leading = {"one": (1, T), "each": (B, T), "flat": (T,), "planes": (3, B, T), "shared planes": (3, 1, T)}[angles]
+    angle = 6 * torch.rand((*leading, R // 2), generator=generator)
+    angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _make_qk(shape, dtype, generator, unsqueeze_dim=1):
     """shape is (T, B, heads of q, heads of k, D). Memory is token-major, as the projections leave it."""
     T, B, heads_q, heads_k, D = shape
-    R = rotary or D
     q, k = (randn((B, T, h, D), dtype, generator) for h in (heads_q, heads_k))
-    if unsqueeze_dim == 1:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    leading = {"one": (1, T), "each": (B, T), "flat": (T,)}[angles]
-    angle = 6 * torch.rand((*leading, R // 2), generator=generator)
-    cos, sin = (torch.cat((a, a), -1).to(angle_dtype or dtype) for a in (angle.cos(), angle.sin()))
-    return q, k, cos, sin
+    return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 
 
-def eager_rope(q, k, cos, sin, *, unsqueeze_dim=1):
-    """apply_rotary_pos_emb of transformers, with GPT-NeoX's handling of a partial rotation."""
+def _make_rope(
+    shape,
+    dtype,
+    generator,
+    rotary=None,
+    unsqueeze_dim=1,
+    angles="one",
+    angle_dtype=None,
+    interleaved=False,
+    alone=False,
+):
+    q, k = _make_qk(shape, dtype, generator, unsqueeze_dim)
+    R = rotary or shape[-1]
+    return q, None if alone else k, *_make_angles(R, *shape[:2], angle_dtype or dtype, generator, angles, interleaved)
+
+
+def rotate_half(x, interleaved=False):
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def eager_rope(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False, mrope_section=None, arithmetic=None):
+    """apply_rotary_pos_emb of transformers, partial as in GPT-NeoX, planes as in Qwen2-VL."""
+    if mrope_section is not None:
+        sizes = [2 * n for n in mrope_section] if interleaved else mrope_section * 2
+        cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(sizes, dim=-1))], dim=-1) for a in (cos, sin))
     cos, sin = ((a if a.dim() == 3 else a[None]).unsqueeze(unsqueeze_dim) for a in (cos, sin))
     R = cos.shape[-1]
 
     def rotate(x):
         turned, rest = x[..., :R], x[..., R:]
-        half = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), dim=-1)
-        return torch.cat((turned * cos + half * sin, rest), dim=-1)
+        return torch.cat((turned * cos + rotate_half(turned, interleaved) * sin, rest), dim=-1)
 
-    return rotate(q), rotate(k)
+    return rotate(q) if k is None else (rotate(q), rotate(k))
 
 
 def _bad_rope(**replaced: Any) -> Callable[[], Inputs]:
@@ -47,6 +73,7 @@ def _bad_rope(**replaced: Any) -> Callable[[], Inputs]:
     return inputs
 
 
+_NEIGHBOURS = {"interleaved": True}
 ROPE = Op(
     name="rope",
     public=tigon.rope,
@@ -63,6 +90,16 @@ ROPE = Op(
         Case("heads beyond one tile", (2, 1, 20, 33, 256)),
         Case("heads after time", (5, 2, 3, 2, 12), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
         Case("fp32 angles", (5, 2, 3, 2, 12), {}, {"angle_dtype": torch.float32}),
+        Case("neighbours, partial", (5, 2, 3, 2, 20), _NEIGHBOURS, {"rotary": 12, "interleaved": True}),
+        Case("planes of angles", (5, 2, 3, 1, 12), {"mrope_section": [1, 2, 3]}, {"angles": "planes"}),
+        Case(
+            "planes of neighbours",
+            (3, 2, 3, 1, 20),
+            {"mrope_section": [4, 0, 2], **_NEIGHBOURS},
+            {"rotary": 12, "angles": "shared planes", "interleaved": True},
+        ),
+        Case("one tensor", (5, 2, 3, 1, 12), {}, {"alone": True}),
+        Case("native arithmetic", (5, 2, 3, 2, 12), {"arithmetic": "native"}),
     ),
     empty=((0, 2, 3, 2, 8), (3, 0, 3, 2, 8), (3, 2, 0, 2, 8)),
     bad=(
@@ -71,6 +108,13 @@ ROPE = Op(
         Bad(_bad_rope(k=torch.ones(2, 2, 4, 8)), r"rope: k must match q .*got \(2, 2, 4, 8\)"),
         Bad(_bad_rope(sin=torch.ones(1, 3, 6)), r"rope: cos and sin must both be .*\(1, 3, 8\) and \(1, 3, 6\)"),
         Bad(_bad_rope(cos=torch.ones(1, 3, 8, requires_grad=True)), r"rope: cos and sin must not require a gradient"),
+        Bad(
+            _bad_rope(),
+            r"rope: cos and sin must both be \(3, 2, 3, R\) or \(3, 1, 3, R\) .* got \(1, 3, 8\)",
+            {"mrope_section": [1, 1, 2]},
+        ),
+        Bad(_bad_rope(), r"rope: mrope_section must be .* sum to 4, .* got \(1, 1, 1\)", {"mrope_section": [1, 1, 1]}),
+        Bad(_bad_rope(), r"rope: arithmetic must be 'fp32' or 'native', got 'bf16'", {"arithmetic": "bf16"}),
     ),
     launches=("rope_launch",),
     models=(
@@ -80,6 +124,11 @@ ROPE = Op(
         Case("partial, Phi-3", (4096, 4, 32, 32, 96), {}, {"rotary": 48}),
         Case("fp32 angles", (4096, 4, 32, 8, 128), {}, {"angle_dtype": torch.float32}),
         Case("heads after time", (4096, 4, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
+        Case("neighbours, Command R", (4096, 4, 64, 8, 128), _NEIGHBOURS, {"interleaved": True}),
+        Case("neighbours, partial, GLM-4-9B", (4096, 4, 32, 2, 128), _NEIGHBOURS, {"rotary": 64, "interleaved": True}),
+        Case("Qwen2-VL-7B", (4096, 4, 28, 4, 128), {"mrope_section": [16, 24, 24]}, {"angles": "planes"}),
+        Case("native arithmetic", (4096, 4, 32, 8, 128), {"arithmetic": "native"}),
+        Case("one tensor", (4096, 4, 32, 8, 128), {}, {"alone": True}),
     ),
     fixed=(2, 3),
 )

@@ -1,13 +1,15 @@
 """Rotary position embedding: each pair (x₁, x₂) of a head is turned by the angle of its position.
 
-    y₁ = x₁ · cos₁ − x₂ · sin₁        x₁ the first half of the rotated dimensions, x₂ the second
-    y₂ = x₂ · cos₂ + x₁ · sin₂
+    y₁ = x₁ · cos₁ − x₂ · sin₁        the pairs: one of the first half of the rotated dimensions with one of the second,
+    y₂ = x₂ · cos₂ + x₁ · sin₂        or neighbours (interleaved)
 
-Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the half-rotation layout of GPT-NeoX and Llama.
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864; halves as in GPT-NeoX and Llama, neighbours as in GPT-J and
+Cohere. Angles of time, height and width: Qwen2-VL, https://arxiv.org/abs/2409.12191.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,73 +18,206 @@ from torch import Tensor
 from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by their positions, in one launch, computed in fp32 and rounded once.
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, interleaved: bool = False,
+    mrope_section: Sequence[int] | None = None, arithmetic: str = "fp32",
+) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
+    """Rotate q and k by their positions, in one launch.
 
     Args:
         q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides.
-        k: like q, with its own number of heads.
+        k: like q, with its own number of heads; or None.
         cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
             the others pass unchanged. No gradient flows to them.
         unsqueeze_dim: where the head dimension stands, by the name that transformers uses.
-    Returns: q and k rotated, in the promoted dtype of each with cos.
+        interleaved: the pairs are neighbours, (x[0], x[1]), (x[2], x[3]), …; cos and sin then hold the angle of each
+            pair twice in a row, as `repeat_interleave(2, dim=-1)` leaves them.
+        mrope_section: how many of the R/2 pairs turn by the first, the second and the third plane of angles (time,
+            height, width). cos and sin are then (3, B, T, R) or (3, 1, T, R), and are not combined in memory.
+        arithmetic: "fp32" rounds once, at the end. "native" rounds both products and their sum to the dtype of the
+            result, as eager code does: equal to it bit by bit, and so are the gradients.
+    Returns: q and k rotated, in the promoted dtype of each with cos; q alone where k is None.
     Raises: ValueError for shapes that do not fit, and for a cos or sin that requires a gradient.
 
     Replaces::
 
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+    and, with mrope_section, before it::
+
+        cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(mrope_section * 2, dim=-1))], dim=-1)
+                    for a in (cos, sin))
     """
-    if unsqueeze_dim not in (1, 2):
-        raise ValueError(
-            f"rope: unsqueeze_dim must be 1, for (B, H, T, D), or 2, for (B, T, H, D), got {unsqueeze_dim}."
-        )
-    time_dim = 3 - unsqueeze_dim
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4:
-            raise ValueError(f"rope: {name} must have four dimensions, got shape {tuple(x.shape)}.")
-    B, T, D = q.shape[0], q.shape[time_dim], q.shape[3]
-    if (k.shape[0], k.shape[time_dim], k.shape[3]) != (B, T, D):
-        raise ValueError(f"rope: k must match q {tuple(q.shape)} in all but the heads, got {tuple(k.shape)}.")
-    R = cos.shape[-1] if cos.dim() else 0
-    if cos.shape != sin.shape or tuple(cos.shape) not in ((B, T, R), (1, T, R), (T, R)) or R % 2 or R > D:
-        raise ValueError(
-            f"rope: cos and sin must both be ({B}, {T}, R), (1, {T}, R) or ({T}, R) with R even and at most {D}, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
-        )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("rope: cos and sin must not require a gradient: it would be lost. Detach them.")
+    planes = (-1, -1)
+    if mrope_section is not None:
+        planes = _planes(mrope_section, cos)
+    check_rotary("rope", q, k, cos, sin, unsqueeze_dim, 1 if mrope_section is None else 3)
+    if arithmetic != "fp32" and arithmetic != "native":
+        raise ValueError(f"rope: arithmetic must be 'fp32' or 'native', got {arithmetic!r}.")
+    options: Any = (unsqueeze_dim, interleaved, *planes, arithmetic == "native", False)
     if not use_triton(q, k, cos, sin):
-        return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    dtypes = [torch.promote_types(x.dtype, cos.dtype) for x in (q, k)]
-    return _rope(cos, sin, q, k, unsqueeze_dim, False, *dtypes)
+        return rope_reference(
+            q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved, mrope_section=mrope_section,
+            arithmetic=arithmetic,
+        )  # fmt: skip
+    if k is None:
+        return _rope(q, None, cos, sin, *options, _promoted(q, cos))[0]
+    if k.dtype != q.dtype:
+        return tuple(_rope(x, None, cos, sin, *options, _promoted(x, cos))[0] for x in (q, k))
+    return _rope(q, k, cos, sin, *options, _promoted(q, cos))
 
 
-def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def check_rotary(
+    name: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, planes: int = 1
+) -> None:
+    """Raise ValueError, in the name of an operator, where the tensors do not fit."""
+    shape, angles = q.shape, cos.shape
+    if unsqueeze_dim != 1 and unsqueeze_dim != 2:
+        raise ValueError(
+            f"{name}: unsqueeze_dim must be 1, for (B, H, T, D), or 2, for (B, T, H, D), got {unsqueeze_dim}."
+        )
+    if len(shape) != 4:
+        raise ValueError(f"{name}: q must have four dimensions, got shape {tuple(shape)}.")
+    B, T, D = shape[0], shape[3 - unsqueeze_dim], shape[3]
+    if k is not None:
+        other = k.shape
+        if len(other) != 4:
+            raise ValueError(f"{name}: k must have four dimensions, got shape {tuple(other)}.")
+        if other[0] != B or other[3] != D or other[3 - unsqueeze_dim] != T:
+            raise ValueError(f"{name}: k must match q {tuple(shape)} in all but the heads, got {tuple(other)}.")
+    dims = len(angles)
+    fits = dims == 3 or dims == 2 if planes == 1 else dims == 4 and angles[0] == planes
+    R = angles[-1] if dims else 0
+    if fits and dims > 2:
+        fits = angles[-3] == B or angles[-3] == 1
+    if not fits or angles[-2] != T or R % 2 or R > D or sin.shape != angles:
+        wanted = f"({B}, {T}, R), (1, {T}, R) or ({T}, R)"
+        if planes > 1:
+            wanted = f"({planes}, {B}, {T}, R) or ({planes}, 1, {T}, R)"
+        raise ValueError(
+            f"{name}: cos and sin must both be {wanted} with R even and at most {D}, got {tuple(angles)} and "
+            f"{tuple(sin.shape)}."
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{name}: cos and sin must not require a gradient: it would be lost. Detach them.")
+
+
+def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:
+    """The pairs from which the second and the third plane of angles hold."""
+    half = cos.shape[-1] // 2 if cos.dim() else 0
+    if len(section) != 3 or min(section) < 0 or sum(section) != half:
+        raise ValueError(
+            f"rope: mrope_section must be three numbers of pairs that sum to {half}, half the width of cos, got "
+            f"{tuple(section)}."
+        )
+    return section[0], section[0] + section[1]
+
+
+def _promoted(x: Tensor, cos: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype == cos.dtype else torch.promote_types(x.dtype, cos.dtype)
+
+
+def rope_reference(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, interleaved: bool = False,
+    mrope_section: Sequence[int] | None = None, arithmetic: str = "fp32",
+) -> Any:  # fmt: skip
+    if mrope_section is not None:
+        # Pair p holds dimensions p and R/2 + p, or 2p and 2p + 1: both take the plane of the pair.
+        sizes = [2 * n for n in mrope_section] if interleaved else [*mrope_section, *mrope_section]
+        cos, sin = (
+            torch.cat([m[i % 3] for i, m in enumerate(a.split(sizes, dim=-1))], dim=-1) for a in (cos, sin)
+        )  # fmt: skip
     cos, sin = cos.unsqueeze(-3 if unsqueeze_dim == 1 else -2), sin.unsqueeze(-3 if unsqueeze_dim == 1 else -2)
-    acc = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+    R = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
-        R = cos.shape[-1]
-        turned, rest = x[..., :R].to(acc), x[..., R:]
-        x1, x2 = turned.chunk(2, dim=-1)
-        y = turned * cos.to(acc) + torch.cat((-x2, x1), dim=-1) * sin.to(acc)
         dtype = torch.promote_types(x.dtype, cos.dtype)
-        return torch.cat((y.to(dtype), rest.to(dtype)), dim=-1) if rest.shape[-1] else y.to(dtype)
+        turned, rest, c, s = x[..., :R], x[..., R:], cos, sin
+        if arithmetic == "fp32":
+            turned, c, s = (t.to(torch.promote_types(dtype, torch.float32)) for t in (turned, c, s))
+        if interleaved:
+            other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        else:
+            other = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), dim=-1)
+        y = (turned * c + other * s).to(dtype)
+        return torch.cat((y, rest.to(dtype)), dim=-1) if rest.shape[-1] else y
 
-    return rotate(q), rotate(k)
+    return rotate(q) if k is None else (rotate(q), rotate(k))
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+@triton.jit
+def load_pairs(
+    at, here, stride_plane, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr,
+):  # fmt: skip
+    """Both members of the pairs of each row, in fp32. at, here: addresses and mask of the rows, with a last dimension
+    of one. From pair SECOND on they lie one plane further, from THIRD on two; not so where these are negative."""
+    if INTERLEAVED:  # one run of memory, in wide loads; neighbours are in one thread, and parting them costs nothing
+        col = tl.arange(0, 2 * BLOCK_R)
+        if SECOND >= 0:
+            at += ((col >= 2 * SECOND).to(tl.int32) + (col >= 2 * THIRD).to(tl.int32)) * stride_plane
+        x = tl.load(at + col, mask=here & (col < 2 * HALF), other=0.0).to(tl.float32)
+        if len(x.shape) == 2:
+            x = tl.reshape(x, (x.shape[0], BLOCK_R, 2))
+        else:
+            x = tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_R, 2))
+        x1, x2 = tl.split(x)
+    else:
+        pair = tl.arange(0, BLOCK_R)
+        if SECOND >= 0:
+            at += ((pair >= SECOND).to(tl.int32) + (pair >= THIRD).to(tl.int32)) * stride_plane
+        mask = here & (pair < HALF)
+        x1 = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(at + HALF + pair, mask=mask, other=0.0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    dtype = at.dtype.element_ty
+    if INTERLEAVED:
+        col = tl.arange(0, 2 * BLOCK_R)
+        tl.store(at + col, tl.interleave(y1.to(dtype), y2.to(dtype)), mask=here & (col < 2 * HALF))
+    else:
+        pair = tl.arange(0, BLOCK_R)
+        mask = here & (pair < HALF)
+        tl.store(at + pair, y1.to(dtype), mask=mask)
+        tl.store(at + HALF + pair, y2.to(dtype), mask=mask)
+
+
+@triton.jit
+def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
+    """The rotation; INVERSE is its transpose, for the gradient."""
+    if INVERSE:
+        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    else:
+        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    return y1, y2
+
+
+@triton.jit
+def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.constexpr):
+    """The same with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
+    a1, a2 = (x1 * c1).to(dtype).to(tl.float32), (x2 * c2).to(dtype).to(tl.float32)
+    if INVERSE:
+        y1, y2 = a1 + (x2 * s2).to(dtype).to(tl.float32), a2 - (x1 * s1).to(dtype).to(tl.float32)
+    else:
+        y1, y2 = a1 - (x2 * s1).to(dtype).to(tl.float32), a2 + (x1 * s2).to(dtype).to(tl.float32)
+    return y1, y2
+
+
 @triton.jit(do_not_specialize=["T", "tokens"])
 def _rope_kernel(
-    cos_ptr, sin_ptr, q_ptr, k_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D,
-    stride_cb, stride_ct, stride_sb, stride_st, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D, stride_cp, stride_cb, stride_ct,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
-    HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INVERSE: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, NATIVE: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     # A flat grid over (tokens, heads of q then of k): small independent pieces, whose angles come from the L1 cache.
     blocks_q = tl.cdiv(heads_q, BLOCK_H)
@@ -94,127 +229,136 @@ def _rope_kernel(
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     # int64: a batch of 2**31 elements is 512k tokens of 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-
-    pair = tl.arange(0, BLOCK_R)
-    mask = (token < tokens)[:, None] & (pair < HALF)[None, :]
-    cos_at = cos_ptr + (b * stride_cb + t * stride_ct)[:, None] + pair[None, :]
-    sin_at = sin_ptr + (b * stride_sb + t * stride_st)[:, None] + pair[None, :]
-    c1 = tl.load(cos_at, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    c2 = tl.load(cos_at + HALF, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    s1 = tl.load(sin_at, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    s2 = tl.load(sin_at + HALF, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    # Two dimensions, expanded after the load: loads of three, one of them a single head, take a third more registers.
+    angle, known = (b * stride_cb + t * stride_ct)[:, None], (token < tokens)[:, None]
+    c1, c2 = load_pairs(cos_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
+    s1, s2 = load_pairs(sin_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
+    c1, c2, s1, s2 = c1[:, None, :], c2[:, None, :], s1[:, None, :], s2[:, None, :]
 
     x_ptr = q_ptr if is_q else k_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
-    x_row = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
-    y_row = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
-    x_at = x_row[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh)
-    y_at = y_row[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh)
-    here = (token < tokens)[:, None] & (h < heads)[None, :]
-
-    mask = here[:, :, None] & (pair < HALF)[None, None, :]
-    x_half = x_ptr + x_at[:, :, None] + pair[None, None, :]
-    y_half = y_ptr + y_at[:, :, None] + pair[None, None, :]
-    x1 = tl.load(x_half, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_half + HALF, mask=mask, other=0.0).to(tl.float32)
-    if INVERSE:  # the transpose of the rotation, for the gradient
-        y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
+    x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
+    y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
+    x_at = x_ptr + (x_token[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
+    y_at = y_ptr + (y_token[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
+    here = (known & (h < heads)[None, :])[:, :, None]
+    x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    if NATIVE:
+        y1, y2 = _turn_rounding(x1, x2, c1, c2, s1, s2, y_ptr.dtype.element_ty, INVERSE)
     else:
-        y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    tl.store(y_half, y1.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_half + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+        y1, y2 = turn(x1, x2, c1, c2, s1, s2, INVERSE)
+    store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
     if BLOCK_REST > 0:
-        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
-        mask = here[:, :, None] & (rest < D)
-        x = tl.load(x_ptr + x_at[:, :, None] + rest, mask=mask, other=0.0)
-        tl.store(y_ptr + y_at[:, :, None] + rest, x.to(y_ptr.dtype.element_ty), mask=mask)
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        mask = here & (rest < D)
+        tl.store(y_at + rest, tl.load(x_at + rest, mask=mask, other=0.0).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k):
-    def like(x, dtype):
-        if x is None:
-            return cos.new_empty(0)
-        if not inverse:
-            y = torch.empty_like(x, dtype=dtype)  # the strides of x: attention takes it as it was
-            return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernel writes unit strides
-        if unsqueeze_dim == 2:
-            return x.new_empty(x.shape, dtype=dtype)
-        # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
-        _, H, T, D = x.shape
-        return torch.empty_strided(x.shape, (T * H * D, D, H * D, 1), dtype=dtype, device=x.device)
+def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
+    """Tokens, heads and pairs a program, and warps: 512 pairs a warp, two 16-byte loads a thread from either half."""
+    block_r = next_power_of_2(max(1, half))
+    block_h = min(4, next_power_of_2(heads))
+    return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
-    return like(q, dtype_q), like(k, dtype_k)
+
+def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory in the order of x: attention takes the result as it was."""
+    y = torch.empty_like(x, dtype=dtype)
+    return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
+
+
+def _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype):
+    if not inverse:
+        return like(q, dtype), q.new_empty(0) if k is None else like(k, dtype)
+    # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
+    if unsqueeze_dim == 2:
+        return q.new_empty(q.shape, dtype=dtype), q.new_empty(0 if k is None else k.shape, dtype=dtype)
+    B, H, T, D = q.shape
+    yq = torch.empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=dtype, device=q.device)
+    if k is None:
+        return yq, q.new_empty(0)
+    K = k.shape[1]
+    return yq, torch.empty_strided((B, K, T, D), (T * K * D, D, K * D, 1), dtype=dtype, device=q.device)
 
 
 @launcher(
-    "(Tensor cos, Tensor sin, Tensor? q, Tensor? k, int unsqueeze_dim, bool inverse, ScalarType dtype_q,"
-    " ScalarType dtype_k) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, int unsqueeze_dim, bool interleaved, int second, int third,"
+    " bool native, bool inverse, ScalarType dtype) -> (Tensor, Tensor)",
     _rope_fake,
 )
 def _rope_launch(
-    cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, unsqueeze_dim: int, inverse: bool,
-    dtype_q: torch.dtype, dtype_k: torch.dtype,
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
+    third: int, native: bool, inverse: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    yq, yk = _rope_fake(cos, sin, q, k, unsqueeze_dim, inverse, dtype_q, dtype_k)
-    given = [(x, y) for x, y in ((q, yq), (k, yk)) if x is not None and y.numel()]
-    if len(given) == 2 and (q.dtype != k.dtype or dtype_q != dtype_k):  # type: ignore[union-attr]
-        launches = [given[:1], given[1:]]
-    else:
-        launches = [given] if given else []
-    for pairs in launches:
-        xs, ys = zip(*pairs, strict=True)
-        _rotate(cos, sin, xs, ys, unsqueeze_dim, inverse)
+    yq, yk = _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype)
+    if yq.numel() == 0 and yk.numel() == 0:
+        return yq, yk
+    options = unsqueeze_dim, interleaved, second, third, native, inverse, dtype
+    # What is copied below, and the outputs' strides, follow from these.
+    key = (
+        options, q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), sin.stride(), cos.dtype, sin.dtype,
+        None if k is None else (k.shape, k.stride()),
+    )  # fmt: skip
+    cos, sin = unit_strides_alike(cos, sin)
+    q = unit_stride(q)
+    k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # for no k there are no heads of it
+
+    def plan():
+        time_dim, R, D = 3 - unsqueeze_dim, cos.shape[-1], q.shape[3]
+        tokens = q.shape[0] * q.shape[time_dim]
+        heads = [q.shape[unsqueeze_dim], 0 if k is None else k.shape[unsqueeze_dim]]
+        strides = [
+            s for x in (q, k_or_q, yq, yk_or_yq) for s in (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
+        ]
+        block_t, block_h, block_r, warps = _tile(R // 2, max(heads))
+        arguments = (
+            tokens, q.shape[time_dim], *heads, D, *angle_strides(cos), *strides, R // 2, interleaved, second, third,
+            native, inverse, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
+        )  # fmt: skip
+        grid = cdiv(tokens, block_t) * sum(cdiv(h, block_h) for h in heads)
+        return grid, arguments, {"num_warps": warps, "enable_fp_fusion": not native}
+
+    launch(_rope_kernel, key, (q, k_or_q, cos, sin, yq, yk_or_yq), plan)
     return yq, yk
 
 
-def _rotate(
-    cos: Tensor, sin: Tensor, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...], unsqueeze_dim: int, inverse: bool
-) -> None:
-    """One launch for one or two tensors of one dtype."""
-    B, T, D, R = xs[0].shape[0], xs[0].shape[3 - unsqueeze_dim], xs[0].shape[3], cos.shape[-1]
-    if cos.shape != (B, T, R):
-        cos, sin = cos.expand(B, T, R), sin.expand(B, T, R)
-    cos, sin, *xs = (a if a.stride(-1) == 1 else a.contiguous() for a in (cos, sin, *xs))  # type: ignore[assignment]
-    # A single tensor stands in both places, with no heads in the second. The outputs' strides follow from the inputs'.
-    tensors = (cos, sin, xs[0], xs[-1], ys[0], ys[-1])
-    inputs = [(t.shape, t.stride(), t.dtype) for t in tensors[:4]]
-    key = (unsqueeze_dim, inverse, len(xs), ys[0].dtype, *inputs)
+def unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
-    def plan():
-        heads = [xs[0].shape[unsqueeze_dim], xs[-1].shape[unsqueeze_dim] if len(xs) == 2 else 0]
-        strides = [s for t in tensors[2:] for s in (t.stride(0), t.stride(3 - unsqueeze_dim), t.stride(unsqueeze_dim))]
-        # 512 pairs a warp: two 16-byte loads a thread from either half.
-        block_r = next_power_of_2(max(1, R // 2))
-        block_h = min(4, next_power_of_2(max(heads)))
-        block_t = max(1, 512 // (block_r * block_h))
-        blocks = sum(cdiv(h, block_h) for h in heads)
-        arguments = (
-            B * T, T, *heads, D, cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1), *strides,
-            R // 2, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0, inverse,
-        )  # fmt: skip
-        return cdiv(B * T, block_t) * blocks, arguments, {"num_warps": 1}
 
-    launch(_rope_kernel, key, tensors, plan)
+def unit_strides_alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as the kernels read them: at the same offsets."""
+    strides = cos.stride()
+    return (cos, sin) if strides[-1] == 1 and strides == sin.stride() else (cos.contiguous(), sin.contiguous())
+
+
+def angle_strides(cos: Tensor) -> tuple[int, int, int]:
+    """Of planes, batch and time."""
+    *leading, batch, time = cos.stride()[:-1] if cos.dim() > 2 else (0, cos.stride(0))
+    return leading[0] if leading else 0, 0 if cos.dim() > 2 and cos.shape[-3] == 1 else batch, time
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    cos, sin, q, k, ctx.unsqueeze_dim = inputs[:5]
+    q, _, cos, sin, *ctx.options, _, _ = inputs
     ctx.save_for_backward(cos, sin)
-    ctx.dtypes = q.dtype, k.dtype
+    ctx.dtype = q.dtype
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-    dq, dk = (dq if ctx.needs_input_grad[2] else None), (dk if ctx.needs_input_grad[3] else None)
+    need_dq, need_dk = ctx.needs_input_grad[:2]
     gq = gk = None
-    if dq is not None or dk is not None:
-        gq, gk = _rope_launch(*ctx.saved_tensors, dq, dk, ctx.unsqueeze_dim, True, *ctx.dtypes)
-    return None, None, None if dq is None else gq, None if dk is None else gk, None, None, None, None
+    if need_dq and dq is not None:
+        gq, gk = _rope_launch(dq, dk if need_dk else None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
+        gk = None if dk is None or not need_dk else gk
+    elif need_dk and dk is not None:
+        gk, _ = _rope_launch(dk, None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
+    return gq, gk, None, None, None, None, None, None, None, None, None
 
 
 _rope = differentiable(_rope_launch, _setup_context, _backward, outputs=2)
