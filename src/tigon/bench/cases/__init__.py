@@ -1,0 +1,15 @@
+"""What `tigon bench` measures: one row per operator in OPS, and one per use of it that has kernels of its own.
+
+A row knows how to draw random inputs, how many bytes and FLOPs the operator needs at least, what the right answer is in
+fp64, and who implements it. Peers are imported when they are first asked for; one that is missing becomes a line in the
+report, not an error.
+"""
+
+from __future__ import annotations
+
+from tigon.bench.cases import embedding, gated, losses, norms, rotary, softmax
+from tigon.bench.cases.row import Implementation, Op
+
+OPS: dict[str, Op] = {op.name: op for part in (norms, gated, rotary, softmax, losses, embedding) for op in part.OPS}
+
+__all__ = ["OPS", "Implementation", "Op"]

@@ -1,0 +1,81 @@
+"""Rows of a table by index: a gather forward, a sum over equal indices backward."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.bench.cases.row import Implementation, Op, liger, plain, tigon
+from tigon.bench.inputs import Draw, Expected, Inputs, Shape
+
+
+def _eager_embedding(input: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(input, weight)
+
+
+def _make(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    tokens, vocabulary, width = shape
+    draw = Draw(device, dtype)
+    weight = draw.normal(vocabulary, width).requires_grad_()
+    # As frequent as words are (Zipf): index i with probability log((i + 2) / (i + 1)) / log(V + 1). The sum over one
+    # common word is the hard part of the backward; uniform indices would leave it out.
+    index = ((vocabulary + 1) ** draw.uniform(tokens).double() - 1).long().clamp_max(vocabulary - 1)
+    # Scattered over the table: neighbours in frequency are no neighbours in memory.
+    places = torch.randperm(vocabulary, generator=draw.generator, device=device)
+    # Not centred: the sum over a common word would else be a small difference of large sums.
+    dy = draw.normal(tokens, width).add_(1)
+    return Inputs({"input": places[index], "weight": weight}, ("weight",), ("y",), (dy,))
+
+
+@functools.cache
+def _distinct(tokens: int, vocabulary: int) -> int:
+    """How many different indices are expected among these tokens."""
+    i = torch.arange(vocabulary, dtype=torch.float64)
+    chance = torch.log((i + 2) / (i + 1)) / torch.log(torch.tensor(vocabulary + 1.0, dtype=torch.float64))
+    return int((1 - (1 - chance) ** tokens).sum().round())
+
+
+def _expect(inputs: Inputs) -> Expected:
+    """y of the first and the last rows; dweight column by column, so that it fits in fp64."""
+    index, weight = inputs.arguments["input"], inputs.arguments["weight"].detach()
+    (dy,) = inputs.grads or ()
+    n = index.shape[0]
+    some = [slice(0, min(n, 4096)), slice(max(0, n - 4096), n)]
+    columns = [slice(c, c + 256) for c in {0, max(0, weight.shape[1] - 256)}]
+    dweight = []
+    for part in columns:
+        total = torch.zeros_like(weight[:, part], dtype=torch.float64)
+        dweight.append(((slice(None), part), total.index_add_(0, index, dy[:, part].double())))
+    return {"y": [(rows, weight[index[rows]].double()) for rows in some], "dweight": dweight}
+
+
+OPS = (
+    Op(
+        name="embedding",
+        shape_names=("tokens", "vocabulary", "width"),
+        shapes=((32768, 128256, 4096),),
+        extra=((8192, 32000, 4096), (17, 128256, 4096), (10**6, 32000, 256)),
+        small=((512, 1024, 128),),
+        tiny=(8, 32, 16),
+        make=_make,
+        expect=_expect,
+        # forward: every different row once.  backward: the whole gradient, rows that do not occur as zeros.
+        nbytes=lambda s, b: (
+            (_distinct(s[0], s[1]) + s[0]) * s[2] * b + 8 * s[0],
+            (s[0] + s[1]) * s[2] * b + 8 * s[0],
+        ),
+        counted=("indices, the rows that occur → y", "indices, dy → dweight, all of it"),
+        implementations={
+            "tigon": Implementation(tigon("embedding")),
+            **plain(_eager_embedding),
+            "liger": Implementation(
+                liger("LigerEmbeddingFunction", lambda input, weight: (weight, input)),
+                note="sums by atomic additions in the weight's dtype",
+                gpu_only=True,
+            ),
+        },
+    ),
+)
