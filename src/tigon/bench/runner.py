@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Row:
     rate: float | None = None
     rate_unit: str = ""
     peak_mib: float | None = None
+    # The very first forward + backward: compilation, tuning and the first launch of every kernel.
+    first_s: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -62,11 +64,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: rounds over all implementations, and milliseconds of warm-up and of repeats in each."""
+    """How long to measure: rounds over all implementations, and milliseconds of warm-up and of repeats in each.
+
+    graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times.
+    """
 
     rounds: int = 3
     warmup_ms: float = 25.0
     repeat_ms: float = 100.0
+    graph_ms: float = 50.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,10 @@ def _copy_gbps(elements: int, dtype: torch.dtype, device: torch.device, settings
 
 
 def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[str, Implementation]:
-    """What to measure: all that runs here and needs no asking, or `tigon` with those named, and their variants."""
+    """What to measure: all that runs here and needs no asking, or `tigon` with those named, and their variants.
+
+    Who is named gets a row also where it is not installed.
+    """
     if names is None:
         return {
             name: implementation
@@ -145,7 +154,7 @@ def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[st
         }
     wanted = {"tigon", *names}
     return {
-        name: implementation
+        name: replace(implementation, where_installed=False)
         for name, implementation in op.implementations.items()
         if name in wanted or (name.split("-")[0] in wanted and not implementation.on_request)
     }
@@ -161,14 +170,21 @@ def run_case(
     implementations: dict[str, Implementation] | None = None,
     settings: Settings | None = None,
     ignored: float = 0.0,
+    checked: Iterable[str] | None = None,
+    fresh: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Check and time every implementation of one operator on one shape. One that fails gets a row that says why."""
+    """Check and time every implementation of one operator on one shape. One that fails gets a row that says why.
+
+    Args:
+        checked: names of those whose results are compared with fp64; None: all.
+        fresh: compile anew, for this shape alone. Else what torch.compile made for earlier shapes serves where it can.
+    """
     settings = settings or Settings()
     implementations = choose(op, None, device) if implementations is None else implementations
     dtype_name = str(dtype).removeprefix("torch.")
     title = f"{op.name} {'×'.join(map(str, shape))} {dtype_name}"
-    if "compile" in implementations:
+    if fresh and "compile" in implementations:
         torch._dynamo.reset()
     say(f"{title}: reference")
     unchecked = ""
@@ -192,10 +208,15 @@ def run_case(
             continue
         try:
             fn = implementation.load()
-            _check(row, fn, inputs.clone(), expected, TOLERANCE[dtype])
+            values = _first_run(row, fn, inputs.clone(), device)
+            if checked is None or name in checked:
+                _check(row, values, expected, TOLERANCE[dtype])
+            del values
             row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
             steps[name] = fn
         except Exception as error:  # a peer may fail in any way, and its row says how
+            if implementation.where_installed and isinstance(error, ImportError):
+                del rows[name]
             row.status, row.reason = "failed", _one_line(error)
         _free(device)
     del expected
@@ -217,7 +238,7 @@ def run_case(
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
         say(f"{title}: CUDA graph of {name}")
-        rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, estimates[name])
+        rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, settings, estimates[name])
         _free(device)
     return list(rows.values())
 
@@ -233,25 +254,34 @@ def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: 
     row = Row(op.name, shape, str(dtype).removeprefix("torch."), name)
     inputs = op.make(shape, dtype, device, 0.0)
     try:
-        _check(row, op.implementations[name].load(), inputs.clone(), op.expect(inputs), TOLERANCE[dtype])
+        values = _first_run(row, op.implementations[name].load(), inputs.clone(), device)
+        _check(row, values, op.expect(inputs), TOLERANCE[dtype])
     except Exception as error:
         row.status, row.reason = "failed", _one_line(error)
     return row
 
 
-def _check(row: Row, fn: Callable[..., Any], inputs: Inputs, expected: Expected, tolerance: float) -> None:
-    row.errors = _errors(fn, inputs, expected)
+def _first_run(row: Row, fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> dict[str, Tensor]:
+    """Outputs and gradients by name, and the seconds they took in the row."""
+    start = time.perf_counter()
+    outs, grads = _run(fn, inputs)
+    _synchronize(device)
+    row.first_s = time.perf_counter() - start
+    names = (*inputs.outputs, *(f"d{k}" for k in inputs.wrt))
+    return {name: value.detach() for name, value in zip(names, (*outs, *grads), strict=True)}
+
+
+def _check(row: Row, values: dict[str, Tensor], expected: Expected, tolerance: float) -> None:
+    row.errors = _errors(values, expected)
     off = [name for name, error in row.errors.items() if not error <= tolerance]  # NaN is not <=
     if off:
         row.status, row.reason = "wrong", f"relative error above {tolerance:g} in {', '.join(off)}"
 
 
-def _errors(fn: Callable[..., Any], inputs: Inputs, expected: Expected) -> dict[str, float]:
-    outs, grads = _run(fn, inputs)
-    got = dict(zip((*inputs.outputs, *(f"d{k}" for k in inputs.wrt)), (*outs, *grads), strict=True))
+def _errors(values: dict[str, Tensor], expected: Expected) -> dict[str, float]:
     errors = {}
     for name, parts in expected.items():
-        wrong = sum((got[name].detach()[index].double() - value).square().sum() for index, value in parts)
+        wrong = sum((values[name][index].double() - value).square().sum() for index, value in parts)
         size = sum(value.square().sum() for _, value in parts)
         errors[name] = float(torch.as_tensor(wrong / size).sqrt())
     return errors
@@ -284,7 +314,12 @@ def _time_round(
 
 
 def _device_ms(
-    fn: Callable[..., Any], implementation: Implementation, inputs: Inputs, device: torch.device, estimate_ms: float
+    fn: Callable[..., Any],
+    implementation: Implementation,
+    inputs: Inputs,
+    device: torch.device,
+    settings: Settings,
+    estimate_ms: float,
 ) -> float | None:
     """Milliseconds of forward + backward as one CUDA graph; None where that says nothing more or cannot be captured."""
     if device.type != "cuda" or estimate_ms >= LONG_MS:
@@ -294,7 +329,7 @@ def _device_ms(
     if implementation.overwrites:
         inputs = inputs.clone()
     try:
-        return float(do_bench_cudagraph(lambda: _run(fn, inputs), rep=50, return_mode="median"))
+        return float(do_bench_cudagraph(lambda: _run(fn, inputs), rep=settings.graph_ms, return_mode="median"))
     except Exception:  # a peer that waits for the device, or allocates in a way that a capture forbids
         torch.cuda.synchronize(device)
         return None
