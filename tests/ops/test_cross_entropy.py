@@ -7,9 +7,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from test_kernels_compile import compiled
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 import tigon.ops.cross_entropy
+import tigon.ops.cross_entropy.launches as launches_module
+from tigon.backend import HAS_TRITON
 
 
 def logits_and_target(device, rows=6, classes=50):
@@ -19,12 +23,184 @@ def logits_and_target(device, rows=6, classes=50):
     return logits.requires_grad_(), target
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_same_as_torch(reduction, backend, device):
+def test_same_as_torch(reduction, weighted, smoothing, backend, device):
     logits, target = logits_and_target(device)
-    torch.testing.assert_close(
-        tigon.cross_entropy(logits, target, reduction=reduction), F.cross_entropy(logits, target, reduction=reduction)
-    )
+    weight = torch.rand(50, device=device) if weighted else None
+    options = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
+    ours, theirs = tigon.cross_entropy(logits, target, **options), F.cross_entropy(logits, target, **options)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(loss.sum(), logits) for loss in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_z_loss_is_not_weighted(backend, device):
+    """Its mean is over rows, whatever the classes weigh, as in Liger-Kernel."""
+    logits, target = logits_and_target(device)
+    weight = 5 * torch.rand(50, device=device)
+    valid = target != -100
+    z = 0.1 * torch.logsumexp(logits, -1).square()[valid].mean()
+    expected = F.cross_entropy(logits, target, weight) + z
+    got = tigon.cross_entropy(logits, target, weight=weight, z_loss=0.1)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (got, expected)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("classes", [50, 2500])  # rows that share a tile, rows beyond one
+def test_details(classes, reduction, backend, device):
+    logits, target = logits_and_target(device, 7, classes)
+    with torch.no_grad():
+        logits[2, [3, 7]] = 99.0  # the first of equals counts
+        logits[3] = -torch.inf
+        logits[3, 5] = 0.0
+        target[2], target[3] = 3, 6
+    options = {"reduction": reduction, "z_loss": 0.1}
+    got = tigon.cross_entropy(logits, target, details=True, **options)
+    valid = target != -100
+    right = logits.argmax(-1) == target
+    assert torch.equal(got.predicted, torch.where(valid, logits.argmax(-1), -1))
+    torch.testing.assert_close(got.accuracy, right[valid].float().mean())
+    assert got.accuracy > 0
+    loss = tigon.cross_entropy(logits, target, **options)
+    z = torch.where(valid, 0.1 * torch.logsumexp(logits, -1).square(), 0.0).detach()
+    torch.testing.assert_close(got.z_loss, {"none": z, "sum": z.sum(), "mean": z.sum() / valid.sum()}[reduction])
+    assert torch.equal(got.loss, loss)
+    assert [t.requires_grad for t in got] == [True, False, False, False]
+    assert torch.equal(*(torch.autograd.grad(x.sum(), logits)[0] for x in (got.loss, loss)))
+
+
+def test_details_of_nothing_valid_and_of_masked_rows(backend, device):
+    logits, target = logits_and_target(device)
+    got = tigon.cross_entropy(logits, torch.full_like(target, -100), details=True, reduction="sum")
+    assert got.loss == 0
+    assert got.accuracy.isnan()
+    assert (got.predicted == -1).all()
+    nothing = tigon.cross_entropy(torch.full((1, 9), -torch.inf, device=device), target[:1] * 0, details=True)
+    assert nothing.predicted == 0
+
+
+def test_predicted_is_of_the_logits_and_not_of_their_softcap(backend, device):
+    """tanh of large numbers is 1 for each of them."""
+    logits, target = torch.zeros(1, 600, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    logits[0, 11], logits[0, 500] = 1e4, 2e4
+    assert tigon.cross_entropy(logits, target, softcap=1.0, details=True).predicted == 500
+    assert tigon.cross_entropy(logits[:, 490:], target, softcap=1.0, details=True).predicted == 10
+
+
+class TestInplace:
+    """inplace=True: the gradient lies where the logits lay."""
+
+    def logits(self, device, make=lambda t: t):
+        logits, target = logits_and_target(device)
+        (expected,) = torch.autograd.grad(tigon.cross_entropy(logits, target, z_loss=0.1), logits)
+        return make(logits.detach()).requires_grad_(), target, expected
+
+    @pytest.mark.parametrize("layout", ["contiguous", "padded"])
+    def test_gradient_over_the_logits(self, layout, device, triton_backend):
+        def padded(t):
+            return torch.cat((t, torch.full_like(t, 77)), 1)[:, :50]
+
+        leaf, target, expected = self.logits(device, padded if layout == "padded" else torch.clone)
+        logits = leaf * 1.0
+        logits.retain_grad()
+        loss = tigon.cross_entropy(logits, target, z_loss=0.1, inplace=True)
+        loss.backward(retain_graph=True)
+        assert torch.equal(logits.grad, expected)
+        assert torch.equal(logits.detach(), expected)
+        assert torch.equal(leaf.grad, expected)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_a_leaf(self, device, triton_backend):
+        leaf, target, expected = self.logits(device, torch.clone)
+        tigon.cross_entropy(leaf, target, z_loss=0.1, inplace=True).backward()
+        assert torch.equal(leaf.grad, expected)
+        assert leaf.grad.data_ptr() == leaf.data_ptr()
+
+    def test_whoever_else_saved_the_logits_hears_of_it(self, device, triton_backend):
+        leaf, target, _ = self.logits(device)
+        logits = leaf * 1.0
+        other = logits.square().sum()
+        tigon.cross_entropy(logits, target, inplace=True).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+
+    def test_not_where_rows_overlap_or_are_apart(self, device, triton_backend):
+        row, target = torch.randn(1, 50, device=device), torch.randint(0, 50, (6,), device=device)
+        for logits in (row.expand(6, 50), torch.randn(50, 6, device=device).t()):
+            before, leaf = logits.clone(), logits.detach().requires_grad_()
+            tigon.cross_entropy(leaf, target, inplace=True).backward()
+            assert torch.equal(leaf.detach(), before)
+
+    def test_forward_alone_touches_nothing(self, backend, device):
+        leaf, target, _ = self.logits(device)
+        before = leaf.detach().clone()
+        loss = tigon.cross_entropy(leaf, target, inplace=True)
+        assert torch.equal(leaf.detach(), before)
+        if backend == "torch":
+            loss.backward()
+            assert torch.equal(leaf.detach(), before)
+
+    def test_ignored_under_compile(self, device, triton_backend):
+        leaf, target, expected = self.logits(device)
+        before = leaf.detach().clone()
+        compiled = torch.compile(
+            lambda x, t: tigon.cross_entropy(x, t, z_loss=0.1, inplace=True), fullgraph=True, backend="aot_eager"
+        )
+        compiled(leaf, target).backward()
+        torch.testing.assert_close(leaf.grad, expected)
+        assert torch.equal(leaf.detach(), before)
+        torch._dynamo.reset()
+
+
+def test_two_launches_forward_and_one_backward(device, triton_backend, monkeypatch):
+    """Every torch operator in between would cost a small call a launch; memory and views are all that is left."""
+    logits, target = logits_and_target(device)
+    upstream = torch.ones((), device=device)
+    launches, operators = [], []
+    # Counted, not made: the interpreter runs torch operators of its own.
+    monkeypatch.setattr(launches_module, "launch", lambda kernel, *_: launches.append(kernel))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view and func.overloadpacket not in (torch.ops.aten.new_empty, torch.ops.aten.empty):
+                operators.append(func)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(tigon.ops.cross_entropy, "check_target", lambda *_: None)  # on a GPU it looks at nothing
+    with Operators():
+        loss = tigon.cross_entropy(logits, target)
+        assert len(launches) == 2
+        torch.autograd.grad(loss, logits, upstream)
+    assert len(launches) == 3
+    assert operators == []
+
+
+def test_many_rows_are_reduced_in_two_steps(device, triton_backend):
+    rows = launches_module.ONE_PROGRAM + 4001
+    logits, target = logits_and_target(device, rows, 3)
+    weight = torch.tensor([0.2, 1.0, 0.7], device=device)
+    for options in ({"weight": weight}, {"weight": weight, "label_smoothing": 0.1}, {}):
+        got = tigon.cross_entropy(logits, target, details=True, **options)
+        torch.testing.assert_close(got.loss, F.cross_entropy(logits, target, **options))
+    right = (logits.argmax(-1) == target).sum() / (target != -100).sum()
+    torch.testing.assert_close(got.accuracy, right)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.xdist_group("compile cuda:90")
+def test_rows_are_read_16_bytes_at_a_time():
+    """The operator's other launches gather class weights, and reduce, number by number."""
+    kernels = ("fwd", "narrow_fwd", "bwd", "grad")
+    names = {f"tigon.ops.cross_entropy.kernels._cross_entropy_{kernel}_kernel" for kernel in kernels}
+    launches = [x for x in compiled("cuda:90")["launches"] if x["kernel"] in names and x["dtype"] == "bfloat16"]
+    assert {x["kernel"] for x in launches} == names
+    assert all(x["wide_loads"] >= 2 for x in launches)
+    plain = [x for x in launches if x["case"] == "Llama-3-8B"]
+    assert all(x["narrow_loads"] <= 5 for x in plain)
 
 
 def test_ignored_rows_have_no_loss_and_no_gradient_and_keep_their_logits(backend, device):
@@ -97,15 +273,19 @@ def test_divisor_may_be_a_tensor_on_the_device(backend, device):
         torch.testing.assert_close(tigon.cross_entropy(logits, target, divisor=divisor), total / 16)
 
 
-@pytest.mark.parametrize("wrong", [50, 2**40, -1])
-def test_the_kernel_answers_a_wrong_target_with_nan(wrong, device, triton_backend):
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [50, 2500])
+@pytest.mark.parametrize("wrong", [2500, 2**40, -1])
+def test_the_kernel_answers_a_wrong_target_with_nan(wrong, classes, weighted, device, triton_backend):
     """Nothing out of bounds is read or written: the row's loss and gradient are NaN, the others are right."""
-    logits, target = logits_and_target(device)
+    logits, target = logits_and_target(device, classes=classes)
     good = F.cross_entropy(logits, target, reduction="none").detach()
     target[2] = wrong
-    options = (-100, 0.0, 0.0, 0.0, 1.0)
-    loss, lse = torch.ops.tigon.cross_entropy_fwd(logits.detach(), target, *options)
-    grad = torch.ops.tigon.cross_entropy_bwd(torch.ones_like(loss), logits.detach(), target, lse, *options)
+    options, weight = (-100, 0.0, 0.0, 0.0, 1.0), torch.ones(classes, device=device) if weighted else None
+    loss, stats = torch.ops.tigon.cross_entropy_fwd(logits.detach(), target, weight, None, "none", False, *options)
+    grad = torch.ops.tigon.cross_entropy_bwd(
+        torch.ones_like(loss), logits.detach(), target, weight, stats, False, *options
+    )
     others = [0, 1, 3, 4, 5]
     assert loss[2].isnan()
     assert grad[2].isnan().all()

@@ -1,0 +1,220 @@
+"""Cross entropy of given logits. With z = softcap(scale · logits), lse = log Σ exp z, ε the smoothing, V classes of
+weights w (1 unless given):
+
+    loss = (1 − ε) · w[target] · (lse − z[target]) + ε/V · Σ w · (lse − z) + z_loss · lse²
+
+Sources: label smoothing, Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss, Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311; soft-capping, Gemma 2, https://arxiv.org/abs/2408.00118.
+
+The operator in the usual order: here the promise, then reference.py, kernels.py, launches.py.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from tigon.backend import use_triton
+from tigon.ops.cross_entropy.launches import cross_entropy_rows
+from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
+from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
+from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
+
+__all__ = [
+    "CrossEntropyDetails",
+    "check_options",
+    "check_target",
+    "cross_entropy",
+    "cross_entropy_reference",
+    "cross_entropy_rows",
+    "inverse_divisor",
+]
+
+REDUCTIONS = ("mean", "sum", "none")
+CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
+
+
+class CrossEntropyDetails(NamedTuple):
+    """What `cross_entropy(..., details=True)` returns. Only the loss has a gradient.
+
+    loss: as without details.
+    z_loss: the part of the loss that is z-loss, reduced as the loss.
+    accuracy: 0-d fp32, the share of rows that are not ignored whose largest logit is the target's; NaN if all are.
+    predicted: (...) int64, the class of each row's largest logit, the first of equals; −1 for ignored rows, which are
+        not read.
+    """
+
+    loss: Tensor
+    z_loss: Tensor
+    accuracy: Tensor
+    predicted: Tensor
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, scale: float = 1.0,
+    divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, scale: float = 1.0,
+    divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[True],
+) -> CrossEntropyDetails: ...  # fmt: skip
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    divisor: Tensor | float | None = None,
+    inplace: bool = False,
+    details: bool = False,
+) -> Tensor | CrossEntropyDetails:
+    """Cross entropy that reads the logits once forward, and once more to write their gradient. They stay untouched.
+
+    Args:
+        logits: (..., V), any float dtype.
+        target: (...), integer class indices.
+        weight: (V,) floats, one a class, as `torch.nn.functional.cross_entropy` takes them; no gradient. z-loss is not
+            weighted.
+        ignore_index: rows with this target have loss 0 and gradient 0.
+        reduction: "mean" over the rows that are not ignored (with `weight`, what is weighted is divided by the sum of
+            their targets' weights), "sum", or "none" for one loss a row.
+        label_smoothing: ε in [0, 1], spread evenly over the classes.
+        z_loss: coefficient of lse², which keeps the logits from drifting.
+        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
+        scale: multiplies the logits, before the softcap; positive.
+        divisor: with "mean", what the summed loss is divided by in place of the number of valid rows or their weight;
+            a number or a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
+        inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size: they are
+            lost then, leaves too, and a second backward pass raises torch's error. Ignored where it cannot be: under
+            torch.compile, without Triton, for logits whose rows overlap or have gaps between their columns.
+        details: also return z-loss, accuracy and predicted classes, found in the same reading of the logits.
+    Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 logits); `CrossEntropyDetails` with `details`.
+    Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives a NaN loss on the
+        GPU, and a ValueError on the CPU or with TIGON_CHECKS=1.
+
+    Replaces::
+
+        loss = F.cross_entropy(logits.float(), target)
+    """
+    check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
+    if not logits.dtype.is_floating_point or logits.dim() == 0:
+        raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
+    check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index)
+    if weight is not None:
+        _check_weight(weight, logits)
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
+    if not use_triton(logits, weight):
+        return _composed(logits, target, weight, reduction, divisor, details, *options)
+    if divisor is not None:
+        if isinstance(divisor, Tensor):
+            divisor = divisor.detach().to(logits.device)
+        else:
+            divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
+    if not details:
+        return _loss_of_logits(logits, target, weight, divisor, reduction, inplace, *options)
+    loss, *others = _loss_and_details(logits, target, weight, divisor, reduction, inplace, *options)
+    return CrossEntropyDetails(loss, *(t.detach() for t in others))
+
+
+def _composed(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, divisor: Tensor | float | None,
+    details: bool, *options: Any,
+) -> Tensor | CrossEntropyDetails:  # fmt: skip
+    """The operator in plain PyTorch."""
+    rows, z_rows = loss_and_z_reference(logits, target, weight, *options)
+    valid = target != options[0]
+    over: Tensor | float = 1.0
+    z_over: Tensor | float = 1.0
+    if reduction == "mean":
+        over = z_over = valid.sum() if divisor is None else divisor
+        if weight is not None and divisor is None:
+            over = torch.where(valid, weight[torch.where(valid, target, 0).long()], 0.0).sum()
+        if isinstance(over, Tensor):
+            over = over.detach().to(rows.device, rows.dtype)
+    if reduction == "none":
+        loss = rows if z_rows is None else rows + z_rows
+    else:
+        loss = rows.sum() / over if over is not z_over or z_rows is None else (rows + z_rows).sum() / over
+        if over is not z_over and z_rows is not None:
+            loss = loss + z_rows.sum() / z_over
+    if not details:
+        return loss
+    with torch.no_grad():
+        z = torch.zeros_like(rows) if z_rows is None else z_rows.detach()
+        z = z if reduction == "none" else z.sum() / z_over
+        largest = logits.argmax(-1) if logits.numel() else target.long()
+        predicted = torch.where(valid, largest, -1)
+        accuracy = ((predicted == target) & valid).sum().float() / valid.sum()
+    return CrossEntropyDetails(loss, z, accuracy, predicted)
+
+
+def check_options(
+    name: str, reduction: str, label_smoothing: float, softcap: float | None, scale: float,
+    divisor: Tensor | float | None,
+) -> None:  # fmt: skip
+    """Sentences for the options that every cross entropy shares."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    if scale <= 0:
+        raise ValueError(f"{name}: scale must be positive, got {scale}.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
+    if divisor is not None and reduction != "mean":
+        raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
+    if isinstance(divisor, Tensor) and divisor.dim() != 0:
+        raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
+
+
+def check_target(name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int) -> None:
+    if target.shape != shape:
+        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
+    if target.dtype.is_floating_point or target.dtype == torch.bool:
+        raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
+    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    if (CHECKS or target.device.type == "cpu") and not torch.compiler.is_compiling() and target.numel():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            value = int(target[wrong].flatten()[0])
+            raise ValueError(
+                f"{name}: target must lie in [0, {classes}) or be ignore_index={ignore_index}, got {value}."
+            )
+
+
+def _check_weight(weight: Tensor, logits: Tensor) -> None:
+    if weight.shape != logits.shape[-1:] or not weight.dtype.is_floating_point:
+        raise ValueError(
+            f"cross_entropy: weight must have shape {tuple(logits.shape[-1:])}, one float a class, got "
+            f"{tuple(weight.shape)} {weight.dtype}."
+        )
+    if weight.requires_grad:
+        raise ValueError("cross_entropy: weight must not require a gradient, which is not computed: detach it.")
+
+
+def inverse_divisor(
+    target: Tensor, ignore_index: int, reduction: str, divisor: Tensor | float | None, dtype: torch.dtype
+) -> Tensor | None:
+    """1 / what the summed loss is divided by, as a 0-d tensor on the target's device; None for "sum" and "none".
+
+    Nothing here waits for the device. No valid row at all gives inf, and 0 · inf the NaN that torch gives.
+    """
+    if reduction != "mean":
+        return None
+    if divisor is None:
+        divisor = (target != ignore_index).sum()
+    elif not isinstance(divisor, Tensor):
+        return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)
+    return divisor.to(device=target.device, dtype=dtype).reciprocal()

@@ -1,0 +1,409 @@
+"""The kernels of cross entropy: loss and statistics of a row, the reduction of rows, the two ways to the gradient.
+
+Options that a call does not use cost nothing: they are branches of the compiler (a pointer that is None, a constexpr).
+"""
+
+from __future__ import annotations
+
+from tigon.backend import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
+# Numbers at the head of the statistics, 16 bytes, that the reduction leaves for the backward pass.
+HEAD = tl.constexpr(4)
+
+
+@triton.jit
+def _cap(x, scale, softcap):
+    """z = softcap · tanh(scale · x / softcap) and dz/dx, from exp(-2|u|), which neither overflows nor cancels."""
+    z = x * scale
+    e = tl.exp(-2.0 * tl.abs(z / softcap))
+    t = tl.where(z >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
+    return softcap * t, scale * (1.0 - t * t)
+
+
+@triton.jit
+def _slope(x, top, log2_sum, mass, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
+    """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − on_target − off_target).
+
+    mass is what on_target and off_target add up to over the classes. A row's maximum and log₂ Σ exp(z − max) are kept
+    apart: one number for the log-sum-exp would be rounded at its own size, and every probability of a confident row
+    with it.
+    """
+    if SOFTCAP:
+        z, slope = _cap(x, scale, softcap)
+        k = LOG2E
+        lse = top + log2_sum * LN2
+        factor = factor * slope
+    else:
+        z = x
+        k = scale * LOG2E
+        lse = top * scale + log2_sum * LN2
+        factor = factor * scale
+    p = tl.exp2((z - top) * k - log2_sum)
+    return (p * (mass + 2.0 * z_loss * lse) - on_target - off_target) * factor
+
+
+@triton.jit
+def _row_sums(
+    logits_ptr, weight_ptr, V, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a row, in one reading: max z, log₂ Σ exp(z − max), Σ w·z, Σ w, and the first column of the largest logit.
+
+    Each lane has a running maximum. DEPTH values are folded at a time within a thread, so that rescaling the sum costs
+    1/DEPTH of an exponential: the pass would otherwise be bound by exponentials, not by memory.
+    """
+    lane = tl.arange(0, BLOCK)
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top = tl.full((BLOCK,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    sum_w = tl.zeros((BLOCK,), tl.float32)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best = tl.full((BLOCK,), NOWHERE, tl.int32)
+    # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
+    k = LOG2E if SOFTCAP else scale * LOG2E
+    for start in range(0, V, DEPTH * BLOCK):
+        mask = start + tile < V
+        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
+        if PREDICT:  # of the logits as they came: a softcap makes equals of large ones
+            high = tl.max(z, 0)
+            first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
+            best = tl.where(high > peak, first, best)
+            peak = tl.maximum(peak, high)
+        if SOFTCAP:
+            z, _ = _cap(z, scale, softcap)
+            z = tl.where(mask, z, float("-inf"))
+        if SMOOTHING:
+            if weight_ptr is not None:
+                w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+                sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
+                sum_w += tl.sum(w, 0)
+            else:
+                sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        new = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
+        top = new
+    row_top = tl.max(top, 0)
+    log2_sum = tl.log2(tl.sum(total * tl.exp2((top - row_top) * k), 0))
+    all_z = 0.0
+    all_w = V * 1.0
+    if SMOOTHING:
+        all_z = tl.sum(sum_z, 0)
+        if weight_ptr is not None:
+            all_w = tl.sum(sum_w, 0)
+    column = 0
+    if PREDICT:
+        column = tl.min(tl.where(peak == tl.max(peak, 0), best, NOWHERE), 0)
+        column = tl.where(column < V, column, 0)  # nothing above -inf: the first, as torch.argmax says
+    return row_top, log2_sum, all_z, all_w, column
+
+
+@triton.jit
+def _row_loss(
+    z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale,
+    WEIGHTED: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The loss of a row, the part of it that is z-loss, and the mass of its gradient."""
+    unit = scale  # of z, in logits
+    if SOFTCAP:
+        unit = 1.0
+    lse = top * unit + log2_sum * LN2
+    nll = (top - z_target) * unit + log2_sum * LN2
+    mass = 1.0
+    if WEIGHTED:
+        loss = w_target * nll
+        mass = w_target
+        if SMOOTHING:
+            loss = (1.0 - smoothing) * loss + smoothing / V * (sum_w * nll + (sum_w * z_target - sum_z) * unit)
+            mass = (1.0 - smoothing) * w_target + smoothing / V * sum_w
+    else:
+        loss = nll
+        if SMOOTHING:
+            loss += smoothing * (z_target - sum_z / V) * unit
+    z = z_loss * lse * lse
+    return loss + z, z, mass
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_fwd_kernel(
+    logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
+    V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        if stats_ptr is not None:
+            for i in tl.static_range(STATS):
+                tl.store(stats_ptr + HEAD + STATS * row + i, 0.0)
+        if z_ptr is not None:
+            tl.store(z_ptr + row, 0.0)
+        if predicted_ptr is not None:
+            tl.store(predicted_ptr + row, -1)
+        return
+
+    PREDICT: tl.constexpr = predicted_ptr is not None
+    top, log2_sum, sum_z, sum_w, column = _row_sums(
+        logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", DEPTH, BLOCK
+    )
+    # A target out of range reads nothing and turns loss and gradient of its row into NaN.
+    valid = (target >= 0) & (target < V)
+    log2_sum = tl.where(valid, log2_sum, float("nan"))
+    z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        z_target, _ = _cap(z_target, scale, softcap)
+    w_target = 1.0
+    if weight_ptr is not None:
+        w_target = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    WEIGHTED: tl.constexpr = weight_ptr is not None
+    loss, z, mass = _row_loss(
+        z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
+    )
+    tl.store(loss_ptr + row, loss)
+    if stats_ptr is not None:
+        stats_ptr += HEAD + STATS * row
+        tl.store(stats_ptr, top)
+        tl.store(stats_ptr + 1, log2_sum)
+        if STATS == 3:
+            tl.store(stats_ptr + 2, mass)
+    if z_ptr is not None:
+        tl.store(z_ptr + row, z)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, column)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def _cross_entropy_narrow_fwd_kernel(
+    logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
+    M, V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Few classes: several rows a program, each whole in its tile."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    inside = rows < M
+    target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
+    counts = target != ignore_index
+    mask = counts[:, None] & (cols < V)[None, :]
+    x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    z = x
+    k = scale * LOG2E
+    if SOFTCAP:
+        z, _ = _cap(x, scale, softcap)
+        z = tl.where(mask, z, float("-inf"))
+        k = LOG2E
+    top = tl.maximum(tl.max(z, 1), -1e30)
+    log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
+    valid = (target >= 0) & (target < V)
+    hit = cols[None, :] == target[:, None]
+    z_target = tl.sum(tl.where(hit & mask, z, 0.0), 1)
+    log2_sum = tl.where(valid, log2_sum, float("nan"))
+    w_target = 1.0
+    sum_z = 0.0
+    sum_w = V * 1.0
+    if weight_ptr is not None:
+        w_target = tl.load(weight_ptr + target, mask=counts & valid, other=0.0).to(tl.float32)
+    if SMOOTHING:
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+            sum_z = tl.sum(tl.where(mask, z * w[None, :], 0.0), 1)
+            sum_w = tl.sum(w, 0)
+        else:
+            sum_z = tl.sum(tl.where(mask, z, 0.0), 1)
+    WEIGHTED: tl.constexpr = weight_ptr is not None
+    loss, zl, mass = _row_loss(
+        z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
+    )
+    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
+    if stats_ptr is not None:
+        at = stats_ptr + HEAD + STATS * rows
+        tl.store(at, tl.where(counts, top, 0.0), mask=inside)
+        tl.store(at + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
+        if STATS == 3:
+            tl.store(at + 2, tl.where(counts, mass, 0.0), mask=inside)
+    if z_ptr is not None:
+        tl.store(z_ptr + rows, tl.where(counts, zl, 0.0), mask=inside)
+    if predicted_ptr is not None:
+        column = tl.min(tl.where(x == tl.max(x, 1)[:, None], cols[None, :], NOWHERE), 1)
+        column = tl.where(column < V, column, 0)
+        tl.store(predicted_ptr + rows, tl.where(counts, column, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "P", "ignore_index"])
+def _reduce_kernel(
+    loss_ptr, z_ptr, target_ptr, weight_ptr, predicted_ptr, divisor_ptr, partial_ptr,
+    out_ptr, z_out_ptr, accuracy_ptr, stats_ptr, M, P, V, ignore_index,
+    MEAN: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce the rows' losses, in one step by one program (FIRST and LAST), or in two by way of partial sums (5, P).
+
+    Leaves for the backward pass: 1 / divisor, and by what z_loss is to be multiplied so that, with class weights, its
+    mean is over rows and not over weights.
+    """
+    COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
+    at = tl.arange(0, BLOCK)
+    if FIRST:
+        loss = tl.zeros((BLOCK,), tl.float32)
+        z = tl.zeros((BLOCK,), tl.float32)
+        w = tl.zeros((BLOCK,), tl.float32)
+        count = tl.zeros((BLOCK,), tl.int32)
+        hits = tl.zeros((BLOCK,), tl.int32)
+        for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK), tl.num_programs(0)):
+            rows = (tile * BLOCK + at).to(tl.int64)
+            mask = rows < M
+            if out_ptr is not None:
+                loss += tl.load(loss_ptr + rows, mask=mask, other=0.0)
+            if z_ptr is not None:
+                z += tl.load(z_ptr + rows, mask=mask, other=0.0)
+            if COUNT:
+                target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)
+                counts = target != ignore_index
+                count += counts.to(tl.int32)
+                if weight_ptr is not None:
+                    valid = counts & (target >= 0) & (target < V)
+                    w += tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
+                if predicted_ptr is not None:
+                    predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
+                    hits += (counts & (predicted == target)).to(tl.int32)
+        sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
+        # Each of these is below 2**24, or has been rounded once.
+        sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
+    else:
+        mask = at < P
+        sum_loss = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
+        sum_z = tl.sum(tl.load(partial_ptr + P + at, mask=mask, other=0.0), 0)
+        sum_w = tl.sum(tl.load(partial_ptr + 2 * P + at, mask=mask, other=0.0), 0)
+        sum_count = tl.sum(tl.load(partial_ptr + 3 * P + at, mask=mask, other=0.0), 0)
+        sum_hits = tl.sum(tl.load(partial_ptr + 4 * P + at, mask=mask, other=0.0), 0)
+    if LAST:
+        divisor = 1.0
+        z_divisor = 1.0
+        if MEAN:
+            z_divisor = sum_count
+            divisor = sum_count
+            if weight_ptr is not None:
+                divisor = sum_w
+            if divisor_ptr is not None:
+                divisor = tl.load(divisor_ptr).to(tl.float32)
+                z_divisor = divisor
+            tl.store(stats_ptr, 1.0 / divisor)
+        if out_ptr is not None:
+            result = sum_loss / divisor
+            if MEAN and weight_ptr is not None:
+                tl.store(stats_ptr + 1, divisor / z_divisor)
+                if z_ptr is not None:
+                    result = (sum_loss - sum_z) / divisor + sum_z / z_divisor
+            tl.store(out_ptr, result)
+        if z_out_ptr is not None:
+            tl.store(z_out_ptr, sum_z / z_divisor)
+        if accuracy_ptr is not None:
+            tl.store(accuracy_ptr, sum_hits / sum_count)
+    else:
+        part = partial_ptr + tl.program_id(0)
+        tl.store(part, sum_loss)
+        tl.store(part + P, sum_z)
+        tl.store(part + 2 * P, sum_w)
+        tl.store(part + 3 * P, sum_count)
+        tl.store(part + 4 * P, sum_hits)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def _cross_entropy_bwd_kernel(
+    dloss_ptr, logits_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
+    M, V, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
+    MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dlogits may be logits: every element is read and written by one thread."""
+    blocks = tl.cdiv(V, BLOCK_N)
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < M
+    target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
+    counts = inside & (target != ignore_index)
+    at = stats_ptr + HEAD + STATS * rows
+    top = tl.load(at, mask=inside, other=0.0)[:, None]
+    log2_sum = tl.load(at + 1, mask=inside, other=0.0)[:, None]
+    factor = tl.load(dloss_ptr + rows * stride_g, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if MEAN:
+        factor = factor * tl.load(stats_ptr)
+    mass = 1.0
+    on_target = 1.0 - smoothing
+    off_target = 0.0
+    if weight_ptr is not None:
+        valid = (target >= 0) & (target < V)
+        w_target = tl.load(weight_ptr + target, mask=counts & valid, other=0.0).to(tl.float32)
+        on_target = (1.0 - smoothing) * w_target[:, None]
+        mass = tl.load(at + 2, mask=inside, other=0.0)[:, None]
+        if MEAN:
+            z_loss = z_loss * tl.load(stats_ptr + 1)
+    if SMOOTHING:
+        off_target = smoothing / V
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+            off_target = off_target * w[None, :]
+    inputs = counts[:, None] & (cols < V)[None, :]
+    x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
+    on_target = tl.where(cols[None, :] == target[:, None], on_target, 0.0)
+    dx = _slope(x, top, log2_sum, mass, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP)
+    dx = tl.where(counts[:, None], dx, 0.0).to(dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def _cross_entropy_grad_kernel(
+    logits_ptr, target_ptr, loss_ptr, factor_ptr,
+    M, V, stride_m, stride_factor, ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BACK: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss of a row; then the row, scratch of our own, becomes factor · d(loss)/d(logits).
+
+    A persistent grid: as many rows are in flight as there are programs, and the second reading comes from the L2 cache
+    as far as those rows fit there. It may go backwards: what was read last, and is still in the cache, comes first.
+    """
+    lane = tl.arange(0, BLOCK)
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    blocks = tl.cdiv(V, DEPTH * BLOCK)
+    for r in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = r + tl.full((), 0, tl.int64)
+        row_ptr = logits_ptr + row * stride_m
+        target = tl.load(target_ptr + row)
+        if target == ignore_index:
+            tl.store(loss_ptr + row, 0.0)
+            for start in range(0, V, BLOCK):
+                tl.store(row_ptr + start + lane, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=start + lane < V)
+        else:
+            top, log2_sum, sum_z, sum_w, _ = _row_sums(
+                row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, DEPTH, BLOCK
+            )
+            valid = (target >= 0) & (target < V)
+            log2_sum = tl.where(valid, log2_sum, float("nan"))
+            z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
+            if SOFTCAP:
+                z_target, _ = _cap(z_target, scale, softcap)
+            loss, _, _ = _row_loss(
+                z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
+            )
+            tl.store(loss_ptr + row, loss)
+            factor = 1.0
+            if factor_ptr is not None:
+                factor = tl.load(factor_ptr + row * stride_factor)
+            off_target = smoothing / V if SMOOTHING else 0.0
+            # The target's logit is read above by every thread and overwritten below by one.
+            tl.debug_barrier()
+            for i in range(blocks):
+                at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
+                mask = at < V
+                x = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
+                on_target = tl.where(at == target, 1.0 - smoothing, 0.0)
+                dx = _slope(x, top, log2_sum, 1.0, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP)
+                tl.store(row_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)

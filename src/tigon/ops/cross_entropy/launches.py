@@ -1,0 +1,293 @@
+"""The launches of cross entropy, their configurations, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    is_traced,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    use_triton,
+)
+from tigon.ops.cross_entropy.kernels import (
+    _cross_entropy_bwd_kernel,
+    _cross_entropy_fwd_kernel,
+    _cross_entropy_grad_kernel,
+    _cross_entropy_narrow_fwd_kernel,
+    _reduce_kernel,
+)
+from tigon.ops.cross_entropy.reference import rows_reference
+
+NARROW = 512  # classes up to which several rows share a program
+ONE_PROGRAM = 65536  # rows that one program reduces in the time of a launch or so
+
+
+def _fwd_tile(V: int, softcap: float, label_smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
+    """Warps, depth, block: as deep as registers allow."""
+    plain = softcap == 0.0 and label_smoothing == 0.0 and not details
+    block = min(next_power_of_2(V), 1024)
+    depth = 8 if plain else 2 if weighted and label_smoothing else 4
+    return 4, max(1, min(depth, next_power_of_2(V) // block)), block
+
+
+def _narrow_tile(V: int) -> tuple[int, int, int]:
+    """Warps, rows, columns of the forward pass over few classes."""
+    block_n = next_power_of_2(V)
+    return 4, 2048 // block_n, block_n
+
+
+def _bwd_tile(V: int) -> tuple[int, int, int]:
+    """Warps, rows, columns."""
+    block_n = min(2048, next_power_of_2(V))
+    return 4, 2048 // block_n, block_n
+
+
+def _grad_tile(V: int) -> tuple[int, int, int, int, str, str, bool]:
+    """Warps, depth, block, programs a multiprocessor (0 for one a row), eviction of the first and of the second
+    reading, and whether that goes backwards.
+
+    Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
+    """
+    warps = 32 if V > 65536 else 16 if V > 8192 else 4
+    block = min(next_power_of_2(V), warps * 32 * 8)
+    return warps, max(1, min(2, next_power_of_2(V) // block)), block, 0, "", "", True
+
+
+def cross_entropy_rows(
+    logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """Write each row's loss. With `gradient` overwrite the logits by d(loss)/d(logits), times `factor`.
+
+    logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; target, loss: (M,), dense.
+    stats: (4 + 2 M,) for what the kernel of the backward pass needs, or None; Triton only, without `gradient`.
+    factor: None, 0-d, or (M,) with one factor a row.
+    """
+    options = (ignore_index, label_smoothing, z_loss, softcap, scale)
+    if not use_triton(logits):
+        for part in _cache_sized(logits):
+            here = factor[part] if factor is not None and factor.dim() else factor
+            loss[part], dlogits = rows_reference(logits[part].to(loss.dtype), target[part], here, gradient, *options)
+            if dlogits is not None:
+                logits[part] = dlogits
+        return
+    if not gradient:
+        _launch_rows(logits, target, None, loss, stats, None, None, *options)
+        return
+    M, V = logits.shape
+    warps, depth, block, programs, keep, drop, back = _grad_tile(V)
+    stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+    arguments = (
+        M, V, logits.stride(0), stride_factor, *options,
+        label_smoothing != 0.0, softcap != 0.0, keep, drop, back, depth, block,
+    )  # fmt: skip
+    key = (arguments, logits.dtype, target.dtype, factor is None)
+    grid = min(M, programs * multiprocessors(logits.device)) if programs else M
+    tensors = (logits, target, loss, factor)
+    launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
+
+
+def _cache_sized(logits: Tensor) -> list[slice]:
+    """A few rows at a time: the temporaries of the torch path then stay in a CPU's caches and out of the peak."""
+    step = max(1, 2**20 // max(1, logits.shape[1]))
+    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
+
+
+def _launch_rows(
+    logits: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, stats: Tensor | None, z: Tensor | None,
+    predicted: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """Each row's loss, and what else there is a place for."""
+    M, V = logits.shape
+    sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
+    branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
+    tensors = (logits, target, weight, loss, stats, z, predicted)
+    dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
+    key = (M, sizes, dtypes, stats is None, z is None, predicted is None)
+
+    def plan() -> tuple[int, tuple, dict[str, int]]:
+        if V <= NARROW:
+            warps, block_m, block_n = _narrow_tile(V)
+            return cdiv(M, block_m), (M, *sizes, *branches, block_m, block_n), {"num_warps": warps}
+        warps, depth, block = _fwd_tile(V, softcap, label_smoothing, weight is not None, predicted is not None)
+        return M, (*sizes, *branches, depth, block), {"num_warps": warps}
+
+    launch(_cross_entropy_narrow_fwd_kernel if V <= NARROW else _cross_entropy_fwd_kernel, key, tensors, plan)
+
+
+def _launch_reduction(
+    rows: Tensor, z_rows: Tensor | None, target: Tensor, weight: Tensor | None, predicted: Tensor | None,
+    divisor: Tensor | None, loss: Tensor | None, z: Tensor | None, accuracy: Tensor | None, stats: Tensor,
+    mean: bool, V: int, ignore_index: int,
+) -> None:  # fmt: skip
+    M = target.shape[0]
+    block = 4096 if M > 1024 else 1024
+    parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
+    partial = rows.new_empty(5 * parts) if parts > 1 else None
+    tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
+    dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
+    key = (M, V, ignore_index, mean, *dtypes, *(t is None for t in (z_rows, predicted, loss, z, accuracy)))
+    sizes = M, parts, V, ignore_index, mean
+    if parts == 1:
+        launch(_reduce_kernel, key, tensors, lambda: (1, (*sizes, True, True, block), {"num_warps": 16}))
+        return
+    launch(_reduce_kernel, (*key, 0), tensors, lambda: (parts, (*sizes, True, False, block), {"num_warps": 16}))
+    launch(_reduce_kernel, (*key, 1), tensors, lambda: (1, (*sizes, False, True, 256), {"num_warps": 4}))
+
+
+def _forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, details: bool,
+    *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Two launches: the rows, then their reduction ("none" without details has none)."""
+    outputs = (_details_fake if details else _fwd_fake)(logits, target, weight, divisor, reduction, False, *options)
+    loss, *others, stats = outputs
+    M, V = target.numel(), logits.shape[-1]
+    mean = reduction == "mean"
+    if M == 0 or V == 0:  # as torch: nothing over nothing
+        loss.fill_(float("nan") if mean and divisor is None else 0.0)
+        if details:
+            others[0].copy_(loss)
+            others[1].fill_(float("nan"))
+            others[2].fill_(-1)
+        return outputs
+    target = target.reshape(-1).contiguous()
+    weight = weight if weight is None else weight.contiguous()
+    rows, z, z_rows, accuracy, predicted = loss, None, None, None, None
+    if details:
+        z, accuracy, predicted = others
+        z_rows = z
+    if reduction != "none":
+        rows = stats.new_empty(M)
+        # With weights the means of the loss and of its z-loss have different divisors.
+        if details or (mean and weight is not None and divisor is None and options[2] != 0.0):
+            z_rows = stats.new_empty(M)
+    _launch_rows(rows_of(logits), target, weight, rows, stats, z_rows, predicted, *options)
+    if reduction != "none" or details:
+        out, z_out = (loss, z) if reduction != "none" else (None, None)
+        inputs = rows, z_rows, target, weight, predicted, divisor
+        _launch_reduction(*inputs, out, z_out, accuracy, stats, mean, V, options[0])
+    return outputs
+
+
+def _fwd_fake(logits, target, weight, divisor, reduction, inplace, *options):
+    loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
+    # What the reduction leaves for the backward pass, then each row's maximum, log-sum and, with weights, mass.
+    stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
+    return loss, stats
+
+
+def _details_fake(logits, target, weight, divisor, reduction, inplace, *options):
+    loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
+    predicted = logits.new_empty(target.shape, dtype=torch.int64)
+    return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
+
+
+_ARGUMENTS = (
+    "(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, bool inplace, int ignore_index,"
+    " float label_smoothing, float z_loss, float softcap, float scale)"
+)
+
+
+@launcher(_ARGUMENTS + " -> (Tensor, Tensor)", _fwd_fake)
+def _cross_entropy_fwd(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+    *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _forward(logits, target, weight, divisor, reduction, False, *options)
+
+
+@launcher(_ARGUMENTS + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _details_fake)
+def _cross_entropy_details_fwd(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+    *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _forward(logits, target, weight, divisor, reduction, True, *options)
+
+
+def _bwd_fake(dloss, logits, target, weight, stats, mean, *options):
+    return logits.new_empty(logits.shape)
+
+
+@launcher(
+    "(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor stats, bool mean, int ignore_index,"
+    " float label_smoothing, float z_loss, float softcap, float scale) -> Tensor",
+    _bwd_fake,
+)
+def _cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
+) -> Tensor:
+    dlogits = logits.new_empty(logits.shape)
+    x, dx = rows_of(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
+    _launch_gradient(dloss, x, target, weight, stats, dx, mean, *options)
+    return dlogits
+
+
+def _launch_gradient(
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself."""
+    if not x.numel():
+        return
+    # A reduced loss hands every row the same gradient, and so does a sum of rows, as a tensor of strides 0.
+    same = not any(dloss.stride())
+    rows = dloss if same else dloss.reshape(-1)
+    target = target.reshape(-1).contiguous()
+    weight = weight if weight is None else weight.contiguous()
+    M, V = x.shape
+    warps, block_m, block_n = _bwd_tile(V)
+    arguments = (
+        M, V, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
+        ignore_index, label_smoothing, z_loss, softcap, scale,
+        mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, block_m, block_n,
+    )  # fmt: skip
+    plan = cdiv(M, block_m) * cdiv(V, block_n), arguments, {"num_warps": warps}
+    key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
+    launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    logits, target, weight, _, reduction, ctx.inplace, *ctx.options = inputs
+    ctx.mean = reduction == "mean"
+    ctx.save_for_backward(logits, target, weight, output[-1])
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dlogits = None
+    if dloss is not None and ctx.needs_input_grad[0]:
+        logits, target, weight, stats = ctx.saved_tensors
+        arguments = target, weight, stats
+        rows = _own_rows(logits) if ctx.inplace and not is_traced(logits) else None
+        if rows is None:
+            dlogits = _cross_entropy_bwd(dloss, logits, *arguments, ctx.mean, *ctx.options)
+        else:
+            with torch.cuda.device_of(logits):
+                _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
+            # The logits are gone: whoever else wants them for a backward pass shall hear of it from torch.
+            torch.autograd.graph.increment_version(logits)
+            dlogits = logits.detach()
+    return dlogits, *(None for _ in range(5 + len(ctx.options)))
+
+
+def _own_rows(logits: Tensor) -> Tensor | None:
+    """The memory of the logits as (M, V), or None where they have no rows of their own to write to."""
+    rows = rows_of(logits.detach())
+    apart = rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]
+    return rows if rows.data_ptr() == logits.data_ptr() and rows.numel() and apart else None
+
+
+loss_of_logits = differentiable(_cross_entropy_fwd, _setup_context, _backward)
+loss_and_details = differentiable(_cross_entropy_details_fwd, _setup_context, _backward, outputs=4)

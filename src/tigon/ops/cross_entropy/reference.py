@@ -1,0 +1,76 @@
+"""Cross entropy in plain PyTorch: its specification, what runs where the kernels cannot, and what they are held to."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """One loss a row, (...), z-loss included."""
+    loss, z_rows = loss_and_z_reference(logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, scale)
+    return loss if z_rows is None else loss + z_rows
+
+
+def loss_and_z_reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, scale: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A row's cross entropy and, if there is one, its z-loss: both (...)."""
+    z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
+    rows, labels = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
+    weight = None if weight is None else weight.to(rows.dtype)
+    loss = F.cross_entropy(
+        rows, labels, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    ).view(target.shape)
+    if not z_loss:
+        return loss, None
+    return loss, z_loss * torch.where(target != ignore_index, torch.logsumexp(z, dim=-1).square(), 0.0)
+
+
+def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor | float]:
+    """z = softcap(scale · logits) and dz/dlogits."""
+    z = logits * scale if scale != 1.0 else logits
+    if not softcap:
+        return z, scale
+    t = torch.tanh(z / softcap)
+    return softcap * t, scale * (1 - t * t)
+
+
+def rows_reference(
+    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Loss and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
+    z, slope = _cap_reference(logits, softcap, scale)
+    valid = target != ignore_index
+    at = torch.where(valid, target, 0).long().unsqueeze(-1)
+    logp = torch.log_softmax(z, dim=-1)
+    lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
+    loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
+    if label_smoothing:
+        loss -= label_smoothing * logp.mean(-1)
+    if z_loss:
+        loss += z_loss * lse.square()
+    loss = torch.where(valid, loss, 0.0)
+    if not gradient:
+        return loss, None
+    dz = logp.exp_()
+    if z_loss:
+        dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
+    dz.scatter_add_(-1, at, dz.new_full((), label_smoothing - 1).expand(at.shape))
+    if label_smoothing:
+        dz -= label_smoothing / z.shape[-1]
+    if softcap or scale != 1.0:
+        dz *= slope
+    return loss, dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
