@@ -1,0 +1,272 @@
+"""Dynamic tanh, a stand-in for a norm without statistics: y = weight · tanh(alpha · x) + bias.
+
+Source: Zhu et al. 2025, Transformers without Normalization, https://arxiv.org/abs/2503.10622
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+from tigon.ops.sum_rows import sum_rows
+
+
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """weight · tanh(alpha · x) + bias, computed in fp32 and rounded once.
+
+    Args:
+        x: (..., N), any float dtype.
+        alpha: one element, of shape (1,) or ().
+        weight, bias: (N,), or None for 1 and 0.
+    Returns: (..., N) in x's dtype, whatever the parameters have.
+    Raises: ValueError for an alpha of more than one element, a weight or bias that is not (N,), or a dtype that is
+        not a float.
+
+    Replaces::
+
+        y = weight * torch.tanh(alpha * x) + bias
+    """
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        raise ValueError(f"dyt: x must be (..., N) floats, got {tuple(x.shape)} {x.dtype}.")
+    if alpha.numel() != 1:
+        raise ValueError(f"dyt: alpha must have one element, got shape {tuple(alpha.shape)}.")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(
+                f"dyt: {name} must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
+                f"got {tuple(t.shape)}."
+            )
+    if not use_triton(x, alpha, weight, bias):
+        return dyt_reference(x, alpha, weight, bias)
+    return _dyt(x, alpha, weight, bias)
+
+
+def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = torch.tanh(alpha.to(acc).view(()) * x.to(acc))
+    if weight is not None:
+        y = y * weight.to(acc)
+    if bias is not None:
+        y = y + bias.to(acc)
+    return y.to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _tanh(z):
+    """tanh(z) and its derivative 1 - tanh(z)², each to a few roundings of its own size, however small that is."""
+    size = tl.abs(z)
+    e = tl.exp2(size * -2.8853900817779268)  # exp(-2 |z|): nothing overflows
+    r = 1.0 / (1.0 + e)
+    t = (1.0 - e) * r
+    # Near zero 1 - e has lost its digits: there tanh is its odd polynomial (Cephes' tanhf).
+    square = z * z
+    p = -0.0537397156 + square * (0.0206390887 + square * -0.00570498873)
+    p = square * (-0.333332819 + square * (0.133314422 + square * p))
+    t = tl.where(size < 0.625, z + z * p, tl.where(z < 0, -t, t))
+    return t, 4.0 * e * r * r
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dyt_fwd_kernel(
+    x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    blocks = tl.cdiv(N, BLOCK_N)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < N
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (rows < M)[:, None] & col_mask[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    y, _ = _tanh(x * tl.load(alpha_ptr).to(tl.float32))
+    if w_ptr is not None:
+        y *= tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "P"])
+def _dyt_bwd_kernel(
+    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, dalpha_ptr, M, N, P, stride_dym, stride_xm,
+    DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A persistent grid of P programs a block of columns: nothing is summed along a row, so that any width is narrow.
+    blocks = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < N
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    da = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(part, tl.cdiv(M, BLOCK_M), P, num_stages=STAGES):
+        rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (rows < M)[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        t, slope = _tanh(x * alpha)
+        if DW:
+            dw += dy * t
+        if DB:
+            db += dy
+        slope *= dy
+        if dalpha_ptr is not None:
+            da += slope * x  # times weight, the same for every row: at the end
+        if dx_ptr is not None:
+            dx = slope * alpha
+            if w_ptr is not None:
+                dx *= w[None, :]
+            tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    sums = part.to(tl.int64) * N * (DW + DB) + cols
+    if DW:
+        tl.store(partial_ptr + sums, tl.sum(dw, 0), mask=col_mask)
+    if DB:
+        tl.store(partial_ptr + N * DW + sums, tl.sum(db, 0), mask=col_mask)
+    if dalpha_ptr is not None:
+        by_column = tl.sum(da, 0)
+        if w_ptr is not None:
+            by_column *= w
+        tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _columns(n: int) -> int:
+    """Columns a tile: the widest power of two, 1024 at most, that leaves little of the last tile of a row empty."""
+    for block in (1024, 512, 256):
+        if 8 * cdiv(n, block) * block <= 9 * n:
+            return block
+    return min(128, next_power_of_2(n))
+
+
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows, columns and warps: several rows a tile, which read the weight once."""
+    block_n = _columns(n)
+    return 4096 // block_n, block_n, 8
+
+
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread."""
+    block_n = _columns(n)
+    stages = 3 if 6 * 4096 * x.element_size() + 4096 <= shared_memory(x.device) else 1
+    return 4096 // block_n, block_n, 8, stages, 2
+
+
+def _dyt_fwd_fake(x, alpha, weight, bias):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x, Tensor alpha, Tensor? weight, Tensor? bias) -> Tensor", _dyt_fwd_fake)
+def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = _dyt_fwd_fake(x, alpha, weight, bias)
+    if y.numel() == 0:
+        return y
+    x = rows_of(x)
+    M, N = x.shape
+    stride = x.stride(0)
+
+    def plan():
+        block_m, block_n, warps = _fwd_tile(N)
+        programs = cdiv(M, block_m) * cdiv(N, block_n)
+        return programs, (M, N, stride, block_m, block_n), {"num_warps": warps}
+
+    weight, bias = _dense(weight), _dense(bias)
+    key = (M, N, stride, x.dtype, alpha.dtype, _dtype(weight), _dtype(bias))
+    launch(_dyt_fwd_kernel, key, (x, alpha, weight, bias, y), plan)
+    return y
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, need_dalpha, need_dw, need_db):
+    N = x.shape[-1]
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        alpha.new_empty(alpha.shape if need_dalpha else 0),
+        weight.new_empty(N) if need_dw else x.new_empty(0),
+        x.new_empty(N, dtype=bias_dtype) if need_db else x.new_empty(0),
+    )
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor alpha, Tensor? weight, ScalarType? bias_dtype, bool need_dx, bool need_dalpha,"
+    " bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor)",
+    _dyt_bwd_fake,
+)
+def _dyt_bwd(
+    dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, need_dx: bool,
+    need_dalpha: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if x.numel() == 0:
+        dx, *sums = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, need_dalpha, need_dw, need_db)
+        return dx, *(t.zero_() for t in sums)
+    dx, dalpha, dw, db = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, False, need_dw, need_db)
+    x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
+    M, N = x.shape
+    strides = dy.stride(0), x.stride(0)
+    block_m, block_n, warps, stages, resident = _bwd_tile(N, x)
+    columns = cdiv(N, block_n)
+    parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
+    sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
+    partial = x.new_empty((parts, len(sums), N), dtype=torch.float32) if sums else None
+    partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
+
+    def plan():
+        arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, stages)
+        return parts * columns, arguments, {"num_warps": warps}
+
+    key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), need_dx, need_dalpha, need_dw, need_db)
+    tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, partial_dalpha)
+    launch(_dyt_bwd_kernel, key, tensors, plan)
+    if partial is not None:
+        sum_rows(partial, *sums)
+    if partial_dalpha is not None:
+        dalpha = partial_dalpha.sum().to(alpha.dtype).view(alpha.shape)  # a few hundred numbers
+    return dx, dalpha, dw, db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, alpha, weight, bias = inputs
+    ctx.bias_dtype = _dtype(bias)
+    ctx.save_for_backward(x, alpha, weight)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    needs = ctx.needs_input_grad
+    grads = _dyt_bwd(dy, *ctx.saved_tensors, ctx.bias_dtype, *needs)
+    return tuple([g if needed else None for g, needed in zip(grads, needs, strict=True)])
+
+
+_dyt = differentiable(_dyt_fwd, _setup_context, _backward)

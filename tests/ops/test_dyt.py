@@ -1,0 +1,52 @@
+"""dyt near zero, at the flat ends of tanh, and for rows of any width."""
+
+import pytest
+import torch
+from numerics import check
+
+import tigon
+from tigon.ops.dyt import dyt_reference
+
+
+def test_tanh_and_its_slope_are_right_to_a_few_roundings_of_their_own_size(device, triton_backend):
+    """tanh(z) is z near zero and its slope 4 exp(-2 |z|) far from it: 1 - exp and 1 - tanh² lose those digits."""
+    size = torch.logspace(-12, 1.5, 500, dtype=torch.float64, device=device).float()
+    x = torch.cat((size, -size, torch.tensor([0.0, 0.6249999, 0.625], device=device))).requires_grad_()
+    alpha = torch.ones(1, device=device)
+    y = tigon.dyt(x, alpha)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    z = x.detach().double()
+    torch.testing.assert_close(y.double(), z.tanh(), rtol=6e-7, atol=0)
+    torch.testing.assert_close(slope.double(), z.cosh() ** -2, rtol=3e-6, atol=1e-38)
+
+
+def test_infinite_and_nan(backend, device):
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), 1e30], device=device, requires_grad=True)
+    y = tigon.dyt(x, torch.ones((), device=device))
+    assert torch.equal(y.detach().nan_to_num(7), torch.tensor([1.0, -1.0, 7.0, 1.0], device=device))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx.nan_to_num(7), torch.tensor([0.0, 0.0, 7.0, 0.0], device=device))
+
+
+# A row of many tiles, one that is no power of two, a tile of many rows, the least.
+@pytest.mark.parametrize("shape", [(2, 70001), (3, 300), (40, 3), (1, 1)])
+def test_any_width(shape, device, triton_backend):
+    def inputs(generator):
+        x = torch.randn(shape, generator=generator)
+        w, b = (torch.randn(shape[1], generator=generator) for _ in range(2))
+        return tuple(t.to(device) for t in (x, torch.full((1,), 0.5), w, b))
+
+    check(tigon.dyt, dyt_reference, inputs, draws=16 if shape[1] < 1000 else 1)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device, triton_backend):
+    x = torch.randn(2**18 + 1, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
+    alpha = torch.full((1,), 0.5, device=device)
+    y = tigon.dyt(x, alpha)
+    y.backward(torch.ones_like(y))
+    last = x[-1:].detach().clone().requires_grad_()
+    expected = tigon.dyt(last, alpha)
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(y[-1:], expected)
+    assert torch.equal(x.grad[-1:], last.grad)
