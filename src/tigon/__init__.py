@@ -18,6 +18,8 @@ _HOME = {
     "reglu": "tigon.ops.gated",
     "relu2": "tigon.ops.relu2",
     "dyt": "tigon.ops.dyt",
+    "softmax": "tigon.ops.softmax",
+    "sparsemax": "tigon.ops.sparsemax",
     "cross_entropy": "tigon.ops.cross_entropy",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from tigon.ops.relu2 import relu2
     from tigon.ops.rms_norm import add_rms_norm, rms_norm
     from tigon.ops.rope import rope
+    from tigon.ops.softmax import softmax
+    from tigon.ops.sparsemax import sparsemax
 
 __all__ = [
     "Fusion",
@@ -54,6 +58,8 @@ __all__ = [
     "relu2",
     "rms_norm",
     "rope",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "use_backend",
 ]

@@ -12,6 +12,8 @@ from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
+from tigon.ops.softmax import softmax
+from tigon.ops.sparsemax import sparsemax
 
 
 class RMSNorm(torch.nn.Module):
@@ -91,6 +93,34 @@ class ReLU2(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return relu2(x, multiplier=self.multiplier)
+
+
+class Softmax(torch.nn.Module):
+    """`tigon.softmax` over `dim`: forward(x, mask)."""
+
+    def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False) -> None:
+        super().__init__()
+        self.dim, self.scale, self.causal = dim, scale, causal
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return softmax(x, self.dim, scale=self.scale, mask=mask, causal=self.causal)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, scale={self.scale}, causal={self.causal}"
+
+
+class Sparsemax(torch.nn.Module):
+    """`tigon.sparsemax` over `dim`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sparsemax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
 
 
 class CrossEntropyLoss(torch.nn.Module):

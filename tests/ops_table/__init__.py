@@ -9,6 +9,7 @@ from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import ROPE
 from ops_table.row import Case, Op
+from ops_table.softmax import SOFTMAX, SPARSEMAX
 
 OPS: tuple[Op, ...] = (
     RMS_NORM,
@@ -20,6 +21,8 @@ OPS: tuple[Op, ...] = (
     GATED_LINEAR,
     DYT,
     ROPE,
+    SOFTMAX,
+    SPARSEMAX,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
 )

@@ -1,0 +1,386 @@
+"""Softmax of scaled, masked scores: y = softmax(scale · x + mask), with dx = scale · y · (dy − Σ dy · y).
+
+Source of the one-pass statistics: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+
+# A row up to this width stays in registers, so that memory is read once; wider ones are read twice, block by block.
+MAX_TILE = 32768
+
+
+def softmax(
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """softmax(scale · x + mask) over one dimension, in fp32, rounded once.
+
+    Args:
+        x: any shape with at least one dimension, any float dtype.
+        dim: the dimension that sums to one. Any but the last costs a copy.
+        scale: multiplies x; 1/√D for attention scores, 1/temperature for logits.
+        mask: added to scale · x; any float dtype, broadcastable to x's shape and never expanded in memory: (B, 1, T, S)
+            or (T, S) for x (B, H, T, S). It gets no gradient: one that has to learn is added to x by the caller.
+        causal: x is (..., T, S), and query t sees the keys s ≤ t + (S − T): the last query sees all. What it does not
+            see is 0, and neither x nor the mask is read there.
+    Returns: x's shape and dtype. A row without any finite score is NaN, as in torch.
+    Raises: ValueError for a dtype that is no float, a dim out of range, a mask that is boolean, does not broadcast or
+        requires a gradient, and for causal over another dimension than the last of two.
+
+    Replaces::
+
+        scores = scale * x.float() + mask
+        y = F.softmax(scores.masked_fill(torch.ones(T, S).triu(S - T + 1).bool(), -torch.inf), dim=-1).to(x.dtype)
+    """
+    rank = x.dim()
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"softmax: x must have a float dtype, got {x.dtype}.")
+    if not -rank <= dim < rank:
+        raise ValueError(f"softmax: dim must name a dimension of x, which has {rank}, got {dim}.")
+    last = dim in (-1, rank - 1)
+    if causal and not (last and rank > 1):
+        raise ValueError(
+            f"softmax: causal must come with x (..., T, S) and dim=-1, got x {tuple(x.shape)} and dim={dim}."
+        )
+    if mask is not None:
+        _check_mask(x, mask)
+    if not use_triton(x, mask):
+        return softmax_reference(x, dim, scale=scale, mask=mask, causal=causal)
+    if last:
+        return _softmax(x, mask, scale, causal)
+    moved = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
+    return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim)
+
+
+def _check_mask(x: Tensor, mask: Tensor) -> None:
+    if not mask.dtype.is_floating_point:
+        raise ValueError(
+            f"softmax: mask must be floats that are added to the scores, got {mask.dtype}. A boolean one becomes such "
+            "by torch.zeros_like(scores).masked_fill(~keep, -torch.inf)."
+        )
+    if mask.device != x.device:
+        raise ValueError(f"softmax: mask must be on x's device, {x.device}, got {mask.device}.")
+    fits = mask.dim() <= x.dim() and all(
+        m in (1, n) for m, n in zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"softmax: mask must broadcast to x's shape {tuple(x.shape)}, got {tuple(mask.shape)}.")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "softmax: mask must not require a gradient, since it gets none. Detach it, or add a learned bias to x."
+        )
+
+
+def softmax_reference(
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    if scale != 1.0:
+        z = z * scale
+    if mask is not None:
+        z = z + mask.to(z.dtype)
+    if causal:
+        T, S = x.shape[-2:]
+        unseen = torch.arange(S, device=x.device) > (torch.arange(T, device=x.device) + (S - T)).unsqueeze(-1)
+        z = z.masked_fill(unseen, -torch.inf)
+    return torch.softmax(z, dim).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _causal(cols, last, inside):
+    """What a query sees, and the same up to the end of a memory sector: so bounded, a load is 16 bytes a thread."""
+    return inside & (cols <= last), inside & (cols // 16 <= last // 16)
+
+
+@triton.jit
+def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
+    """scale · x + mask in fp32, and -inf where nothing is seen. HIDE: x may hold something else there."""
+    z = x.to(tl.float32) * scale
+    if mask_ptr is not None:
+        z += tl.load(mask_ptr + at, mask=near, other=0.0).to(tl.float32)
+    if HIDE:
+        z = tl.where(seen, z, float("-inf"))
+    return z
+
+
+@triton.jit
+def _again(x):
+    """x in fp32, for a second use. Of two equal conversions a compiler makes one, and keeps it: twice the registers."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
+    """Where the mask of these rows begins: it has up to three row dimensions with their strides, 0 where broadcast."""
+    k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
+    return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
+
+
+@triton.jit(do_not_specialize=["M", "T", "D1", "D2"])
+def _softmax_fwd_kernel(
+    x_ptr, mask_ptr, y_ptr, M, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
+    SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Wide rows: a persistent grid, whose next rows are on their way while this one is summed and stored.
+    cols = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        seen, near = inside, inside
+        if CAUSAL:
+            seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
+        # int64: row * stride reaches 2**31 at 64k rows of width 32768.
+        row = rows.to(tl.int64)[:, None]
+        x = tl.load(x_ptr + row * stride_xm + cols[None, :], mask=near, other=float("-inf"))
+        at = cols[None, :]
+        if mask_ptr is not None:
+            at = _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2)[:, None] + cols[None, :] * stride_mn
+        z = _scores(x, mask_ptr, at, seen, near, scale, SCALED or CAUSAL)
+        # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
+        e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2E)
+        y = e * (1.0 / tl.sum(e, 1))[:, None]
+        tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "T"])
+def _softmax_bwd_kernel(
+    dy_ptr, y_ptr, dx_ptr, M, N, T, stride_dym, stride_ym, scale,
+    CAUSAL: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        seen, near = inside, inside
+        if CAUSAL:
+            seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
+        row = rows.to(tl.int64)[:, None]
+        dy_at = dy_ptr + row * stride_dym + cols[None, :]
+        y_at = y_ptr + row * stride_ym + cols[None, :]
+        dy = tl.load(dy_at, mask=near, other=0.0)
+        y = tl.load(y_at, mask=near, other=0.0)
+        products = dy.to(tl.float32) * y.to(tl.float32)
+        if CAUSAL:
+            products = tl.where(seen, products, 0.0)
+        total = tl.sum(products, 1)[:, None]
+        if RELOAD:  # registers are short: both come from the L1 cache again; the barrier lets no compiler keep them
+            tl.debug_barrier()
+            dy = tl.load(dy_at, mask=near, other=0.0)
+            y = tl.load(y_at, mask=near, other=0.0)
+        dx = _again(y) * (_again(dy) - total) * scale
+        if CAUSAL:
+            dx = tl.where(seen, dx, 0.0)
+        tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "D1", "D2"])
+def _softmax_wide_fwd_kernel(
+    x_ptr, mask_ptr, y_ptr, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
+    SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * stride_xm
+    y_ptr += row.to(tl.int64) * N
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
+    last = N - 1
+    if CAUSAL:
+        last = row % T + (N - T)
+    lane = tl.arange(0, BLOCK)
+    # A finite start, since a lane that has seen only -inf must not compute inf - inf: the least number, which is also
+    # what many masks hold.
+    top = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, last + 1, BLOCK):
+        cols = start + lane
+        seen, near = _causal(cols, last, cols < N)
+        x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
+        z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
+        # Of the old and the new element one is the larger: the other's exponential is all there is to compute.
+        e = tl.exp2(-tl.abs(z - top) * LOG2E)
+        total = tl.where(z > top, total * e + 1.0, total + e)
+        top = tl.maximum(top, z)
+    row_top = tl.max(top, 0)
+    inverse = 1.0 / tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(blocks):
+        # From the end, which was read last and is still in the cache.
+        cols = (blocks - 1 - i) * BLOCK + lane
+        seen, near = _causal(cols, last, cols < N)
+        x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
+        z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
+        y = tl.exp2((z - row_top) * LOG2E) * inverse
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _softmax_wide_bwd_kernel(
+    dy_ptr, y_ptr, dx_ptr, N, T, stride_dym, stride_ym, scale, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    dy_ptr += row.to(tl.int64) * stride_dym
+    y_ptr += row.to(tl.int64) * stride_ym
+    dx_ptr += row.to(tl.int64) * N
+    last = N - 1
+    if CAUSAL:
+        last = row % T + (N - T)
+    lane = tl.arange(0, BLOCK)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, last + 1, BLOCK):
+        cols = start + lane
+        seen, near = _causal(cols, last, cols < N)
+        dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        products += tl.where(seen, dy * y, 0.0) if CAUSAL else dy * y
+    total = tl.sum(products, 0)
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK + lane
+        seen, near = _causal(cols, last, cols < N)
+        dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        dx = tl.where(seen, y * (dy - total) * scale, 0.0)
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _tile(n: int, x: Tensor, inputs: int) -> tuple[int, int, int, int]:
+    """Rows and columns a tile, warps and stages. Narrow rows share a tile, so that every warp has wide loads to make;
+    a tile of 64 KiB has a multiprocessor to itself, with the next ones on their way into shared memory."""
+    block_n = next_power_of_2(n)
+    block_m = max(1, 2048 // block_n)
+    row_bytes = block_n * x.element_size() * inputs
+    if row_bytes < 65536:
+        return block_m, block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16, 1
+    stages = min(3, 1 + (shared_memory(x.device) - 4096) // row_bytes)
+    return block_m, block_n, 32 if block_n > 16384 else 16, stages
+
+
+def _grid(tiles: int, stages: int, x: Tensor) -> int:
+    return tiles if stages == 1 else min(tiles, multiprocessors(x.device))
+
+
+def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
+    """The mask as the kernels walk it: the sizes of its last two row dimensions, three row strides, the column stride.
+
+    Dimensions that one stride describes are one: (B, 1, T, S) has three left for (B, H, T, S), (T, S) has two.
+    """
+    mask = mask.expand(shape)
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape[:-1], mask.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == stride * size:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:  # broadcast in every other dimension of a tensor with five and more
+        return _mask_layout(mask.contiguous(), shape)
+    (_, s0), (d1, s1), (d2, s2) = [(1, 0)] * (3 - len(dims)) + dims
+    return mask, (d1, d2, s0, s1, s2, mask.stride(-1))
+
+
+def _softmax_fwd_fake(x, mask, scale, causal):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor", _softmax_fwd_fake)
+def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    y = _softmax_fwd_fake(x, mask, scale, causal)
+    if x.numel() == 0:
+        return y
+    layout: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
+    if mask is not None:
+        mask, layout = _mask_layout(mask, x.shape)
+    T = x.shape[-2] if causal else 1
+    x = rows_of(x)
+    M, N = x.shape
+    arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
+    key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
+    if N > MAX_TILE:
+        plan = M, (*arguments, 8192), {"num_warps": 32}
+        launch(_softmax_wide_fwd_kernel, key, (x, mask, y), lambda: plan)
+    else:
+
+        def tiled():
+            block_m, block_n, warps, stages = _tile(N, x, 1)
+            grid = _grid(cdiv(M, block_m), stages, x)
+            return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
+
+        launch(_softmax_fwd_kernel, key, (x, mask, y), tiled)
+    return y
+
+
+def _softmax_bwd_fake(dy, y, scale, causal):
+    return y.new_empty(y.shape)
+
+
+@launcher("(Tensor dy, Tensor y, float scale, bool causal) -> Tensor", _softmax_bwd_fake)
+def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    dx = _softmax_bwd_fake(dy, y, scale, causal)
+    if y.numel() == 0:
+        return dx
+    T = y.shape[-2] if causal else 1
+    dy, y = rows_of(dy), rows_of(y)
+    M, N = y.shape
+    arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
+    key = (M, arguments, dy.dtype, y.dtype)
+    if N * y.element_size() > 2 * MAX_TILE:  # registers hold y and dy: half as many columns in fp32
+        plan = M, (*arguments, 8192), {"num_warps": 32}
+        launch(_softmax_wide_bwd_kernel, key, (dy, y, dx), lambda: plan)
+    else:
+
+        def tiled():
+            block_m, block_n, warps, stages = _tile(N, y, 2)
+            grid = _grid(cdiv(M, block_m), stages, y)
+            reload = block_n > 16384 and y.dtype != torch.bfloat16
+            return grid, (M, *arguments, reload, block_m, block_n, 1 if reload else stages), {"num_warps": warps}
+
+        launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)
+    return dx
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None or not ctx.needs_input_grad[0]:
+        return None, None, None, None
+    (y,) = ctx.saved_tensors
+    return _softmax_bwd(dy, y, ctx.scale, ctx.causal), None, None, None
+
+
+_softmax = differentiable(_softmax_fwd, _setup_context, _backward)

@@ -1,0 +1,232 @@
+"""Sparsemax, the Euclidean projection onto the probability simplex: y = max(x − τ, 0), with τ such that Σ y = 1.
+
+No sort: with S the elements above τ, Newton's step on Σ max(x − τ, 0) = 1 is τ ← (Σ_S x − 1) / |S|. The sum is convex
+and falls with τ, so that from below the steps never pass the root; each but the last drops elements from S, so that
+there are few, and the last one is exact.
+
+Sources: Martins & Astudillo 2016, https://arxiv.org/abs/1602.02068; the iteration, Michelot 1986,
+https://doi.org/10.1007/BF00938486, and Condat 2016, https://doi.org/10.1007/s10107-015-0946-6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+
+# A row up to this width stays in registers while its threshold is found; wider ones are read once a step.
+MAX_TILE = 32768
+
+
+def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
+    """The nearest point of the probability simplex: like softmax, but most of it is exactly 0. fp32, rounded once.
+
+    Args:
+        x: any shape with at least one dimension, any float dtype.
+        dim: the dimension that sums to one. Any but the last costs a copy.
+    Returns: x's shape and dtype. The gradient is dy less its mean over the support, there, and 0 elsewhere.
+    Raises: ValueError for a dtype that is no float and a dim out of range.
+
+    Replaces::
+
+        z = torch.sort(x.float(), dim=-1, descending=True).values
+        total = z.cumsum(-1) - 1
+        k = torch.arange(1, x.shape[-1] + 1)
+        support = (k * z > total).sum(-1, keepdim=True)
+        y = (x - total.gather(-1, support - 1) / support).clamp(min=0).to(x.dtype)
+    """
+    rank = x.dim()
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"sparsemax: x must have a float dtype, got {x.dtype}.")
+    if not -rank <= dim < rank:
+        raise ValueError(f"sparsemax: dim must name a dimension of x, which has {rank}, got {dim}.")
+    if not use_triton(x):
+        return sparsemax_reference(x, dim)
+    return _sparsemax(x) if dim in (-1, rank - 1) else _sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
+
+
+def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
+    z = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
+    if z.numel() == 0:
+        return x.clone()
+    z = z - z.amax(-1, keepdim=True).detach()  # the projection does not see it, and sums of smaller numbers are exacter
+    ordered = z.detach().sort(-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    # At least one: a row of NaN has none.
+    size = (k * ordered > ordered.cumsum(-1) - 1).sum(-1, keepdim=True).clamp(min=1)
+    support = z >= ordered.gather(-1, size - 1)
+    tau = (torch.where(support, z, 0.0).sum(-1, keepdim=True) - 1) / size
+    nan = z.detach().amax(-1, keepdim=True)  # where the largest was no number, and 0 elsewhere
+    return (torch.where(support, z - tau, 0.0) + nan).movedim(-1, dim).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["M"])
+def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    x = x - tl.max(x, 1)[:, None]
+    nan = tl.sum(tl.where(x == x, 0.0, x), 1)
+    # The largest is 0, so that τ lies in [-1, 0): from -1 on the first S is already small.
+    above = x > -1.0
+    size = tl.sum(above.to(tl.float32), 1)
+    total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
+    dropped = 1
+    while dropped > 0:
+        above = size[:, None] * x > total[:, None]  # x > τ without a rounded quotient: ties stay outside
+        left = tl.sum(above.to(tl.float32), 1)
+        sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
+        dropped = tl.max((left < size).to(tl.int32), 0)
+        total = tl.where(left < size, sums, total)
+        size = tl.minimum(left, size)
+    above = size[:, None] * x > total[:, None]
+    y = tl.where(above, (size[:, None] * x - total[:, None]) * (1.0 / size)[:, None], 0.0) + nan[:, None]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _sparsemax_bwd_kernel(
+    dy_ptr, y_ptr, dx_ptr, M, N, stride_dym, stride_ym, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    # One tile of a row at a time, the last one first: rows wider than a tile are read twice, narrow ones share it.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    size = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    blocks = tl.cdiv(N, BLOCK_N)
+    for i in range(blocks):
+        cols = i * BLOCK_N + lane
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + rows[:, None] * stride_ym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(y > 0, dy, 0.0)
+        size += tl.where(y > 0, 1.0, 0.0)
+    mean = tl.sum(total, 1) / tl.sum(size, 1)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK_N + lane
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + rows[:, None] * stride_ym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dx = tl.where(y > 0, dy - mean[:, None], 0.0)
+        tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    y_ptr += row * N
+    lane = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    nan = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, x)
+        nan += tl.where(x == x, 0.0, x)
+    row_top = tl.max(top, 0)
+    bad = tl.sum(nan, 0) + (row_top - row_top)  # no row with an infinite maximum has an answer
+    # As above, the first S being what is above -1.
+    size, total = 1.0, -1.0
+    dropped = 1
+    first = 1
+    while dropped > 0:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        left = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, N, BLOCK):
+            x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32) - row_top
+            sums += tl.where(size * x > total, x, 0.0)
+            left += tl.where(size * x > total, 1.0, 0.0)
+        count = tl.sum(left, 0)
+        dropped = ((count < size) | (first > 0)).to(tl.int32)
+        total = tl.where(dropped > 0, tl.sum(sums, 0) - 1.0, total)
+        size = tl.where(dropped > 0, count, size)
+        first = 0
+    inverse = 1.0 / size
+    for start in range(0, N, BLOCK):
+        cols = start + lane
+        x = tl.load(x_ptr + cols, mask=cols < N, other=float("-inf")).to(tl.float32) - row_top
+        y = tl.where(size * x > total, (size * x - total) * inverse, 0.0) + bad
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows and columns a tile, and warps."""
+    block_n = next_power_of_2(n)
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+
+
+def _bwd_tile(n: int) -> tuple[int, int, int]:
+    block_n = min(4096, next_power_of_2(n))
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8
+
+
+def _sparsemax_fwd_fake(x):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x) -> Tensor", _sparsemax_fwd_fake)
+def _sparsemax_fwd(x: Tensor) -> Tensor:
+    y = _sparsemax_fwd_fake(x)
+    if x.numel() == 0:
+        return y
+    x = rows_of(x)
+    M, N = x.shape
+    stride = x.stride(0)
+    key = (M, N, stride, x.dtype)
+    if N > MAX_TILE:
+        launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 16}))
+    else:
+
+        def tiled():
+            block_m, block_n, warps = _fwd_tile(N)
+            return cdiv(M, block_m), (M, N, stride, block_m, block_n), {"num_warps": warps}
+
+        launch(_sparsemax_fwd_kernel, key, (x, y), tiled)
+    return y
+
+
+def _sparsemax_bwd_fake(dy, y):
+    return y.new_empty(y.shape)
+
+
+@launcher("(Tensor dy, Tensor y) -> Tensor", _sparsemax_bwd_fake)
+def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
+    dx = _sparsemax_bwd_fake(dy, y)
+    if y.numel() == 0:
+        return dx
+    dy, y = rows_of(dy), rows_of(y)
+    M, N = y.shape
+    strides = dy.stride(0), y.stride(0)
+
+    def tiled():
+        block_m, block_n, warps = _bwd_tile(N)
+        return cdiv(M, block_m), (M, N, *strides, block_m, block_n), {"num_warps": warps}
+
+    launch(_sparsemax_bwd_kernel, (M, N, *strides, dy.dtype, y.dtype), (dy, y, dx), tiled)
+    return dx
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None or not ctx.needs_input_grad[0]:
+        return (None,)
+    return (_sparsemax_bwd(dy, *ctx.saved_tensors),)
+
+
+_sparsemax = differentiable(_sparsemax_fwd, _setup_context, _backward)

@@ -1,0 +1,162 @@
+"""softmax and sparsemax where scores are extreme, masked, tied, or not there at all."""
+
+import pytest
+import torch
+
+import tigon
+from tigon.ops.softmax import _mask_layout, softmax_reference
+
+WIDTHS = [24, 20000, 40000]  # rows that share a tile, one tile, beyond one
+
+
+def test_same_as_torch(backend, device):
+    x = torch.randn(3, 5, 100, device=device)
+    for dim in (-1, 0, 1):
+        torch.testing.assert_close(tigon.softmax(x, dim), torch.softmax(x, dim))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_a_constant_changes_nothing(width, offset, backend, device):
+    """exp(1e4) is infinite: the maximum has to come off first."""
+    x = torch.randn(2, width, device=device).bfloat16().float() * 8
+    torch.testing.assert_close(tigon.softmax(x + offset), torch.softmax(x + offset, -1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_without_a_finite_score_are_nan_and_spoil_no_other(width, backend, device):
+    x = torch.randn(4, width, device=device)
+    x[1] = -torch.inf
+    x[2, 3] = torch.inf
+    x[3, 1] = torch.nan
+    y = tigon.softmax(x)
+    assert y[1:].isnan().all()
+    torch.testing.assert_close(y[0], torch.softmax(x[0], -1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_row_of_the_least_numbers_is_even(width, backend, device):
+    """transformers masks with finfo.min instead of -inf, for such rows to be numbers."""
+    mask = torch.full((width,), torch.finfo(torch.float32).min, device=device)
+    y = tigon.softmax(torch.zeros(2, width, device=device), mask=mask)
+    torch.testing.assert_close(y, torch.full_like(y, 1 / width))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_causality_hides_is_not_used(width, backend, device):
+    """A NaN there changes nothing, forward or backward; the query before all keys is NaN, and has no gradient."""
+    T, options = 3, {"scale": 0.5, "causal": True}
+    clean = torch.randn(T, width, device=device)
+    hidden = torch.arange(width, device=device) > (torch.arange(T, device=device) + width - T).unsqueeze(-1)
+    dy = torch.randn(T, width, device=device)
+
+    def run(x, upstream):
+        x = x.clone().requires_grad_()
+        y = tigon.softmax(x, **options)
+        y.backward(upstream)
+        return y.detach(), x.grad
+
+    y, dx = run(clean, dy)
+    unread = torch.nan if backend == "triton" else 0.0  # torch multiplies the gradient of what is hidden by 0
+    poisoned_y, poisoned_dx = run(clean.masked_fill(hidden, torch.nan), dy.masked_fill(hidden, unread))
+    assert torch.equal(y, poisoned_y)
+    assert torch.equal(dx, poisoned_dx)
+    assert (y[hidden] == 0).all()
+    assert (dx[hidden] == 0).all()
+
+
+def test_more_queries_than_keys(backend, device):
+    """The first queries see nothing: NaN, as of a row that is -inf."""
+    x = torch.randn(2, 5, 3, device=device)
+    y = tigon.softmax(x, causal=True)
+    assert y[:, :2].isnan().all()
+    torch.testing.assert_close(y[:, 2:], tigon.softmax(x[:, 2:], causal=True))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (7,), (1, 7), (3, 1), (2, 1, 3, 7), (1, 4, 1, 7), (2, 4, 3, 7), (5, 1, 1, 3, 7), (5, 1, 4, 1, 7)],
+    ids=str,
+)
+def test_masks_broadcast(shape, backend, device):
+    x = torch.randn(5, 2, 4, 3, 7, device=device)
+    mask = torch.randn(shape, device=device)
+    torch.testing.assert_close(tigon.softmax(x, mask=mask), torch.softmax(x + mask, -1))
+    torch.testing.assert_close(tigon.softmax(x, 2, mask=mask), torch.softmax(x + mask, 2))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 6, 24), (6, 24), (4, 3, 1, 24), (1, 3, 6, 1), (4, 3, 6, 24)], ids=str)
+def test_a_mask_is_walked_where_it_lies(shape):
+    mask = torch.randn(shape)
+    walked, (d1, d2, s0, s1, s2, column) = _mask_layout(mask, torch.Size((4, 3, 6, 24)))
+    assert walked.data_ptr() == mask.data_ptr()
+    rows = torch.arange(4 * 3 * 6).unsqueeze(-1)
+    at = rows // d2 // d1 * s0 + rows // d2 % d1 * s1 + rows % d2 * s2 + torch.arange(24) * column
+    assert torch.equal(mask.flatten()[at], mask.expand(4, 3, 6, 24).reshape(-1, 24))
+
+
+def test_a_learned_mask_is_refused_only_where_it_would_learn(backend, device):
+    x, mask = torch.randn(2, 7, device=device), torch.randn(7, device=device).requires_grad_()
+    with pytest.raises(ValueError, match="mask must not require a gradient"):
+        tigon.softmax(x, mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(tigon.softmax(x, mask=mask), softmax_reference(x, mask=mask))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [tigon.softmax, tigon.sparsemax])
+def test_more_than_two_to_the_31_elements(op, device, triton_backend):
+    x = torch.randn(70000, 32000, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = op(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    last = x[-2:].detach().clone().requires_grad_()
+    op(last).backward(dy[-2:])
+    assert torch.equal(x.grad[-2:], last.grad)
+
+
+# -------------------------------------------------------------------------------------------------------- sparsemax
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sparsemax_is_the_projection_onto_the_simplex(width, backend, device):
+    """Non-negative, sums to one, and x − y is the same τ on the support and at most τ elsewhere: the KKT conditions."""
+    x = 0.1 * torch.randn(3, width, device=device)
+    y = tigon.sparsemax(x)
+    assert (y >= 0).all()
+    torch.testing.assert_close(y.sum(-1), torch.ones(3, device=device))
+    gap = x - y
+    tau = gap.where(y > 0, -torch.inf).amax(-1, keepdim=True)
+    torch.testing.assert_close(gap.where(y > 0, tau), tau.expand_as(x), rtol=0, atol=1e-6)
+    assert (gap.where(y == 0, -torch.inf) <= tau + 1e-6).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sparsemax_of_ties_and_clear_winners_is_exact(width, backend, device):
+    x = torch.zeros(4, width, device=device)
+    x[0, 5] = 3.0  # a winner
+    x[1, [2, 7]] = 9.0  # two of them
+    x[2] = 0.75  # = τ, and so outside
+    x[2, :4] = 1.0
+    x[3] = 7.0  # all alike
+    y = tigon.sparsemax(x)
+    expected = torch.zeros_like(x)
+    expected[0, 5] = 1.0
+    expected[1, [2, 7]] = 0.5
+    expected[2, :4] = 0.25
+    expected[3] = 1 / width
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+    assert torch.equal(y[:3], expected[:3])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sparsemax_takes_minus_infinity_and_answers_nan_with_nan(width, backend, device):
+    x = torch.randn(4, width, device=device)
+    x[0, 6:] = -torch.inf
+    x[1] = -torch.inf
+    x[2, 3] = torch.inf
+    x[3, 1] = torch.nan
+    y = tigon.sparsemax(x)
+    torch.testing.assert_close(y[0, :6], tigon.sparsemax(x[0, :6]))
+    assert (y[0, 6:] == 0).all()
+    assert y[1:].isnan().all()
