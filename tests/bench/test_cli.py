@@ -38,6 +38,12 @@ def test_bench_writes_table_json_and_png(tmp_path):
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_host_writes_table_and_json(tmp_path, capsys):
+    bench(ops=["swiglu"], host=True, quick=True, peers="eager", device="cpu", json=tmp_path / "r.json")
+    assert [row["op"] for row in report.load(tmp_path / "r.json")["rows"]] == [*["floor"] * 3, "swiglu", "swiglu"]
+    assert "fwd+bwd µs" in capsys.readouterr().out
+
+
 def test_an_unknown_operator_gets_one_sentence_and_exit_2():
     done = tigon("bench", "softmux")
     assert done.returncode == 2
@@ -57,6 +63,7 @@ def test_an_unknown_operator_gets_one_sentence_and_exit_2():
         ({"model": "llama-9"}, "llama-9"),
         ({"model": "llama-tiny", "ops": ["rope"]}, "takes no operators"),
         ({"model": "llama-tiny", "peers": "eager"}, "'eager'"),
+        ({"host": True, "shape": ["8x8"]}, "--host takes no"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(arguments, match):

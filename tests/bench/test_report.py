@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tigon.bench import report
+from tigon.bench.host import HostRow
 from tigon.bench.models import Side
 from tigon.bench.runner import Row
 
@@ -19,6 +20,7 @@ ROWS = [
     Row("rms_norm", (32768, 4096), "bfloat16", "other", status="wrong", reason="relative error above 0.01 in dx"),
     Row("rms_norm", (32768, 4096), "bfloat16", "absent", status="failed", reason="absent is not installed"),
 ]  # fmt: skip
+HOST = [HostRow("rms_norm", (8, 64), "bfloat16", "tigon", forward_us=12.3, total_us=45.67, times_eager=0.5)]
 SIDES = [
     Side(
         "llama-3-8b", "tigon", 16, 512, False, "bfloat16", tokens_per_s=13000.4, step_ms=630.1, peak_gib=69.04,
@@ -107,6 +109,43 @@ def test_files_are_named_after_the_device():
     assert report.file_name(content) == "h200-llama-3-8b-16x512.json"
 
 
+def test_merged_runs_keep_the_last_of_each_case():
+    def run(*rows, copy_gbps):
+        return report.result("ops", rows, ceilings={"copy_gbps": copy_gbps, "matmul_tflops": 690.0, "matmul": ""})
+
+    wide, narrow = (Row("rope", shape, "bfloat16", "tigon", total_ms=1.0) for shape in ((1, 8), (1, 2)))
+    again = Row("rope", (1, 8), "bfloat16", "eager", total_ms=2.0)
+    merged = report.merge([run(wide, narrow, copy_gbps=4000.0), run(again, copy_gbps=4100.0)])
+    assert [(row["shape"], row["implementation"]) for row in merged["rows"]] == [((1, 8), "eager"), ((1, 2), "tigon")]
+    assert [one["ceilings"]["copy_gbps"] for one in merged["runs"]] == [4000.0, 4100.0]
+    assert len(report.merge([merged, run(narrow, copy_gbps=4200.0)])["runs"]) == 3
+
+
+def test_runs_on_different_devices_are_not_merged():
+    one, other = operators(), operators()
+    other["environment"]["device"] = "another"
+    with pytest.raises(ValueError, match="differ in device"):
+        report.merge([one, other])
+
+
+def test_a_matrix_has_a_line_per_case_and_marks_the_fastest():
+    rows = [
+        Row("rope", (1, 8), "bfloat16", "eager", total_ms=2.0, floor_ms=0.5, times_floor=4.0),
+        Row("rope", (1, 8), "bfloat16", "tigon", total_ms=0.6, floor_ms=0.5, times_floor=1.2),
+        Row("rope", (1, 8), "bfloat16", "liger", status="wrong", total_ms=0.4, floor_ms=0.5, times_floor=0.8),
+        Row("rope", (1, 9), "bfloat16", "tigon", status="failed"),
+    ]
+    header, _, first, second = report.to_matrix(report.result("ops", rows), ["tigon"]).splitlines()
+    assert header == "| op | shape | dtype | floor ms | tigon | eager | liger |"
+    assert first == "| rope | 1×8 | bfloat16 | 0.500 | **0.600 (1.20×)** | 2.00 (4.00×) | wrong |"
+    assert second == "| rope | 1×9 | bfloat16 | – | failed | – | – |"
+
+
+def test_host_times_are_shown():
+    table = report.to_text(report.result("host", HOST))
+    assert table.splitlines()[-1].split()[3:] == ["12.3", "45.7", "0.50×"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0, "0"), (0.0123456, "0.0123"), (9.876, "9.88"), (157.84, "158"), (4270.3, "4,270")],
@@ -115,9 +154,14 @@ def test_numbers_have_three_digits(value, text):
     assert report._number(value) == text
 
 
-@pytest.mark.parametrize("kind", ["ops", "model"])
+@pytest.mark.parametrize("kind", ["ops", "host", "model"])
 def test_charts_are_drawn(tmp_path, kind):
     plots = pytest.importorskip("tigon.bench.plots")
     pytest.importorskip("matplotlib")
-    plots.plot(operators() if kind == "ops" else report.result("model", SIDES), tmp_path / "r.png")
+    content = {
+        "ops": operators,
+        "host": lambda: report.result("host", HOST),
+        "model": lambda: report.result("model", SIDES),
+    }
+    plots.plot(content[kind](), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -110,6 +110,26 @@ def test_a_failing_implementation_is_a_row_and_the_others_are_measured():
     assert rows["missing"].total_ms is None
 
 
+def test_peers_that_are_measured_where_installed_have_no_row_elsewhere():
+    def missing():
+        raise ModuleNotFoundError("No module named 'quack'", name="quack")
+
+    op = OPS["swiglu"]
+    optional = Implementation(missing, where_installed=True)
+    assert list(run(op, {"eager": op.implementations["eager"], "quack": optional})) == ["eager"]
+    named = choose(dataclasses.replace(op, implementations={"quack": optional}), ["quack"], CPU)
+    assert run(op, named)["quack"].reason == "quack is not installed"
+
+
+def test_only_what_is_asked_is_checked():
+    op = OPS["swiglu"]
+    implementations = {"eager": op.implementations["eager"], "broken": by(lambda gate, up: gate * up)}
+    rows = run_case(op, (16, 32), torch.float32, CPU, CEILINGS, implementations=implementations, settings=SHORT,
+                    checked=["eager"])  # fmt: skip
+    assert [bool(row.errors) for row in rows] == [True, False]
+    assert all(row.status == "ok" and row.first_s > 0 for row in rows)
+
+
 def test_an_overwriting_implementation_spoils_nobody_elses_inputs():
     def overwriting(gate, up):
         y = torch.nn.functional.silu(gate) * up

@@ -1,4 +1,5 @@
-"""Results of `tigon bench` as bar charts in one PNG: multiples of the floor, or tokens/s and memory of whole models."""
+"""Results of `tigon bench` as bar charts in one PNG: multiples of the floor, microseconds of the host,
+or tokens/s and memory of whole models."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ COLOURS = {
     "liger-fp32": "#7ba3cc",
     "compile": "#7a7a7a",
     "eager": "#b5b5b5",
+    "torch": "#d0b070",
     "hf": "#b5b5b5",
     "cce": "#6a9c78",
     "quack": "#8d7ab5",
@@ -31,8 +33,7 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    draw = _operators if content["kind"] == "ops" else _models
-    figure = draw(content, plt)
+    figure = {"ops": _operators, "host": _host, "model": _models}[content["kind"]](content, plt)
     figure.suptitle(headline(content), fontsize=8, color="#555555")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
@@ -75,6 +76,19 @@ def _operators(content: dict[str, Any], plt: Any) -> Any:
         axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)
+    return figure
+
+
+def _host(content: dict[str, Any], plt: Any) -> Any:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["total_us"] is not None:
+            groups.setdefault(row["op"], []).append(row)
+    figure, axes = _panels(groups, plt)
+    for axis, (title, rows) in zip(axes, groups.items(), strict=False):
+        _bars(axis, rows, "implementation", "total_us", "{:.0f} µs")
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xlabel("host time of forward + backward, µs", fontsize=7)
     return figure
 
 

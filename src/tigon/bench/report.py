@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-# Raised when a field changes its meaning or goes. kind "ops": rows are runner.Row; kind "model": models.Side.
+# Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
+# models.Side for "model".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -45,6 +46,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": _cpu_name() if device.type != "cuda" else torch.cuda.get_device_name(device),
         "device_type": device.type,
+        "cpu": _cpu_name(),
         "memory_gib": None,
         "capability": None,
         "driver": driver_version(),
@@ -108,8 +110,8 @@ def file_name(content: dict[str, Any]) -> str:
     """What the file of a result is called in benchmarks/results: the device and what was measured on it."""
     device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
     words = "".join(c if c.isalnum() else " " for c in device).split()
-    if content["kind"] == "ops":
-        return "-".join([*words, "ops"]) + ".json"
+    if content["kind"] in ("ops", "host"):
+        return "-".join([*words, content["kind"]]) + ".json"
     row = content["rows"][0]
     checkpointing = ["checkpointing"] if row["checkpointing"] else []
     return "-".join([*words, row["model"], f"{row['batch']}x{row['seq']}", *checkpointing]) + ".json"
@@ -135,6 +137,37 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {content.get('schema')!r}, this version reads {SCHEMA}.")
     return content
+
+
+def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Result files of one kind, device and set of versions as one. Of a case in several of them the last counts.
+
+    Floors stay those of the run that a row comes from, and every run keeps its date, command and ceilings in "runs".
+    Raises ValueError for files that do not belong together.
+    """
+    first = contents[0]
+    for content in contents[1:]:
+        for what in ("device", "packages"):
+            if content["environment"][what] != first["environment"][what]:
+                raise ValueError(f"merge: the files differ in {what}; only runs of one environment make one record.")
+        if content["kind"] != first["kind"]:
+            raise ValueError(f"merge: the files must be of one kind, got {first['kind']!r} and {content['kind']!r}.")
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    runs: list[dict[str, Any]] = []
+    for content in contents:
+        mine: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in content["rows"]:
+            mine.setdefault(case_of(row), []).append(row)
+        cases |= mine
+        own = {key: content[key] for key in ("date", "command", "ceilings") if key in content}
+        runs += content.get("runs", [own])
+    rows = [row for members in cases.values() for row in members]
+    return {**contents[-1], **{k: first[k] for k in ("ceilings",) if k in first}, "runs": runs, "rows": rows}
+
+
+def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What the rows of one case have in common."""
+    return tuple(tuple(row[k]) if k == "shape" else row[k] for k in _CASE_KEYS if k in row)
 
 
 # ------------------------------------------------------------------------------------------------------------- cells
@@ -199,6 +232,15 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "error": _errors,
         "remark": _remark,
     },
+    "host": {
+        "op": lambda r: r["op"],
+        "dtype": lambda r: r["dtype"],
+        "by": lambda r: r["implementation"],
+        "fwd µs": lambda r: _number(r["forward_us"]),
+        "fwd+bwd µs": lambda r: _number(r["total_us"]),
+        "× eager": lambda r: "–" if r["times_eager"] is None else f"{r['times_eager']:.2f}×",
+        "remark": _remark,
+    },
     "model": {
         "model": lambda r: r["model"],
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
@@ -211,6 +253,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
+_CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq")
 _TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "remark")
 
@@ -227,6 +270,8 @@ def headline(content: dict[str, Any]) -> str:
     """The line above a table: hardware, ceilings, versions."""
     env = content["environment"]
     parts = [env["device"]]
+    if content["kind"] == "host" and env.get("cpu", env["device"]) != env["device"]:
+        parts.append(env["cpu"])
     if "ceilings" in content:
         ceilings = content["ceilings"]
         parts.append(f"copy {_number(ceilings['copy_gbps'])} GB/s")
@@ -290,6 +335,37 @@ def to_markdown(content: dict[str, Any]) -> str:
     lines = [header, align, *rows]
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f"{headline(content)}. `{content['command']}`\n\n{table}\n"
+
+
+def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:
+    """Markdown with one line per case of kind "ops" and one column per implementation: milliseconds (× floor).
+
+    Args:
+        order: implementations that come first; the others follow as they appear.
+    """
+    present = list(dict.fromkeys(row["implementation"] for row in content["rows"]))
+    names = [n for n in order if n in present] + [n for n in present if n not in order]
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        cases.setdefault(case_of(row), {})[row["implementation"]] = row
+    lines = [["op", "shape", "dtype", "floor ms", *names], [":--", ":--", ":--", "--:", *("--:" for _ in names)]]
+    for by in cases.values():
+        row = next(iter(by.values()))
+        floor = next((r["floor_ms"] for r in by.values() if r["floor_ms"] is not None), None)
+        fastest = min(
+            (r["total_ms"] for r in by.values() if r["total_ms"] is not None and r["status"] == "ok"), default=0
+        )
+        cells = [_matrix_cell(by.get(name), fastest) for name in names]
+        lines.append([row["op"], _shape(row), row["dtype"], _number(floor), *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _matrix_cell(row: dict[str, Any] | None, fastest: float) -> str:
+    if row is None or row["status"] != "ok" or row["total_ms"] is None:
+        return "–" if row is None or row["status"] == "ok" else row["status"]
+    floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
+    text = f"{_number(row['total_ms'])}{floor}"
+    return f"**{text}**" if row["total_ms"] == fastest else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

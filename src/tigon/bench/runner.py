@@ -107,14 +107,14 @@ def time_ms(fn: Callable[[], Any], device: torch.device, settings: Settings, est
 
 
 def _once_ms(fn: Callable[[], Any], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     fn()
-    _synchronize(device)
+    synchronize(device)
     return 1e3 * (time.perf_counter() - start)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -217,7 +217,7 @@ def run_case(
         except Exception as error:  # a peer may fail in any way, and its row says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
-            row.status, row.reason = "failed", _one_line(error)
+            row.status, row.reason = "failed", one_line(error)
         _free(device)
     del expected
 
@@ -232,7 +232,7 @@ def run_case(
                     _time_round(steps[name], implementations[name], inputs, device, settings, estimates[name])
                 )
             except Exception as error:
-                rows[name].status, rows[name].reason = "failed", _one_line(error)
+                rows[name].status, rows[name].reason = "failed", one_line(error)
                 del steps[name], times[name]
             _free(device)
     for name, measured in times.items():
@@ -243,7 +243,7 @@ def run_case(
     return list(rows.values())
 
 
-def _run(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def run_once(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     out = fn(**inputs.arguments)
     outs = out if isinstance(out, tuple) else (out,)
     return outs, torch.autograd.grad(outs, [inputs.arguments[k] for k in inputs.wrt], inputs.grads)
@@ -257,15 +257,15 @@ def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: 
         values = _first_run(row, op.implementations[name].load(), inputs.clone(), device)
         _check(row, values, op.expect(inputs), TOLERANCE[dtype])
     except Exception as error:
-        row.status, row.reason = "failed", _one_line(error)
+        row.status, row.reason = "failed", one_line(error)
     return row
 
 
 def _first_run(row: Row, fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> dict[str, Tensor]:
     """Outputs and gradients by name, and the seconds they took in the row."""
     start = time.perf_counter()
-    outs, grads = _run(fn, inputs)
-    _synchronize(device)
+    outs, grads = run_once(fn, inputs)
+    synchronize(device)
     row.first_s = time.perf_counter() - start
     names = (*inputs.outputs, *(f"d{k}" for k in inputs.wrt))
     return {name: value.detach() for name, value in zip(names, (*outs, *grads), strict=True)}
@@ -290,11 +290,11 @@ def _errors(values: dict[str, Tensor], expected: Expected) -> dict[str, float]:
 def _peak_mib(fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> tuple[float | None, float]:
     """Peak memory of forward + backward beyond inputs and upstream gradients (gradients count), and its rough time."""
     if device.type != "cuda":
-        return None, _once_ms(lambda: _run(fn, inputs), device)
+        return None, _once_ms(lambda: run_once(fn, inputs), device)
     _free(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    ms = _once_ms(lambda: _run(fn, inputs), device)
+    ms = _once_ms(lambda: run_once(fn, inputs), device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20, ms
 
 
@@ -310,7 +310,7 @@ def _time_round(
     if implementation.overwrites:
         inputs = inputs.clone()
     forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
-    return forward, time_ms(lambda: _run(fn, inputs), device, settings, estimate_ms)
+    return forward, time_ms(lambda: run_once(fn, inputs), device, settings, estimate_ms)
 
 
 def _device_ms(
@@ -329,7 +329,7 @@ def _device_ms(
     if implementation.overwrites:
         inputs = inputs.clone()
     try:
-        return float(do_bench_cudagraph(lambda: _run(fn, inputs), rep=settings.graph_ms, return_mode="median"))
+        return float(do_bench_cudagraph(lambda: run_once(fn, inputs), rep=settings.graph_ms, return_mode="median"))
     except Exception:  # a peer that waits for the device, or allocates in a way that a capture forbids
         torch.cuda.synchronize(device)
         return None
@@ -382,7 +382,7 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
         row.rate, row.rate_unit = floor.bytes / row.total_ms / 1e6, "GB/s"
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, ModuleNotFoundError):
@@ -392,8 +392,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

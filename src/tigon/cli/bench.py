@@ -22,9 +22,12 @@ def bench(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing, with --model.")
     ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Microseconds of the host per call, on tiny inputs, instead.")
+    ] = False,
     peers: Annotated[
         str | None,
-        typer.Option(help="Whom to compare with, separated by commas: eager, compile, liger, cce, quack; hf."),
+        typer.Option(help="Whom to compare with, separated by commas: eager, compile, torch, liger, cce, quack; hf."),
     ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="Shape instead of the operator's own, such as 8192x4096; repeatable.")
@@ -48,6 +51,8 @@ def bench(
         needs("tigon bench --plot", "bench", "matplotlib")
     if model is not None and (ops or shape):
         raise Problem("bench: --model takes no operators and no --shape")
+    if host and (model is not None or shape):
+        raise Problem("bench: --host takes no --model and no --shape")
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     where = _device(device)
 
@@ -59,6 +64,8 @@ def bench(
 
     if model is not None:
         content = _bench_model(model, batch, seq, steps, checkpointing, names, dtype, where, keep)
+    elif host:
+        content = _bench_host(ops or [], names, dtype, where, quick, keep)
     else:
         content = _bench_ops(ops or [], shape or [], names, dtype, where, ignored, rounds, quick, keep)
     _show(content)
@@ -86,17 +93,10 @@ def _bench_ops(
     from dataclasses import asdict
 
     from tigon.bench import report
-    from tigon.bench.cases import OPS
     from tigon.bench.inputs import DTYPES
     from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, run_case
 
-    unknown = [name for name in names if name not in OPS]
-    if unknown:
-        raise Problem(f"bench: OP must be one of {', '.join(OPS)}, got {', '.join(map(repr, unknown))}")
-    if dtype not in DTYPES:
-        raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    _check_names(peers, {name for op in OPS.values() for name in (*op.implementations,)})
-    chosen = [OPS[name] for name in names or OPS]
+    chosen = _chosen(names, peers, dtype)
     if shapes and len(chosen) != 1:
         raise Problem("bench: --shape needs exactly one OP")
     # A CPU would take hours over the shapes of real models.
@@ -131,6 +131,52 @@ def _bench_ops(
             expected += 1 + (1 + settings.rounds) * len(implementations)
             step("", 0, expected)
             content = report.result("ops", rows, device=device, ceilings=asdict(ceilings))
+            keep(content)
+    return content
+
+
+def _chosen(names: list[str], peers: list[str] | None, dtype: str) -> list[Any]:
+    from tigon.bench.cases import OPS
+    from tigon.bench.inputs import DTYPES
+
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise Problem(f"bench: OP must be one of {', '.join(OPS)}, got {', '.join(map(repr, unknown))}")
+    if dtype not in DTYPES:
+        raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    _check_names(peers, {name for op in OPS.values() for name in op.implementations})
+    return [OPS[name] for name in names or OPS]
+
+
+def _bench_host(
+    names: list[str],
+    peers: list[str] | None,
+    dtype: str,
+    device: Any,
+    quick: bool,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    from tigon.bench import report
+    from tigon.bench.host import HostSettings, run_floor, run_host
+    from tigon.bench.inputs import DTYPES
+    from tigon.bench.runner import choose
+
+    chosen = _chosen(names, peers, dtype)
+    settings = HostSettings(10, 5, 3) if quick else HostSettings()
+    plan = [choose(op, peers, device) for op in chosen]
+    with _progress(1 + sum(1 + len(implementations) for implementations in plan)) as step:
+        step("floor", 0)
+        rows = run_floor(device, settings)
+        for op, implementations in zip(chosen, plan, strict=True):
+            rows += run_host(
+                op,
+                DTYPES[dtype],
+                device,
+                implementations=implementations,
+                settings=settings,
+                say=lambda text: step(text, 1),
+            )
+            content = report.result("host", rows, device=device)
             keep(content)
     return content
 

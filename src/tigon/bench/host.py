@@ -1,0 +1,174 @@
+"""What a call costs the host: Python, autograd and launches, on inputs so small that the device never holds them up.
+
+Calls are issued in batches, without waiting inside of one; the device is waited for between batches, outside of what is
+timed, so that the queue never fills. Batches of all implementations take turns; the result is the median over batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import launch, tl, triton, use_triton
+from tigon.bench.cases import Implementation, Op
+from tigon.bench.inputs import Shape
+from tigon.bench.runner import choose, one_line, run_once, synchronize
+
+FLOOR = "floor"
+# Share of a batch's time that the device may still need when its last call is issued.
+HELD_UP = 0.1
+
+
+@dataclass
+class HostRow:
+    """Microseconds of host time per call of one implementation; None is what was not measured."""
+
+    op: str
+    shape: Shape
+    dtype: str
+    implementation: str
+    status: str = "ok"  # ok | failed
+    reason: str = ""
+    note: str = ""
+    forward_us: float | None = None
+    total_us: float | None = None
+    times_eager: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    # 50 calls are a few hundred launches; the driver queues a thousand before it makes the host wait.
+    calls: int = 50
+    batches: int = 40
+    warmup: int = 20
+
+
+@dataclass
+class _Timed:
+    """One closure and its batches so far."""
+
+    call: Callable[[], Any]
+    us: list[float]
+    waits: list[float]
+
+
+def run_host(
+    op: Op,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    implementations: dict[str, Implementation] | None = None,
+    settings: HostSettings | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[HostRow]:
+    """Host time of every implementation of one operator at its tiny shape."""
+    settings = settings or HostSettings()
+    implementations = choose(op, None, device) if implementations is None else implementations
+    inputs = op.make(op.tiny, dtype, device, 0.0)
+    dtype_name = str(dtype).removeprefix("torch.")
+    rows: dict[str, HostRow] = {}
+    timed: dict[tuple[str, str], _Timed] = {}
+    for name, implementation in implementations.items():
+        say(f"{op.name}: {name}")
+        row = rows[name] = HostRow(op.name, op.tiny, dtype_name, name, note=implementation.note)
+        if implementation.gpu_only and device.type != "cuda":
+            row.status, row.reason = "failed", "runs on a GPU only"
+            continue
+        if name.startswith("tigon") and not use_triton(inputs.arguments[inputs.wrt[0]]):
+            row.note = "the reference: no kernels on this device"
+        try:
+            fn, own = implementation.load(), inputs.clone()
+            for _ in range(settings.warmup):
+                run_once(fn, own)
+            timed[name, "forward"] = _Timed(functools.partial(fn, **own.arguments), [], [])
+            timed[name, "total"] = _Timed(functools.partial(run_once, fn, own), [], [])
+        except Exception as error:  # a peer may fail in any way, and its row says how
+            if implementation.where_installed and isinstance(error, ImportError):
+                del rows[name]
+            row.status, row.reason = "failed", one_line(error)
+    say(f"{op.name}: {settings.batches} batches")
+    _take_turns(timed, device, settings)
+    _fill(rows, timed)
+    return list(rows.values())
+
+
+def run_floor(device: torch.device, settings: HostSettings | None = None) -> list[HostRow]:
+    """What is below every operator: an allocation, an autograd.Function that does nothing else, one cached launch."""
+    settings = settings or HostSettings()
+    shape = (8, 64)
+    x = torch.randn(shape, device=device).requires_grad_()
+    dy = torch.randn_like(x)
+    rows = {
+        "new_empty": HostRow(FLOOR, shape, "float32", "new_empty", note="one allocation"),
+        "Function": HostRow(FLOOR, shape, "float32", "Function", note="autograd.Function that allocates y and dx"),
+        "launch": HostRow(FLOOR, shape, "float32", "launch", note="one empty kernel, launched before"),
+    }
+    calls: dict[tuple[str, str], Callable[[], Any]] = {
+        ("new_empty", "forward"): lambda: x.new_empty(shape),
+        ("Function", "forward"): lambda: _Nothing.apply(x),
+        ("Function", "total"): lambda: torch.autograd.grad(_Nothing.apply(x), x, dy),
+        ("launch", "forward"): lambda: launch(_nothing_kernel, ("nothing",), (x,), lambda: (1, (), {"num_warps": 4})),
+    }
+    if device.type != "cuda":
+        del calls["launch", "forward"]
+        rows["launch"].status, rows["launch"].reason = "failed", "runs on a GPU only"
+    for call in calls.values():
+        for _ in range(settings.warmup):
+            call()
+    timed = {key: _Timed(call, [], []) for key, call in calls.items()}
+    _take_turns(timed, device, settings)
+    _fill(rows, timed)
+    return list(rows.values())
+
+
+@triton.jit
+def _nothing_kernel(x_ptr):
+    tl.static_assert(True)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.new_empty(dy.shape)
+
+
+def _take_turns(timed: dict[Any, _Timed], device: torch.device, settings: HostSettings) -> None:
+    gc.collect()
+    for _ in range(settings.batches):
+        for one in timed.values():
+            call = one.call
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(settings.calls):
+                call()
+            issued = time.perf_counter()
+            synchronize(device)
+            one.us.append(1e6 * (issued - start) / settings.calls)
+            one.waits.append((time.perf_counter() - issued) / (issued - start))
+
+
+def _fill(rows: dict[str, HostRow], timed: dict[tuple[str, str], _Timed]) -> None:
+    for (name, part), one in timed.items():
+        setattr(rows[name], f"{part}_us", statistics.median(one.us))
+        # Not on a CPU, where a call returns when its work is done.
+        if statistics.median(one.waits) > HELD_UP and "device" not in rows[name].note:
+            rows[name].note = "; ".join(filter(None, [rows[name].note, "in part held up by the device"]))
+    eager = rows["eager"].total_us if "eager" in rows else None
+    for row in rows.values():
+        if row.total_us is not None and eager:
+            row.times_eager = row.total_us / eager
