@@ -308,6 +308,7 @@ OPS = (
         name="linear_cross_entropy",
         shape_names=("tokens", "width", "vocabulary"),
         shapes=((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000)),
+        extra=((4096, 2048, 32000),),
         small=((256, 64, 4096),),
         tiny=(8, 16, 64),
         make=_make_linear_cross_entropy,
