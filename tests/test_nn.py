@@ -69,6 +69,28 @@ def test_losses(device):
     torch.testing.assert_close(linear(x, weight, target, bias, divisor=12), expected / 2)
 
 
+def test_class_weights_move_and_are_saved_with_the_module(device):
+    weight, logits = torch.rand(11), torch.randn(6, 11, device=device)
+    target = torch.randint(0, 11, (6,), device=device)
+    ours, theirs = nn.CrossEntropyLoss(weight).to(device), torch.nn.CrossEntropyLoss(weight).to(device)
+    torch.testing.assert_close(ours(logits, target), theirs(logits, target))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert nn.CrossEntropyLoss(details=True)(logits, target).predicted.shape == (6,)
+
+
+def test_embedding(device):
+    ours = nn.Embedding(9, 5, padding_idx=2, device=device)
+    theirs = torch.nn.Embedding(9, 5, padding_idx=2, device=device)
+    assert ours.weight[2].abs().max() == 0
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.tensor([[1, 2, 8], [8, 8, 2]], device=device)
+    assert torch.equal(ours(ids), theirs(ids))
+    for module in (ours, theirs):
+        module(ids).square().sum().backward()
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    assert "9, 5, padding_idx=2" in repr(ours)
+
+
 def test_modules_copy_and_pickle(device):
     module = nn.RMSNorm(20, offset=1.0, cast="gemma", device=device)
     x = torch.randn(3, 20, device=device)

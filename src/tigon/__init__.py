@@ -21,6 +21,7 @@ _HOME = {
     "softmax": "tigon.ops.softmax",
     "sparsemax": "tigon.ops.sparsemax",
     "cross_entropy": "tigon.ops.cross_entropy",
+    "embedding": "tigon.ops.embedding",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tigon.models.fusion import Fusion, fuse
     from tigon.ops.cross_entropy import cross_entropy
     from tigon.ops.dyt import dyt
+    from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
     from tigon.ops.relu2 import relu2
     from tigon.ops.rms_norm import add_rms_norm, rms_norm
@@ -47,6 +49,7 @@ __all__ = [
     "backend",
     "cross_entropy",
     "dyt",
+    "embedding",
     "fuse",
     "geglu",
     "linear_cross_entropy",

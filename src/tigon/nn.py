@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
@@ -123,15 +124,50 @@ class Sparsemax(torch.nn.Module):
         return f"dim={self.dim}"
 
 
-class CrossEntropyLoss(torch.nn.Module):
-    """`tigon.cross_entropy` with its options fixed: forward(logits, target)."""
+class Embedding(torch.nn.Module):
+    """`tigon.embedding` with a weight of its own, which starts as torch.nn.Embedding's."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        self.padding_idx = padding_idx
+        self.weight = torch.nn.Parameter(torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype))
+        torch.nn.init.normal_(self.weight)
+        if padding_idx is not None:
+            with torch.no_grad():
+                self.weight[padding_idx] = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight, padding_idx=self.padding_idx)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}"
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """`tigon.cross_entropy` with its options fixed: forward(logits, target).
+
+    Args:
+        weight: (V,) class weights or None; a buffer, as torch.nn.CrossEntropyLoss has it.
+        options: as in `tigon.cross_entropy`.
+    """
+
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
         self.options = options
 
-    def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Tensor:
-        return cross_entropy(logits, target, divisor=divisor, **self.options)
+    def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Any:
+        return cross_entropy(logits, target, weight=self.weight, divisor=divisor, **self.options)
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):

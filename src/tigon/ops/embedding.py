@@ -1,0 +1,300 @@
+"""Embedding: y = weight[input]. The gradient of a row of the weight is the sum of the gradients where it was looked up.
+
+No atomics: the tokens are sorted by their id, and each row of the weight is written once, as the sum of its run in that
+order. A run may be long (a padding or a frequent token): one of more than PIECE tokens is summed in pieces first.
+
+Source: torch.nn.functional.embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.ops.cross_entropy import CHECKS
+
+PIECE = 64  # tokens
+
+
+def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """Look up rows of the weight.
+
+    Args:
+        input: integers of any shape in [0, V): the ids.
+        weight: (V, H), any float dtype.
+        padding_idx: this row gets no gradient; in [−V, V), negative ones count from the end.
+    Returns: (*input.shape, H) in the weight's dtype.
+    Raises: ValueError for shapes, dtypes or a padding_idx that do not fit. An id outside [0, V) gives a row of NaN and
+        no gradient on the GPU, and a ValueError on the CPU or with TIGON_CHECKS=1.
+
+    The gradient is summed in fp32, rounded once, and the same bits on every run.
+
+    Replaces::
+
+        y = F.embedding(input, weight, padding_idx)
+    """
+    if weight.dim() != 2 or not weight.dtype.is_floating_point:
+        raise ValueError(f"embedding: weight must be (V, H) floats, got {tuple(weight.shape)} {weight.dtype}.")
+    if input.dtype.is_floating_point or input.dtype == torch.bool or input.dtype.is_complex:
+        raise ValueError(f"embedding: input must hold integer ids, got {input.dtype}.")
+    if input.device != weight.device:
+        raise ValueError(f"embedding: input must be on the weight's device {weight.device}, got {input.device}.")
+    V = weight.shape[0]
+    if padding_idx is not None and not -V <= padding_idx < V:
+        raise ValueError(f"embedding: padding_idx must lie in [{-V}, {V}) or be None, got {padding_idx}.")
+    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    looks = input.device.type == "cpu" or CHECKS
+    if looks and not torch.compiler.is_compiling() and input.numel():
+        wrong = (input < 0) | (input >= V)
+        if wrong.any():
+            raise ValueError(f"embedding: input must lie in [0, {V}), got {int(input[wrong].flatten()[0])}.")
+    if not use_triton(weight):
+        return embedding_reference(input, weight, padding_idx=padding_idx)
+    return _embedding(weight, input, -1 if padding_idx is None else padding_idx % V)
+
+
+def embedding_reference(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(input.long(), weight, padding_idx)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["M"])
+def _embedding_fwd_kernel(
+    ids_ptr, w_ptr, y_ptr, M, V, H, stride_w, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(H, BLOCK_N)
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < H)[None, :]
+    ids = tl.load(ids_ptr + rows, mask=rows < M, other=0).to(tl.int64)
+    known = (ids >= 0) & (ids < V)
+    w_ptr += ids[:, None] * stride_w + cols[None, :]
+    w = tl.load(w_ptr, mask=mask & known[:, None], other=float("nan"))
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "padding_idx"])
+def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
+    """Ids as int32, which sort twice as fast as int64; V for those that get no gradient, so that they come last."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + at, mask=at < M, other=0)
+    counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
+    tl.store(keys_ptr + at, tl.where(counts, ids, V).to(tl.int32), mask=at < M)
+
+
+@triton.jit(do_not_specialize=["M", "STEPS"])
+def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.constexpr):
+    """starts[v]: how many sorted keys are below v, by bisection, for v up to V."""
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = low + M
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        open_ = low < high
+        below = tl.load(keys_ptr + middle, mask=open_, other=0) < v
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+    tl.store(starts_ptr + v, low, mask=v <= V)
+
+
+@triton.jit
+def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Σ of the rows order[first:last] of dy, in fp32, BLOCK_M of them on their way at a time."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, last, BLOCK_M):
+        at = start + tl.arange(0, BLOCK_M)
+        rows = tl.load(order_ptr + at, mask=at < last, other=0)
+        inside = (at < last)[:, None] & mask[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0)
+        total += dy.to(tl.float32)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _embedding_pieces_kernel(
+    dy_ptr, keys_ptr, order_ptr, starts_ptr, partial_ptr, M, V, H, stride_dy,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sums of long runs within one piece of PIECE sorted tokens: of the run at its start, and of the one at its end.
+
+    No other run in a piece can be long.
+    """
+    blocks = tl.cdiv(H, BLOCK_N)
+    piece = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = cols < H
+    start = piece * PIECE
+    stop = tl.minimum(start + PIECE, M)
+    out_ptr = partial_ptr + piece.to(tl.int64) * 2 * H + cols
+    head = tl.load(keys_ptr + start)
+    tail = tl.load(keys_ptr + stop - 1)
+    if head < V:
+        last = tl.load(starts_ptr + head + 1)
+        if last - tl.load(starts_ptr + head) > PIECE:
+            last = tl.minimum(last, stop)
+            total = _piece_sum(order_ptr, dy_ptr, start, last, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
+            tl.store(out_ptr, total, mask=mask)
+    if (tail < V) & (tail != head):
+        first = tl.load(starts_ptr + tail)
+        if tl.load(starts_ptr + tail + 1) - first > PIECE:
+            total = _piece_sum(order_ptr, dy_ptr, first, stop, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
+            tl.store(out_ptr + H, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _embedding_long_kernel(
+    partial_ptr, keys_ptr, starts_ptr, dw_ptr, M, V, H,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The row of the weight whose long run begins in this piece, if one does: the sum over the run's pieces."""
+    blocks = tl.cdiv(H, BLOCK_N)
+    piece = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = cols < H
+    row = tl.load(keys_ptr + tl.minimum((piece + 1) * PIECE, M) - 1)
+    if row < V:
+        first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+        if (first >= piece * PIECE) & (last - first > PIECE):
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            pieces = (last - 1) // PIECE + 1
+            for start in range(piece, pieces, BLOCK_M):
+                at = start + tl.arange(0, BLOCK_M)
+                # Where the run begins within a piece, it is that piece's second.
+                slot = at.to(tl.int64) * 2 + (at * PIECE < first).to(tl.int64)
+                inside = (at < pieces)[:, None] & mask[None, :]
+                total += tl.load(partial_ptr + slot[:, None] * H + cols[None, :], mask=inside, other=0.0)
+            dw = tl.sum(total, 0).to(dw_ptr.dtype.element_ty)
+            tl.store(dw_ptr + row.to(tl.int64) * H + cols, dw, mask=mask)
+
+
+@triton.jit
+def _embedding_bwd_kernel(
+    dy_ptr, order_ptr, starts_ptr, dw_ptr, V, H, stride_dy,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of the weight, each zero or the sum of a short run: several at a time, whose loads do not wait in turn."""
+    blocks = tl.cdiv(H, BLOCK_N)
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.load(starts_ptr + rows, mask=rows < V, other=0)
+    length = tl.load(starts_ptr + rows + 1, mask=rows < V, other=0) - first
+    short = length <= PIECE
+    length = tl.where(short, length, 0)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(tl.max(length, 0)):
+        token = tl.load(order_ptr + first + i, mask=i < length, other=0)
+        inside = (i < length)[:, None] & (cols < H)[None, :]
+        dw += tl.load(dy_ptr + token[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    mask = (short & (rows < V))[:, None] & (cols < H)[None, :]
+    tl.store(dw_ptr + rows[:, None] * H + cols[None, :], dw.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(H: int) -> tuple[int, int, int]:
+    """Rows, columns and warps."""
+    block_n = min(1024, next_power_of_2(H))
+    return 2048 // block_n, block_n, 4
+
+
+def _bwd_tile(H: int) -> tuple[int, int, int]:
+    """Rows of the weight, columns and warps."""
+    block_n = min(512, next_power_of_2(H))
+    return 4, block_n, max(1, min(4, block_n // 128))
+
+
+def _piece_tile(H: int) -> tuple[int, int, int]:
+    """Rows on their way at a time, columns and warps, of tokens and of partial sums."""
+    block_n = min(256, next_power_of_2(H))
+    return 16, block_n, 4
+
+
+def _embedding_fwd_fake(weight, ids, padding_idx):
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+@launcher("(Tensor weight, Tensor ids, int padding_idx) -> Tensor", _embedding_fwd_fake)
+def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    y = _embedding_fwd_fake(weight, ids, padding_idx)
+    if y.numel():
+        w, ids = rows_of(weight), ids.contiguous()
+        M, (V, H), stride = ids.numel(), w.shape, w.stride(0)
+
+        def plan():
+            block_m, block_n, warps = _fwd_tile(H)
+            grid = cdiv(M, block_m) * cdiv(H, block_n)
+            return grid, (M, V, H, stride, block_m, block_n), {"num_warps": warps}
+
+        launch(_embedding_fwd_kernel, (M, V, H, stride, ids.dtype, w.dtype), (ids, w, y), plan)
+    return y
+
+
+def _embedding_bwd_fake(dy, ids, classes, padding_idx):
+    return dy.new_empty((classes, dy.shape[-1]))
+
+
+@launcher("(Tensor dy, Tensor ids, SymInt classes, int padding_idx) -> Tensor", _embedding_bwd_fake)
+def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> Tensor:
+    dw = _embedding_bwd_fake(dy, ids, classes, padding_idx)
+    if not dw.numel() or not ids.numel():
+        return dw.zero_()
+    dy, ids = rows_of(dy), ids.contiguous()
+    M, (V, H), stride = ids.numel(), dw.shape, dy.stride(0)
+    keys = ids.new_empty(M, dtype=torch.int32)
+    sizes = M, V, padding_idx
+    launch(
+        _embedding_keys_kernel, (*sizes, ids.dtype), (ids, keys),
+        lambda: (cdiv(M, 1024), (*sizes, 1024), {"num_warps": 4}),
+    )  # fmt: skip
+    keys, order = torch.sort(keys, stable=True)
+    starts = keys.new_empty(V + 1)
+    steps = M.bit_length()
+    launch(
+        _embedding_starts_kernel, (M, V), (keys, starts),
+        lambda: (cdiv(V + 1, 256), (M, V, steps, 256), {"num_warps": 4}),
+    )  # fmt: skip
+    key = (M, V, H, stride, dy.dtype)
+
+    def plan():
+        block_m, block_n, warps = _bwd_tile(H)
+        grid = cdiv(V, block_m) * cdiv(H, block_n)
+        return grid, (V, H, stride, PIECE, block_m, block_n), {"num_warps": warps}
+
+    launch(_embedding_bwd_kernel, key, (dy, order, starts, dw), plan)
+    if M > PIECE:  # otherwise no run is long
+        pieces = cdiv(M, PIECE)
+        partial = dy.new_empty((pieces, 2, H), dtype=torch.float32)
+        block_m, block_n, warps = _piece_tile(H)
+        grid, tile, options = pieces * cdiv(H, block_n), (PIECE, block_m, block_n), {"num_warps": warps}
+        launch(
+            _embedding_pieces_kernel, key, (dy, keys, order, starts, partial),
+            lambda: (grid, (M, V, H, stride, *tile), options),
+        )  # fmt: skip
+        launch(_embedding_long_kernel, key, (partial, keys, starts, dw), lambda: (grid, (M, V, H, *tile), options))
+    return dw
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    weight, ids, ctx.padding_idx = inputs
+    ctx.classes = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dw = None
+    if dy is not None and ctx.needs_input_grad[0]:
+        dw = _embedding_bwd(dy, *ctx.saved_tensors, ctx.classes, ctx.padding_idx)
+    return dw, None, None
+
+
+_embedding = differentiable(_embedding_fwd, _setup_context, _backward)

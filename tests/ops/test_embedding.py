@@ -1,0 +1,87 @@
+"""embedding: ids that are wrong, frequent or padding, and gradients that are the same bits on every run."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels_compile import compiled
+
+from tigon.backend import HAS_TRITON
+from tigon.ops.embedding import PIECE, embedding
+
+
+def lookup(device, ids, V=9, H=40):
+    weight = torch.randn(V, H, device=device).requires_grad_()
+    return torch.as_tensor(ids, device=device), weight
+
+
+def assert_same_gradient(ids, weight, **options):
+    upstream = torch.randn(*ids.shape, weight.shape[1], device=weight.device)
+    ours, theirs = (
+        torch.autograd.grad(fn(ids, weight, **options), weight, upstream)[0] for fn in (embedding, F.embedding)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    return ours
+
+
+@pytest.mark.parametrize("length", [PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE + 3])
+@pytest.mark.parametrize("before", [0, 1, PIECE - 1, PIECE])
+def test_a_run_of_any_length_anywhere(before, length, device, triton_backend):
+    """Runs are cut at multiples of PIECE: this one begins and ends on, before and behind them."""
+    ids, weight = lookup(device, [3] * before + [4] * length + [7, 8, 8])
+    assert_same_gradient(ids, weight)
+
+
+def test_long_runs_side_by_side(device, triton_backend):
+    ids, weight = lookup(device, torch.arange(5).repeat_interleave(torch.tensor([PIECE + 9, 150, 1, 70, 400])) + 2)
+    assert_same_gradient(ids[torch.randperm(ids.numel(), device=device)], weight)
+
+
+@pytest.mark.parametrize("padding_idx", [4, -5, None])
+def test_padding_gets_no_gradient(padding_idx, backend, device):
+    ids, weight = lookup(device, [4] * 100 + [1, 2, 4, 3])
+    grad = assert_same_gradient(ids, weight, padding_idx=padding_idx)
+    assert (grad[4].abs().max() == 0) == (padding_idx is not None)
+
+
+def test_rows_never_seen_are_zero(backend, device):
+    ids, weight = lookup(device, [[1, 1], [6, 1]])
+    grad = assert_same_gradient(ids, weight)
+    assert grad[[0, 2, 3, 4, 5, 7, 8]].abs().max() == 0
+
+
+@pytest.mark.parametrize("wrong", [9, -1, 2**40])
+def test_the_kernels_answer_a_wrong_id_with_nan(wrong, device, triton_backend):
+    """Nothing out of bounds is read or written: its row is NaN, its gradient goes nowhere."""
+    ids, weight = lookup(device, [1, wrong, 8])
+    y = torch.ops.tigon.embedding_fwd(weight.detach(), ids, -1)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]], weight[[1, 8]])
+    dw = torch.ops.tigon.embedding_bwd(torch.ones_like(y), ids, 9, -1)
+    assert torch.equal(dw.sum(1), torch.tensor([0.0, 40, 0, 0, 0, 0, 0, 0, 40], device=device))
+
+
+def test_a_frequent_token_is_summed_in_fp32(device, triton_backend):
+    """A sum of 1000 ones in bf16 stays at 256."""
+    weight = torch.zeros(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    embedding(torch.ones(1000, dtype=torch.long, device=device), weight).sum().backward()
+    assert torch.equal(weight.grad[1], torch.full_like(weight.grad[1], 1000))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.xdist_group("compile cuda:90")
+def test_rows_are_read_16_bytes_at_a_time():
+    names = {f"tigon.ops.embedding._embedding_{kernel}_kernel" for kernel in ("fwd", "pieces", "long", "bwd")}
+    launches = [x for x in compiled("cuda:90")["launches"] if x["kernel"] in names and x["dtype"] == "bfloat16"]
+    assert {x["kernel"] for x in launches} == names
+    assert all(x["wide_loads"] for x in launches)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device, triton_backend):
+    weight = torch.randn(300000, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
+    ids = torch.tensor([0, 299999, 299999], device=device)
+    y = embedding(ids, weight)
+    assert torch.equal(y[1], weight[-1])
+    y.sum().backward()
+    assert weight.grad[-1].float().eq(2).all()
+    assert weight.grad[-2].abs().max() == 0
