@@ -18,6 +18,7 @@ _HOME = {
     "reglu": "tigon.ops.gated",
     "relu2": "tigon.ops.relu2",
     "dyt": "tigon.ops.dyt",
+    "poly_norm": "tigon.ops.poly_norm",
     "softmax": "tigon.ops.softmax",
     "sparsemax": "tigon.ops.sparsemax",
     "cross_entropy": "tigon.ops.cross_entropy",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tigon.ops.dyt import dyt
     from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
+    from tigon.ops.poly_norm import poly_norm
     from tigon.ops.relu2 import relu2
     from tigon.ops.rms_norm import add_rms_norm, rms_norm
     from tigon.ops.rope import rope
@@ -57,6 +59,7 @@ __all__ = [
     "models",
     "nn",
     "ops",
+    "poly_norm",
     "reglu",
     "relu2",
     "rms_norm",

@@ -4,7 +4,7 @@ Tests over all operators (test_invariants.py, test_kernels_compile.py) read this
 """
 
 from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
-from ops_table.elementwise import DYT
+from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
@@ -21,6 +21,7 @@ OPS: tuple[Op, ...] = (
     RELU2,
     GATED_LINEAR,
     DYT,
+    POLY_NORM,
     ROPE,
     SOFTMAX,
     SPARSEMAX,

@@ -7,6 +7,7 @@ import torch
 import tigon
 from ops_table.row import Bad, Case, Op, randn
 from tigon.ops.dyt import dyt_reference
+from tigon.ops.poly_norm import poly_norm_reference
 
 
 def _make_dyt(shape, dtype, generator, weight=True, bias=True, alpha_shape=(1,), parameter_dtype=None):
@@ -60,6 +61,63 @@ DYT = Op(
         Case("ViT-L", (50432, 1024)),
         Case("narrow", (262144, 96)),
         Case("alpha alone", (32768, 4096), {}, {"weight": False, "bias": False}),
+        Case("fp32 parameters", (32768, 4096), {}, {"parameter_dtype": torch.float32}),
+    ),
+)
+
+
+def _make_poly_norm(shape, dtype, generator, bias_shape=(1,), parameter_dtype=None):
+    x = randn(shape, dtype, generator)
+    weight, bias = (torch.randn(s, generator=generator).to(parameter_dtype or dtype) for s in ((3,), bias_shape))
+    return x, weight, bias
+
+
+def eager_poly_norm(x, weight, bias, *, eps=1e-6):
+    def norm(u):
+        return u / torch.sqrt(u.pow(2).mean(-1, keepdim=True) + eps)
+
+    return (weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias).to(x.dtype)
+
+
+POLY_NORM = Op(
+    name="poly_norm",
+    public=tigon.poly_norm,
+    reference=poly_norm_reference,
+    eager=eager_poly_norm,
+    make=_make_poly_norm,
+    cases=(
+        Case("masked", (3, 5, 100), draws=4),
+        # A row of one element is ±1 whatever it holds, and its gradient cancels: a large eps keeps it a number.
+        Case("least", (1, 1), {"eps": 0.5}, draws=64),
+        Case("rows share tiles", (70, 16), draws=4),
+        Case("more tiles than programs", (70, 200), draws=4),
+        Case("beyond one tile", (2, 16390), draws=4),
+        Case("fp32 parameters", (7, 200), {"eps": 1e-3}, {"parameter_dtype": torch.float32, "bias_shape": ()}, draws=4),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(4), torch.ones(1)),
+            r"poly_norm: weight must have shape \(3,\), got \(4,\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(3), torch.ones(4)),
+            r"poly_norm: bias must have one element, got shape \(4,\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2, 4).long(), torch.ones(3), torch.ones(1)),
+            r"poly_norm: x must be \(..., N\) floats, got .*torch.int64",
+        ),
+    ),
+    launches=("poly_norm_fwd", "poly_norm_bwd"),
+    # The gradients of the parameters are four numbers, each a sum over all elements: eager's error is luck.
+    roundings=8,
+    models=(
+        Case("Llama-3-8B", (32768, 4096)),
+        Case("16384x8192", (16384, 8192)),
+        Case("Llama-3-8B MLP", (16384, 14336)),
+        Case("narrow", (262144, 96)),
+        Case("beyond one tile", (4096, 32768)),
         Case("fp32 parameters", (32768, 4096), {}, {"parameter_dtype": torch.float32}),
     ),
 )

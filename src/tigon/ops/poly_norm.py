@@ -1,0 +1,361 @@
+"""A polynomial of normalised powers: y = w0 · norm(x³) + w1 · norm(x²) + w2 · norm(x) + bias, with
+norm(u) = u / sqrt(mean(u²) + eps) over the last dimension.
+
+Source: Zhuo et al. 2024, Polynomial Composition Activations, https://arxiv.org/abs/2411.03884
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+
+# One tile holds a row up to this width; wider rows are read twice, block by block.
+MAX_TILE = 16384
+
+
+def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """w0 · norm(x³) + w1 · norm(x²) + w2 · norm(x) + bias, computed in fp32 and rounded once.
+
+    Args:
+        x: (..., N), any float dtype. The sum of x⁶ over a row must fit into fp32: |x| up to 4e5 for any row up to
+            65,536 columns, which is all of fp16. Nothing else is bounded.
+        weight: (3,), of the third, the second and the first power.
+        bias: one element, of shape (1,) or ().
+        eps: added to each mean square.
+    Returns: (..., N) in x's dtype, whatever the parameters have.
+    Raises: ValueError for a weight that is not (3,), a bias of more than one element, or a dtype that is not a float.
+
+    Nothing but x and the parameters is kept for the backward pass.
+
+    Replaces::
+
+        def norm(u):
+            return u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)
+
+        y = weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
+    """
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        raise ValueError(f"poly_norm: x must be (..., N) floats, got {tuple(x.shape)} {x.dtype}.")
+    if weight.shape != (3,):
+        raise ValueError(f"poly_norm: weight must have shape (3,), got {tuple(weight.shape)}.")
+    if bias.numel() != 1:
+        raise ValueError(f"poly_norm: bias must have one element, got shape {tuple(bias.shape)}.")
+    if not use_triton(x, weight, bias):
+        return poly_norm_reference(x, weight, bias, eps=eps)
+    return _poly_norm(x, weight, bias, eps)
+
+
+def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> Tensor:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    x32, w = x.to(acc), weight.to(acc)
+
+    def norm(u: Tensor) -> Tensor:
+        return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+
+    y = w[0] * norm(x32**3) + w[1] * norm(x32**2) + w[2] * norm(x32) + bias.to(acc).view(())
+    return y.to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _weights(w_ptr):
+    return tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32)
+
+
+@triton.jit
+def _row_sums(a, b, c, d, e, f, g):
+    """The sums along axis 1 of seven tiles as one reduction: one exchange between the warps instead of seven."""
+    stacked = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, g)))
+    even, odd = tl.split(tl.sum(stacked, 1))  # split takes the last join apart first: (a b c d), (e f g g)
+    ab, cd = tl.split(even)
+    ef, gg = tl.split(odd)
+    a, b = tl.split(ab)
+    c, d = tl.split(cd)
+    e, f = tl.split(ef)
+    g, _ = tl.split(gg)
+    return a, b, c, d, e, f, g
+
+
+@triton.jit
+def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
+    """What a row's sums s_k = Σ dy·xᵏ and m_k = Σ x²ᵏ come to: the gradients of the three weights, and six factors of
+
+    dx = dy · (a + x·(b + x·c)) - x · (d + x²·(e + x²·f))
+    """
+    r1, r2, r3 = tl.rsqrt(m1 / N + eps), tl.rsqrt(m2 / N + eps), tl.rsqrt(m3 / N + eps)
+    dw0, dw1, dw2 = r3 * s3, r2 * s2, r1 * s1
+    c, b, a = w0 * r3, w1 * r2, w2 * r1
+    f, e, d = c * r3 * dw0 / N, b * r2 * dw1 / N, a * r1 * dw2 / N
+    return dw0, dw1, dw2, a, 2 * b, 3 * c, d, 2 * e, 3 * f
+
+
+@triton.jit(do_not_specialize=["M"])
+def _poly_norm_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    w0, w1, w2 = _weights(w_ptr)
+    square = x * x
+    cube = x * square
+    a = w2 * tl.rsqrt(tl.sum(square, 1) / N + eps)
+    b = w1 * tl.rsqrt(tl.sum(square * square, 1) / N + eps)
+    c = w0 * tl.rsqrt(tl.sum(cube * cube, 1) / N + eps)
+    y = x * (a[:, None] + x * (b[:, None] + x * c[:, None])) + tl.load(b_ptr).to(tl.float32)
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _poly_norm_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, M, N, stride_dym, stride_xm, eps,
+    DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW and db.
+    cols = tl.arange(0, BLOCK_N)
+    w0, w1, w2 = _weights(w_ptr)
+    dw0 = tl.zeros((BLOCK_M,), tl.float32)
+    dw1 = tl.zeros((BLOCK_M,), tl.float32)
+    dw2 = tl.zeros((BLOCK_M,), tl.float32)
+    db = tl.zeros((BLOCK_M,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        square = x * x
+        cube = x * square
+        s0, s1, s2, s3, m1, m2, m3 = _row_sums(dy, dy * x, dy * square, dy * cube, square, square * square, cube * cube)
+        d0, d1, d2, a, b, c, d, e, f = _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps)
+        dw0 += d0
+        dw1 += d1
+        dw2 += d2
+        db += s0
+        if dx_ptr is not None:
+            dx = dy * (a[:, None] + x * (b[:, None] + x * c[:, None]))
+            dx -= x * (d[:, None] + square * (e[:, None] + square * f[:, None]))
+            tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    out = tl.program_id(0) * (3 * DW + DB)
+    if DW:
+        tl.store(partial_ptr + out, tl.sum(dw0, 0))
+        tl.store(partial_ptr + out + 1, tl.sum(dw1, 0))
+        tl.store(partial_ptr + out + 2, tl.sum(dw2, 0))
+    if DB:
+        tl.store(partial_ptr + out + 3 * DW, tl.sum(db, 0))
+
+
+@triton.jit
+def _poly_norm_wide_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, N, stride_xm, eps, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_xm
+    y_ptr += row * N
+    w0, w1, w2 = _weights(w_ptr)
+    m1 = tl.zeros((BLOCK_N,), tl.float32)
+    m2 = tl.zeros((BLOCK_N,), tl.float32)
+    m3 = tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        square = x * x
+        cube = x * square
+        m1 += square
+        m2 += square * square
+        m3 += cube * cube
+    a = w2 * tl.rsqrt(tl.sum(m1, 0) / N + eps)
+    b = w1 * tl.rsqrt(tl.sum(m2, 0) / N + eps)
+    c = w0 * tl.rsqrt(tl.sum(m3, 0) / N + eps)
+    bias = tl.load(b_ptr).to(tl.float32)
+    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + cols, (x * (a + x * (b + x * c)) + bias).to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _poly_norm_wide_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, M, N, stride_dym, stride_xm, eps,
+    DW: tl.constexpr, DB: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    w0, w1, w2 = _weights(w_ptr)
+    dw0 = tl.full((), 0.0, tl.float32)
+    dw1 = tl.full((), 0.0, tl.float32)
+    dw2 = tl.full((), 0.0, tl.float32)
+    db = tl.full((), 0.0, tl.float32)
+    for r in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = r + tl.full((), 0, tl.int64)
+        s0 = tl.zeros((BLOCK_N,), tl.float32)
+        s1 = tl.zeros((BLOCK_N,), tl.float32)
+        s2 = tl.zeros((BLOCK_N,), tl.float32)
+        s3 = tl.zeros((BLOCK_N,), tl.float32)
+        m1 = tl.zeros((BLOCK_N,), tl.float32)
+        m2 = tl.zeros((BLOCK_N,), tl.float32)
+        m3 = tl.zeros((BLOCK_N,), tl.float32)
+        for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
+            square = x * x
+            cube = x * square
+            if DB:
+                s0 += dy
+            s1 += dy * x
+            s2 += dy * square
+            s3 += dy * cube
+            m1 += square
+            m2 += square * square
+            m3 += cube * cube
+        s1, s2, s3 = tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0)
+        m1, m2, m3 = tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
+        d0, d1, d2, a, b, c, d, e, f = _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps)
+        dw0 += d0
+        dw1 += d1
+        dw2 += d2
+        if DB:
+            db += tl.sum(s0, 0)
+        if dx_ptr is not None:
+            for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK_N)
+                x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0).to(tl.float32)
+                dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
+                square = x * x
+                dx = dy * (a + x * (b + x * c)) - x * (d + square * (e + square * f))
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+    out = tl.program_id(0) * (3 * DW + DB)
+    if DW:
+        tl.store(partial_ptr + out, dw0)
+        tl.store(partial_ptr + out + 1, dw1)
+        tl.store(partial_ptr + out + 2, dw2)
+    if DB:
+        tl.store(partial_ptr + out + 3 * DW, db)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+    block_n = next_power_of_2(n)
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+
+
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs a multiprocessor. The sums along a row keep a program waiting: others
+    run meanwhile, and each has its next two tiles on their way, where shared memory allows."""
+    block_n = next_power_of_2(n)
+    block_m = max(1, 8192 // x.element_size() // block_n)
+    tile_bytes = block_m * block_n * x.element_size()
+    resident = max(1, 32768 // tile_bytes)
+    stages = 3 if 4 * tile_bytes * resident + 4096 <= shared_memory(x.device) else 1
+    return block_m, block_n, 4 if tile_bytes <= 8192 else 8, stages, resident
+
+
+def _wide_tile() -> tuple[int, int, int, int]:
+    """Columns, warps, stages and, backward, programs a multiprocessor: their rows are to be in the L2 cache still when
+    they are read again."""
+    return 2048, 8, 3, 2
+
+
+def _poly_norm_fwd_fake(x, weight, bias, eps):
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor", _poly_norm_fwd_fake)
+def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    y = _poly_norm_fwd_fake(x, weight, bias, eps)
+    if y.numel() == 0:
+        return y
+    x, weight = rows_of(x), weight if weight.is_contiguous() else weight.contiguous()
+    M, N = x.shape
+    stride = x.stride(0)
+
+    def plan():
+        if N > MAX_TILE:
+            block_n, warps, stages, _ = _wide_tile()
+            return M, (N, stride, eps, block_n, stages), {"num_warps": warps}
+        block_m, block_n, warps = _fwd_tile(N)
+        return cdiv(M, block_m), (M, N, stride, eps, block_m, block_n), {"num_warps": warps}
+
+    kernel = _poly_norm_fwd_kernel if N <= MAX_TILE else _poly_norm_wide_fwd_kernel
+    launch(kernel, (M, N, stride, x.dtype, weight.dtype, bias.dtype, eps), (x, weight, bias, y), plan)
+    return y
+
+
+def _poly_norm_bwd_fake(dy, x, weight, eps, need_dx, need_dw, need_db):
+    return x.new_empty(x.shape if need_dx else 0), x.new_empty(3 * need_dw + need_db, dtype=torch.float32)
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor weight, float eps, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor)",
+    _poly_norm_bwd_fake,
+)
+def _poly_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor]:
+    """dx, and the gradients of the weights and of the bias that are wanted, side by side."""
+    sums = 3 * need_dw + need_db
+    dx = x.new_empty(x.shape if need_dx else 0)
+    if x.numel() == 0:
+        return dx, x.new_zeros(sums, dtype=torch.float32)
+    x, dy, weight = rows_of(x), rows_of(dy), weight if weight.is_contiguous() else weight.contiguous()
+    M, N = x.shape
+    strides = dy.stride(0), x.stride(0)
+    narrow = N * x.element_size() <= MAX_TILE  # registers hold the row, its gradient and powers: fewer columns
+    block_m, block_n, warps, stages, resident = _bwd_tile(N, x) if narrow else (1, *_wide_tile())
+    programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
+    partial = x.new_empty((programs, sums), dtype=torch.float32)
+
+    def plan():
+        tile = (block_m, block_n, stages) if narrow else (block_n, stages)
+        return programs, (M, N, *strides, eps, need_dw, need_db, *tile), {"num_warps": warps}
+
+    key = (M, N, strides, x.dtype, weight.dtype, eps, need_dx, need_dw, need_db)
+    kernel = _poly_norm_bwd_kernel if narrow else _poly_norm_wide_bwd_kernel
+    launch(kernel, key, (dy, x, weight, dx if need_dx else None, partial), plan)
+    return dx, partial.sum(0) if sums else partial.view(0)
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, ctx.eps = inputs
+    ctx.bias_shape, ctx.bias_dtype = bias.shape, bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    x, weight = ctx.saved_tensors
+    need_dx, need_dw, need_db, _ = ctx.needs_input_grad
+    dx, sums = _poly_norm_bwd(dy, x, weight, ctx.eps, need_dx, need_dw, need_db)
+    if weight.dtype == ctx.bias_dtype:
+        sums = sums.to(weight.dtype)
+    dw = sums[:3].to(weight.dtype) if need_dw else None
+    db = sums[-1].to(ctx.bias_dtype).view(ctx.bias_shape) if need_db else None
+    return dx if need_dx else None, dw, db, None
+
+
+_poly_norm = differentiable(_poly_norm_fwd, _setup_context, _backward)
