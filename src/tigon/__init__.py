@@ -13,6 +13,7 @@ _HOME = {
     "rms_norm": "tigon.ops.rms_norm",
     "add_rms_norm": "tigon.ops.rms_norm",
     "rope": "tigon.ops.rope",
+    "qk_norm_rope": "tigon.ops.qk_norm_rope",
     "swiglu": "tigon.ops.gated",
     "geglu": "tigon.ops.gated",
     "reglu": "tigon.ops.gated",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
     from tigon.ops.poly_norm import poly_norm
+    from tigon.ops.qk_norm_rope import qk_norm_rope
     from tigon.ops.relu2 import relu2
     from tigon.ops.rms_norm import add_rms_norm, rms_norm
     from tigon.ops.rope import rope
@@ -60,6 +62,7 @@ __all__ = [
     "nn",
     "ops",
     "poly_norm",
+    "qk_norm_rope",
     "reglu",
     "relu2",
     "rms_norm",

@@ -1,4 +1,6 @@
-"""rope as a rotation."""
+"""rope as a rotation, and as models write it."""
+
+import importlib
 
 import pytest
 import torch
@@ -161,3 +163,15 @@ def test_cos_and_sin_of_other_strides(qk, backend, device):
     padded[..., :16] = sin
     for a, b in zip(tigon.rope(q, k, cos, sin), tigon.rope(q, k, cos, padded[..., :16]), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("family", "width"), [("cohere", 16), ("glm", 8)])
+def test_neighbours_as_families_rotate_them(qk, family, width, backend, device):
+    pytest.importorskip("transformers")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    cos, sin = angles(6, width, device)
+    repeated = [a[..., : width // 2].repeat_interleave(2, -1) for a in (cos, sin)]
+    # GLM's function repeats the angles itself.
+    expected = module.apply_rotary_pos_emb(*qk, *(repeated if family == "cohere" else (cos, sin)))
+    for a, b in zip(tigon.rope(*qk, *repeated, interleaved=True), expected, strict=True):
+        torch.testing.assert_close(a, b)

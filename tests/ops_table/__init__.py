@@ -8,7 +8,7 @@ from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
-from ops_table.rotary import ROPE
+from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
 from ops_table.softmax import SOFTMAX, SPARSEMAX
 
@@ -23,6 +23,7 @@ OPS: tuple[Op, ...] = (
     DYT,
     POLY_NORM,
     ROPE,
+    QK_NORM_ROPE,
     SOFTMAX,
     SPARSEMAX,
     CROSS_ENTROPY,

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 import tigon
+from ops_table.norms import _GEMMA, eager_rms_norm
 from ops_table.row import Bad, Case, Inputs, Op, randn
+from tigon.ops.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rope import rope_reference
 
 
@@ -131,4 +133,77 @@ ROPE = Op(
         Case("one tensor", (4096, 4, 32, 8, 128), {}, {"alone": True}),
     ),
     fixed=(2, 3),
+)
+
+
+def _make_qk_norm_rope(
+    shape, dtype, generator, rotary=None, unsqueeze_dim=1, angles="one", interleaved=False, around=1.0, packed=False,
+    weight_dtype=None,
+):  # fmt: skip
+    """shape is (T, B, heads of q, heads of k, D). packed: q and k are views of one projection."""
+    q, k = _make_qk(shape, dtype, generator, unsqueeze_dim)
+    if packed:
+        both = torch.cat((q, k, k), dim=unsqueeze_dim)
+        q, k, _ = both.split([x.shape[unsqueeze_dim] for x in (q, k, k)], dim=unsqueeze_dim)
+    weights = ((around + 0.5 * torch.randn(shape[-1], generator=generator)).to(weight_dtype or dtype) for _ in range(2))
+    return q, k, *weights, *_make_angles(rotary or shape[-1], *shape[:2], dtype, generator, angles, interleaved)
+
+
+def eager_qk_norm_rope(
+    q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, offset=0.0, cast="llama", unsqueeze_dim=1, interleaved=False
+):
+    """What Qwen3Attention and Gemma3Attention of transformers do between the projections and the attention."""
+    q, k = (eager_rms_norm(x, w, eps=eps, offset=offset, cast=cast) for x, w in ((q, q_weight), (k, k_weight)))
+    return eager_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
+
+
+def _bad_qk_norm_rope(**replaced: Any) -> Callable[[], Inputs]:
+    weights = {"q_weight": torch.ones(8), "k_weight": torch.ones(8)}
+
+    def inputs() -> Inputs:
+        q, k, cos, sin = _bad_rope(**{n: t for n, t in replaced.items() if n not in weights})()
+        return q, k, *(replaced.get(n, w) for n, w in weights.items()), cos, sin
+
+    return inputs
+
+
+QK_NORM_ROPE = Op(
+    name="qk_norm_rope",
+    public=tigon.qk_norm_rope,
+    reference=qk_norm_rope_reference,
+    eager=eager_qk_norm_rope,
+    make=_make_qk_norm_rope,
+    cases=(
+        Case("masked", (5, 2, 3, 2, 12)),
+        # The norm of two numbers keeps little of them: a large eps leaves a gradient to compare.
+        Case("least", (1, 1, 1, 1, 2), {"eps": 0.5}, draws=64),
+        Case("aligned", (4, 2, 8, 2, 64)),
+        Case("gemma", (5, 2, 4, 2, 16), _GEMMA, {"around": 0.0, "angles": "each"}),
+        Case("more tiles than programs", (5, 1, 12, 12, 256)),
+        Case("partial", (5, 2, 3, 1, 20), {}, {"rotary": 8}),
+        Case("neighbours, partial", (5, 2, 3, 2, 20), _NEIGHBOURS, {"rotary": 12, "interleaved": True}),
+        Case("views of one projection", (5, 2, 4, 2, 16), {}, {"packed": True}),
+        Case("heads after time", (5, 2, 3, 2, 12), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2, "packed": True}),
+        Case("fp32 weights rounded once", (5, 2, 3, 2, 12), {"cast": "none"}, {"weight_dtype": torch.float32}),
+    ),
+    empty=((0, 2, 3, 2, 8), (3, 0, 3, 2, 8), (3, 2, 0, 2, 8)),
+    bad=(
+        Bad(_bad_qk_norm_rope(q=torch.ones(2, 3, 8)), r"qk_norm_rope: q must have four dimensions"),
+        Bad(_bad_qk_norm_rope(), r"qk_norm_rope: cast must be one of .*got 'qwen'", {"cast": "qwen"}),
+        Bad(_bad_qk_norm_rope(k_weight=torch.ones(6)), r"qk_norm_rope: q_weight and k_weight must .*\(8,\).* got .*6"),
+        Bad(_bad_qk_norm_rope(k=torch.ones(2, 2, 3, 8).half()), r"qk_norm_rope: q and k must have one float dtype"),
+    ),
+    launches=("qk_norm_rope_fwd", "qk_norm_rope_bwd"),
+    models=(
+        Case("Qwen3-8B", (4096, 4, 32, 8, 128)),
+        Case("Gemma-3-4B", (4096, 4, 8, 4, 256), _GEMMA, {"around": 0.0}),
+        Case("heads of 64", (4096, 4, 16, 8, 64)),
+        Case("heads of 96", (4096, 4, 32, 32, 96)),
+        Case("partial, GLM-4.5", (4096, 4, 96, 8, 128), {}, {"rotary": 64}),
+        Case("neighbours", (4096, 4, 32, 8, 128), _NEIGHBOURS, {"interleaved": True}),
+        Case(
+            "views of one projection", (4096, 4, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2, "packed": True}
+        ),
+    ),
+    fixed=(4, 5),
 )

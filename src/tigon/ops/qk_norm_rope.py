@@ -1,0 +1,431 @@
+"""Root-mean-square normalisation of each head, then its rotary embedding, in one pass over q and k.
+
+    n = x / sqrt(mean(x²) + eps) · (offset + weight)        over the D dimensions of a head
+    y = rope(n)                                             tigon.rope: pairs (n₁, n₂) turned by their angle
+
+Source: Qwen3 (https://arxiv.org/abs/2505.09388) and Gemma 3 (https://arxiv.org/abs/2503.19786), whose attention norms
+queries and keys; Zhang & Sennrich 2019 and Su et al. 2021 for the two halves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
+from tigon.ops.rms_norm import CASTS
+from tigon.ops.rope import (
+    angle_strides,
+    check_rotary,
+    like,
+    load_pairs,
+    rope_reference,
+    store_pairs,
+    turn,
+    unit_stride,
+    unit_strides_alike,
+)
+from tigon.ops.sum_rows import sum_rows
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
+    offset: float = 0.0, cast: str = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Norm each head of q and of k, scale it, and rotate it by its position, in one launch.
+
+    Args:
+        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides. The results lie in memory in
+            the same order: of a transposed view of a projection, token by token.
+        k: like q, with its own number of heads; q's dtype.
+        q_weight, k_weight: (D,).
+        cos, sin: (B, T, R), (1, T, R) or (T, R), as for `tigon.rope`; R < D rotates the first R dimensions of the
+            normed head. No gradient flows to them.
+        eps: added to the mean square, in squared units of q and k.
+        offset: added to the weights; Gemma stores weight − 1 and uses 1.0.
+        cast: what is rounded before the end, as for `tigon.rms_norm`:
+            "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x, weight, cos.
+            "gemma"  nothing is; the result has the promoted dtype of x and cos.
+            "none"   nothing is; the result has the promoted dtype of x, weight and cos.
+            Scale and rotation follow in fp32 and are rounded once: eager code rounds after the scale, after either
+            product and after the sum.
+        unsqueeze_dim, interleaved: as for `tigon.rope`.
+    Returns: q and k, normed and rotated. For the backward pass nothing is kept but the inputs.
+    Raises: ValueError for shapes or dtypes that do not fit, an unknown cast, and a cos or sin that requires a gradient.
+
+    Replaces (cast="llama")::
+
+        q, k = q_norm(q), k_norm(k)                      # LlamaRMSNorm over the last dimension
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    """
+    check_rotary("qk_norm_rope", q, k, cos, sin, unsqueeze_dim)
+    if cast not in CASTS:
+        raise ValueError(f"qk_norm_rope: cast must be one of {CASTS}, got {cast!r}.")
+    if q.dtype != k.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"qk_norm_rope: q and k must have one float dtype, got {q.dtype} and {k.dtype}.")
+    D = q.shape[-1]
+    if q_weight.shape != (D,) or k_weight.shape != (D,) or q_weight.dtype != k_weight.dtype:
+        raise ValueError(
+            f"qk_norm_rope: q_weight and k_weight must both be ({D},), of one dtype, got {tuple(q_weight.shape)} "
+            f"{q_weight.dtype} and {tuple(k_weight.shape)} {k_weight.dtype}."
+        )
+    if not use_triton(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rope_reference(
+            q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, cast=cast, unsqueeze_dim=unsqueeze_dim,
+            interleaved=interleaved,
+        )  # fmt: skip
+    dtype = _out_dtype(q, q_weight, cos, cast)
+    return _qk_norm_rope(
+        q, k, q_weight, k_weight, cos, sin, eps, offset, cast == "llama", unsqueeze_dim, interleaved, dtype
+    )
+
+
+def qk_norm_rope_reference(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
+    offset: float = 0.0, cast: str = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        acc = torch.promote_types(x.dtype, torch.float32)
+        y = x.to(acc) * torch.rsqrt(x.to(acc).square().mean(-1, keepdim=True) + eps)
+        if cast == "llama":
+            y = y + (y.to(x.dtype).to(acc) - y).detach()  # exactly the rounded one; its gradient is not rounded
+        return y * (weight.to(acc) + offset)
+
+    y = rope_reference(
+        norm(q, q_weight), norm(k, k_weight), cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
+    )
+    dtype = _out_dtype(q, q_weight, cos, cast)
+    return y[0].to(dtype), y[1].to(dtype)
+
+
+def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype:
+    dtype = x.dtype
+    if cast != "gemma" and weight.dtype != dtype:
+        dtype = torch.promote_types(dtype, weight.dtype)
+    return dtype if cos.dtype == dtype else torch.promote_types(dtype, cos.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def _qk_norm_rope_fwd_kernel(
+    q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D, eps, offset,
+    stride_cb, stride_ct, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    # A flat grid over (tokens, heads of q then of k).
+    blocks_q = tl.cdiv(heads_q, BLOCK_H)
+    blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
+    block = tl.program_id(0) % blocks
+    is_q = block < blocks_q
+    heads = tl.where(is_q, heads_q, heads_k)
+    h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    # int64: a batch of 2**31 elements is 512k tokens of 4096.
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    x_ptr = q_ptr if is_q else k_ptr
+    w_ptr = wq_ptr if is_q else wk_ptr
+    y_ptr = yq_ptr if is_q else yk_ptr
+    x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
+    y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
+    x_at = x_ptr + (x_token[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
+    y_at = y_ptr + (y_token[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
+    here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
+
+    x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    # Angles and weights are loaded once a row, in the row's own layout: from the L1 cache, 16 bytes a thread. Loaded
+    # once a tile, they would have to change threads.
+    angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
+    c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
+    w1, w2 = load_pairs(w_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    squares = tl.sum(x1 * x1 + x2 * x2, 2)
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        there = here & (rest < D)
+        x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
+        squares += tl.sum(x3 * x3, 2)
+    rstd = tl.rsqrt(squares / D + eps)[:, :, None]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    n1, n2 = _hat(x1, rstd, dtype, ROUND) * (w1 + offset), _hat(x2, rstd, dtype, ROUND) * (w2 + offset)
+    y1, y2 = turn(n1, n2, c1, c2, s1, s2, False)
+    store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
+    if BLOCK_REST > 0:
+        w3 = tl.load(w_at + rest, mask=there, other=0.0).to(tl.float32)
+        y3 = _hat(x3, rstd, dtype, ROUND) * (w3 + offset)
+        tl.store(y_at + rest, y3.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
+    y = x * rstd
+    if ROUND:
+        y = y.to(dtype).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _bwd_heads(
+    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, T, heads, D, eps, offset, stride_cb, stride_ct,
+    stride_dyb, stride_dyt, stride_dyh, stride_xb, stride_xt, stride_xh, stride_dxb, stride_dxt, stride_dxh,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, NEED_DW: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx of all heads of q, or of k, tile by tile; this program's share of dW stays in registers until the last."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
+    everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
+    w1, w2 = load_pairs(w_at, everywhere, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    w1, w2 = w1 + offset, w2 + offset
+    dw1 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
+    dw2 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        w3 = tl.load(w_at + rest, mask=everywhere & (rest < D), other=0.0).to(tl.float32) + offset
+        dw3 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
+    blocks = tl.cdiv(heads, BLOCK_H)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * blocks, tl.num_programs(0), num_stages=STAGES):
+        h = tile % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+        token = tile // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+        b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+        here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
+        x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + h[None, :] * stride_xh)[:, :, None]
+        dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + h[None, :] * stride_dyh)[:, :, None]
+        x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+        dy1, dy2 = load_pairs(dy_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+        angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
+        c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+        s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+        # The gradient of the normed and scaled head, then of the normed one.
+        dn1, dn2 = turn(dy1, dy2, c1, c2, s1, s2, True)
+        g1, g2 = dn1 * w1, dn2 * w2
+        squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
+        if BLOCK_REST > 0:
+            there = here & (rest < D)
+            x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
+            dn3 = tl.load(dy_at + rest, mask=there, other=0.0).to(tl.float32)
+            g3 = dn3 * w3
+            squares += tl.sum(x3 * x3, 2)
+            products += tl.sum(g3 * x3, 2)
+        rstd = tl.rsqrt(squares / D + eps)[:, :, None]
+        if NEED_DW:
+            dw1 += dn1 * _hat(x1, rstd, dtype, ROUND)
+            dw2 += dn2 * _hat(x2, rstd, dtype, ROUND)
+            if BLOCK_REST > 0:
+                dw3 += dn3 * _hat(x3, rstd, dtype, ROUND)
+        if dx_ptr is not None:
+            mean = products[:, :, None] * rstd / D
+            dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + h[None, :] * stride_dxh)[:, :, None]
+            dx1, dx2 = (g1 - x1 * rstd * mean) * rstd, (g2 - x2 * rstd * mean) * rstd
+            store_pairs(dx_at, here, dx1, dx2, HALF, BLOCK_R, INTERLEAVED)
+            if BLOCK_REST > 0:
+                dx3 = (g3 - x3 * rstd * mean) * rstd
+                tl.store(dx_at + rest, dx3.to(dx_ptr.dtype.element_ty), mask=there)
+    if NEED_DW:
+        inside = tl.full((1,), 1, tl.int1)
+        store_pairs(dw_ptr, inside, _sum_tile(dw1), _sum_tile(dw2), HALF, BLOCK_R, INTERLEAVED)
+        if BLOCK_REST > 0:
+            tl.store(dw_ptr + rest, _sum_tile(dw3), mask=rest < D)
+
+
+@triton.jit
+def _sum_tile(x):
+    return tl.sum(tl.sum(x, 0), 0)
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def _qk_norm_rope_bwd_kernel(
+    q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dyq_ptr, dyk_ptr, dq_ptr, dk_ptr, dw_ptr,
+    tokens, T, heads_q, heads_k, D, eps, offset, stride_cb, stride_ct,
+    stride_dyqb, stride_dyqt, stride_dyqh, stride_qb, stride_qt, stride_qh, stride_dqb, stride_dqt, stride_dqh,
+    stride_dykb, stride_dykt, stride_dykh, stride_kb, stride_kt, stride_kh, stride_dkb, stride_dkt, stride_dkh,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, NEED_DWQ: tl.constexpr, NEED_DWK: tl.constexpr,
+    BLOCK_TQ: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_TK: tl.constexpr, BLOCK_HK: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A persistent grid: each program walks over tiles of q, then over tiles of k, and adds up dW of one at a time.
+    if NEED_DWQ or NEED_DWK:
+        dw_ptr += tl.program_id(0).to(tl.int64) * D * (NEED_DWQ + NEED_DWK)
+    if dyq_ptr is not None:
+        _bwd_heads(
+            dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dw_ptr, tokens, T, heads_q, D, eps, offset,
+            stride_cb, stride_ct, stride_dyqb, stride_dyqt, stride_dyqh, stride_qb, stride_qt, stride_qh,
+            stride_dqb, stride_dqt, stride_dqh,
+            HALF, INTERLEAVED, ROUND, NEED_DWQ, BLOCK_TQ, BLOCK_HQ, BLOCK_R, BLOCK_REST, STAGES,
+        )  # fmt: skip
+    if dyk_ptr is not None:
+        if NEED_DWQ:
+            dw_ptr += D
+        _bwd_heads(
+            dyk_ptr, k_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dw_ptr, tokens, T, heads_k, D, eps, offset,
+            stride_cb, stride_ct, stride_dykb, stride_dykt, stride_dykh, stride_kb, stride_kt, stride_kh,
+            stride_dkb, stride_dkt, stride_dkh,
+            HALF, INTERLEAVED, ROUND, NEED_DWK, BLOCK_TK, BLOCK_HK, BLOCK_R, BLOCK_REST, STAGES,
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
+    """Tokens, heads and pairs a program, and warps: 8 pairs a thread, one 16-byte load from either half."""
+    block_r = next_power_of_2(max(1, half))
+    block_h = min(4, next_power_of_2(heads))
+    return max(1, 1024 // (block_r * block_h)), block_h, block_r, 4
+
+
+def _bwd_tile(half: int) -> tuple[int, int, int, int, int]:
+    """Rows (token, head) a tile, most heads of them, warps, stages, and programs a multiprocessor. 8 pairs a thread, so
+    that 4 programs fit beside each other: what one waits for, another computes."""
+    return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 1, 4
+
+
+def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
+    """Of batch, time and heads."""
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
+
+
+def _qk_norm_rope_fwd_fake(q, k, q_weight, k_weight, cos, sin, eps, offset, rounded, unsqueeze_dim, interleaved, dtype):
+    return like(q, dtype), like(k, dtype)
+
+
+@launcher(
+    "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset,"
+    " bool rounded, int unsqueeze_dim, bool interleaved, ScalarType dtype) -> (Tensor, Tensor)",
+    _qk_norm_rope_fwd_fake,
+)
+def _qk_norm_rope_fwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
+    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    yq, yk = like(q, dtype), like(k, dtype)
+    if yq.numel() == 0 and yk.numel() == 0:
+        return yq, yk
+    # What is copied below, and the outputs' strides, follow from these.
+    key = (
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
+        cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
+    )  # fmt: skip
+    cos, sin = unit_strides_alike(cos, sin)
+    q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
+
+    def plan():
+        time, D, R = q.shape[3 - unsqueeze_dim], q.shape[3], cos.shape[-1]
+        heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
+        block_t, block_h, block_r, warps = _fwd_tile(R // 2, max(heads))
+        tokens = q.shape[0] * time
+        arguments = (
+            tokens, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
+            *(s for x in (q, k, yq, yk) for s in _strides(x, unsqueeze_dim)),
+            R // 2, interleaved, rounded, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
+        )  # fmt: skip
+        return cdiv(tokens, block_t) * sum(cdiv(h, block_h) for h in heads), arguments, {"num_warps": warps}
+
+    launch(_qk_norm_rope_fwd_kernel, key, (q, k, q_weight, k_weight, cos, sin, yq, yk), plan)
+    return yq, yk
+
+
+def _qk_norm_rope_bwd_fake(
+    q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
+):
+    return (
+        like(q, q.dtype) if need[0] else q.new_empty(0), like(k, k.dtype) if need[1] else q.new_empty(0),
+        torch.empty_like(q_weight) if need[2] else q.new_empty(0),
+        torch.empty_like(k_weight) if need[3] else q.new_empty(0),
+    )  # fmt: skip
+
+
+@launcher(
+    "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, Tensor? dyq, Tensor? dyk,"
+    " float eps, float offset, bool rounded, int unsqueeze_dim, bool interleaved, bool[4] need)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _qk_norm_rope_bwd_fake,
+)
+def _qk_norm_rope_bwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
+    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
+    need: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """need: dq, dk, dWq, dWk. dyq must be there for the first and the third, dyk for the others."""
+    need_dq, need_dk, need_dwq, need_dwk = need
+    results = _qk_norm_rope_bwd_fake(
+        q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
+    )
+    dq, dk, dwq, dwk = results
+    if q.numel() == 0 and k.numel() == 0:
+        dwq.zero_()
+        dwk.zero_()
+        return results
+    # A side of which nothing is needed is left out.
+    dyq, dyk = dyq if need_dq or need_dwq else None, dyk if need_dk or need_dwk else None
+    key = (
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
+        cos.dtype, sin.dtype, *((None, None) if dy is None else (dy.stride(), dy.dtype) for dy in (dyq, dyk)),
+        eps, offset, rounded, unsqueeze_dim, interleaved, *need,
+    )  # fmt: skip
+    cos, sin = unit_strides_alike(cos, sin)
+    q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
+    dyq, dyk = (dy if dy is None else unit_stride(dy) for dy in (dyq, dyk))
+    D, half = q.shape[3], cos.shape[-1] // 2
+    rows, most_heads, warps, stages, per_multiprocessor = _bwd_tile(half)
+    programs = min(1 + (q.numel() + k.numel()) // (D * rows), per_multiprocessor * multiprocessors(q.device))
+    partial = q.new_empty((programs, need_dwq + need_dwk, D), dtype=torch.float32) if need_dwq or need_dwk else None
+    outputs = dq if need_dq else None, dk if need_dk else None
+
+    def plan():
+        time, rest = q.shape[3 - unsqueeze_dim], D - 2 * half
+        heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
+        blocks_h = (min(rows, most_heads, next_power_of_2(h)) for h in heads)
+        arguments = (
+            q.shape[0] * time, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
+            *(s for x in (dyq, q, outputs[0], dyk, k, outputs[1]) for s in _strides(x, unsqueeze_dim)),
+            half, interleaved, rounded, need_dwq, need_dwk, *(n for h in blocks_h for n in (rows // h, h)),
+            next_power_of_2(max(1, half)), next_power_of_2(rest) if rest else 0, stages,
+        )  # fmt: skip
+        return programs, arguments, {"num_warps": warps}
+
+    launch(_qk_norm_rope_bwd_kernel, key, (q, k, q_weight, k_weight, cos, sin, dyq, dyk, *outputs, partial), plan)
+    if partial is not None:
+        first, second = (dwq, dwk) if need_dwq else (dwk, None)
+        sum_rows(partial, first, second if need_dwk else None)
+    return results
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor | None, ...]:
+    # In the order of the inputs: q, k, and their weights.
+    need = [n and dy is not None for n, dy in zip(ctx.needs_input_grad[:4], (dyq, dyk, dyq, dyk), strict=True)]
+    if not any(need):
+        return (None,) * 12
+    gradients = _qk_norm_rope_bwd(
+        *ctx.saved_tensors, dyq, dyk, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, need
+    )
+    wanted = (g if n else None for g, n in zip(gradients, need, strict=True))
+    return *wanted, None, None, None, None, None, None, None, None
+
+
+_qk_norm_rope = differentiable(_qk_norm_rope_fwd, _setup_context, _backward, outputs=2)
