@@ -52,6 +52,30 @@ def test_gated(module, act, device):
     torch.testing.assert_close(module(torch.cat((gate, up), -1)), act(gate) * up)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_dyt(bias, device):
+    module = nn.DyT(20, init_alpha=0.8, bias=bias, device=device)
+    x = torch.randn(3, 20, device=device)
+    torch.testing.assert_close(module(x), torch.tanh(0.8 * x))  # untrained
+    assert {n for n, _ in module.named_parameters()} == {"alpha", "weight"} | ({"bias"} if bias else set())
+    for p in module.parameters():
+        torch.nn.init.normal_(p)
+    expected = module.weight * torch.tanh(module.alpha * x)
+    torch.testing.assert_close(module(x), expected + module.bias if bias else expected)
+    assert repr(module) == f"DyT(20, init_alpha=0.8, bias={bias})"
+
+
+def test_poly_norm(device):
+    module = nn.PolyNorm(eps=1e-3, device=device)
+    x = torch.randn(3, 20, device=device)
+    powers = [x**k * torch.rsqrt((x**k).square().mean(-1, keepdim=True) + 1e-3) for k in (3, 2, 1)]
+    torch.testing.assert_close(module(x), sum(powers) / 3)  # untrained
+    for p in module.parameters():
+        torch.nn.init.normal_(p)
+    torch.testing.assert_close(module(x), sum(w * u for w, u in zip(module.weight, powers, strict=True)) + module.bias)
+    assert repr(module) == "PolyNorm(eps=0.001)"
+
+
 def test_relu2(device):
     x = torch.randn(3, 20, device=device)
     torch.testing.assert_close(nn.ReLU2()(x), F.relu(x).square())

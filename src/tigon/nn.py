@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, reglu, swiglu
+from tigon.ops.poly_norm import poly_norm
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.softmax import softmax
@@ -48,6 +50,68 @@ class RMSNorm(torch.nn.Module):
     def extra_repr(self) -> str:
         width = None if self.weight is None else self.weight.shape[0]
         return f"{width}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+
+
+class DyT(torch.nn.Module):
+    """`tigon.dyt` with parameters of its own: weight · tanh(alpha · x) + bias, in a norm's place.
+
+    Args:
+        normalized_shape: width N of the last dimension.
+        init_alpha: what alpha starts at; weight starts at one, bias at zero.
+        bias: False for no bias.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        init_alpha: float = 0.5,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.init_alpha = init_alpha
+        self.alpha = torch.nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
+        empty = torch.empty(normalized_shape, device=device, dtype=dtype) if bias else None
+        self.bias = None if empty is None else torch.nn.Parameter(empty)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.alpha, self.init_alpha)
+        torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dyt(x, self.alpha, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, init_alpha={self.init_alpha}, bias={self.bias is not None}"
+
+
+class PolyNorm(torch.nn.Module):
+    """`tigon.poly_norm` with a weight (3,) that starts at a third each, and a bias (1,) that starts at zero."""
+
+    def __init__(
+        self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 1 / 3)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return poly_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
 
 
 class SwiGLU(torch.nn.Module):
