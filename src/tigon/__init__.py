@@ -12,6 +12,7 @@ _HOME = {
     "use_backend": "tigon.backend",
     "rms_norm": "tigon.ops.rms_norm",
     "add_rms_norm": "tigon.ops.rms_norm",
+    "layer_norm": "tigon.ops.layer_norm",
     "rope": "tigon.ops.rope",
     "qk_norm_rope": "tigon.ops.qk_norm_rope",
     "swiglu": "tigon.ops.gated",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tigon.ops.dyt import dyt
     from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
+    from tigon.ops.layer_norm import layer_norm
     from tigon.ops.poly_norm import poly_norm
     from tigon.ops.qk_norm_rope import qk_norm_rope
     from tigon.ops.relu2 import relu2
@@ -56,6 +58,7 @@ __all__ = [
     "embedding",
     "fuse",
     "geglu",
+    "layer_norm",
     "linear_cross_entropy",
     "losses",
     "models",

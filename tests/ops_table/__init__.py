@@ -7,6 +7,7 @@ from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
+from ops_table.layer_norm import LAYER_NORM
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
@@ -15,6 +16,7 @@ from ops_table.softmax import SOFTMAX, SPARSEMAX
 OPS: tuple[Op, ...] = (
     RMS_NORM,
     ADD_RMS_NORM,
+    LAYER_NORM,
     SWIGLU,
     GEGLU,
     REGLU,

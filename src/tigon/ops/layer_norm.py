@@ -1,0 +1,423 @@
+"""Layer normalisation: y = (x − mean(x)) / sqrt(var(x) + eps) · weight + bias.
+
+Source: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    row_groups,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+from tigon.ops.sum_rows import sum_rows
+
+# One tile holds a row up to this width; wider rows are read twice, block by block.
+MAX_TILE = 16384
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+    """Shift each row of x to mean zero and scale it to unit variance, then scale by weight and shift by bias.
+
+    Args:
+        x: (..., N), any float dtype. Everything is computed in fp32 (fp64 for fp64). Rows that two strides describe,
+            such as one head of a packed projection, are read where they lie.
+        weight, bias: (N,), or None for no scale, no shift; either without the other. Their dtype may differ from x's.
+        eps: added to the variance (of N, not N − 1), in squared units of x.
+    Returns: (..., N) in x's dtype, rounded once, at the end; also where weight or bias is wider than x, which is what
+        `F.layer_norm` does where it takes such a mixture (on the CPU; on CUDA it refuses).
+    Raises: ValueError for a weight or bias that is not (N,), or a dtype that is not a float.
+
+    Replaces::
+
+        y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"layer_norm: x must have a float dtype, got {x.dtype}.")
+    shape = x.shape[-1:]
+    if not shape:
+        raise ValueError("layer_norm: x must have at least one dimension, got a scalar.")
+    if (weight is not None and weight.shape != shape) or (bias is not None and bias.shape != shape):
+        name, wrong = ("weight", weight) if weight is not None and weight.shape != shape else ("bias", bias)
+        raise ValueError(
+            f"layer_norm: {name} must have shape {tuple(shape)}, the last dimension of x {tuple(x.shape)}, "
+            f"got {tuple(wrong.shape)}."  # type: ignore[union-attr]
+        )
+    if not use_triton(x, weight, bias):
+        return layer_norm_reference(x, weight, bias, eps=eps)
+    return _layer_norm(x, weight, bias, eps)
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _sum2(a, b):
+    """Row sums of two tiles, in one exchange between warps instead of two."""
+    return tl.split(tl.sum(tl.join(a, b), 1))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    row_mask = rows < M
+    col_mask = (cols < N)[None, :]
+    mask = row_mask[:, None] & col_mask
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+    x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # Summed as differences from the row's first element: a large common part of the row costs the mean no digits, and
+    # a row of equal numbers has exactly their mean.
+    first = tl.load(x_ptrs, mask=row_mask, other=0.0).to(tl.float32)
+    mean = first + tl.sum(tl.where(col_mask, x - first[:, None], 0.0), 1) / N
+    x = tl.where(col_mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
+    tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
+    y = x * rstd[:, None]
+    if w_ptr is not None:
+        y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if b_ptr is not None:
+        y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
+    inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW and dbias in
+    # registers. Masked columns need no care: dy is zero there, and every term has it as a factor.
+    cols = tl.arange(0, BLOCK_N)
+    col_mask = cols < N
+    if w_ptr is not None:
+        w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = rows < M
+        mask = row_mask[:, None] & col_mask[None, :]
+        dy_ptrs = dy_ptr + (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
+        dy = tl.load(dy_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NEED_DW or dx_ptr is not None:
+            x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+            x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            pair = rows[:, None] * 2 + tl.arange(0, 2)[None, :]
+            mean, rstd = tl.split(tl.load(stats_ptr + pair, mask=row_mask[:, None], other=0.0))
+            mean, rstd = mean[:, None], rstd[:, None]
+            xhat = (x - mean) * rstd
+        if NEED_DW:
+            dw += dy * xhat
+        if dx_ptr is not None:
+            wdy = dy
+            if w_ptr is not None:
+                wdy = dy * w[None, :]
+            along, shift = _sum2(wdy * xhat, wdy)
+            dx = (wdy - shift[:, None] / N - xhat * (along[:, None] / N)) * rstd
+            tl.store(dx_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NEED_DB:
+            db += dy
+    if NEED_DW or NEED_DB:
+        partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
+    if NEED_DW:
+        tl.store(partial_ptr, tl.sum(dw, 0), mask=col_mask)
+    if NEED_DB:
+        tl.store(partial_ptr + NEED_DW * N, tl.sum(db, 0), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_row_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
+    inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # As above, for rows so wide that the sums of dW and dbias take half of all registers. Those that are left do not
+    # hold the row while its sums are found: it is read once more, from the L1 cache. The other policy is what keeps the
+    # compiler from making one load of the two; nor may it move anything out of the loop into a register.
+    cols = tl.arange(0, BLOCK_N)
+    mask = cols < N
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    db = tl.zeros((BLOCK_N,), tl.float32)
+    for r in tl.range(tl.program_id(0), M, tl.num_programs(0), loop_unroll_factor=1, disable_licm=True):
+        row = r + tl.full((), 0, tl.int64)
+        dy_row = dy_ptr + row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
+        x_row = x_ptr + row // inner * stride_xo + row % inner * stride_xi
+        mean = tl.load(stats_ptr + 2 * row)
+        rstd = tl.load(stats_ptr + 2 * row + 1)
+        dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+        xhat = (x - mean) * rstd
+        if NEED_DW:
+            dw += dy * xhat
+        if dx_ptr is not None:
+            if w_ptr is not None:
+                dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            along = tl.sum(dy * xhat, 0) / N
+            shift = tl.sum(dy, 0) / N
+            dy = tl.load(dy_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            xhat = (x - mean) * rstd
+        if NEED_DB:
+            db += dy
+        if dx_ptr is not None:
+            if w_ptr is not None:
+                dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            dx = (dy - shift - xhat * along) * rstd
+            tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW or NEED_DB:
+        partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
+    if NEED_DW:
+        tl.store(partial_ptr, dw, mask=mask)
+    if NEED_DB:
+        tl.store(partial_ptr + NEED_DW * N, db, mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_wide_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
+    y_ptr += row.to(tl.int64) * N
+    # Sums about the mean of the first block. That lies within sqrt(N / BLOCK_N) standard deviations of the row's mean,
+    # whatever the row holds, so that the difference of squares below keeps its digits.
+    cols = tl.arange(0, BLOCK_N)
+    about = tl.sum(tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32), 0) / BLOCK_N
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = tl.where(cols < N, x - about, 0.0)
+        total += x
+        squares += x * x
+    shift = tl.sum(total, 0) / N
+    mean = about + shift
+    rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / N - shift * shift, 0.0) + eps)
+    tl.store(stats_ptr + 2 * row, mean)
+    tl.store(stats_ptr + 2 * row + 1, rstd)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
+        if w_ptr is not None:
+            y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_wide_dx_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, M, N,
+    inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    dy_ptr += (row // inner_dy).to(tl.int64) * stride_dyo + (row % inner_dy).to(tl.int64) * stride_dyi
+    x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
+    dx_ptr += row.to(tl.int64) * N
+    mean = tl.load(stats_ptr + 2 * row)
+    rstd = tl.load(stats_ptr + 2 * row + 1)
+    products = tl.zeros((BLOCK_N,), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total += dy
+        products += dy * (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean)
+    along = tl.sum(products, 0) * rstd * rstd / N
+    shift = tl.sum(total, 0) / N
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dx = (dy - shift - (x - mean) * along) * rstd
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_wide_dw_kernel(
+    dy_ptr, x_ptr, stats_ptr, partial_ptr, M, N,
+    inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % P
+    cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    db = tl.zeros((BLOCK_N,), tl.float32)
+    for r in range(part, M, P):
+        row = r + tl.full((), 0, tl.int64)
+        dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
+        dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if NEED_DB:
+            db += dy
+        if NEED_DW:
+            x_at = row // inner * stride_xo + row % inner * stride_xi
+            x = tl.load(x_ptr + x_at + cols, mask=cols < N, other=0.0).to(tl.float32)
+            dw += dy * ((x - tl.load(stats_ptr + 2 * row)) * tl.load(stats_ptr + 2 * row + 1))
+    partial_ptr += part.to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
+    if NEED_DW:
+        tl.store(partial_ptr, dw, mask=cols < N)
+    if NEED_DB:
+        tl.store(partial_ptr + NEED_DW * N, db, mask=cols < N)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+    block_n = next_power_of_2(n)
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+
+
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns, warps and stages. One program a multiprocessor, whose next two tiles are on their way meanwhile:
+    2 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch."""
+    block_n = next_power_of_2(n)
+    block_m = max(1, 16384 // x.element_size() // block_n)
+    tile_bytes = block_m * block_n * x.element_size()
+    stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
+    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
+
+
+def _layer_norm_fwd_fake(x, weight, bias, eps):
+    return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
+
+
+@launcher("(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _layer_norm_fwd_fake)
+def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    y, stats = _layer_norm_fwd_fake(x, weight, bias, eps)
+    if x.numel() == 0:
+        return y, stats
+    M, N = stats.shape[0], x.shape[-1]
+    x, *strides = row_groups(x)
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+
+    def plan():
+        arguments = (M, N, *strides, eps)
+        if N > MAX_TILE:
+            return M, (*arguments, 8192), {"num_warps": 16}
+        block_m, block_n, warps = _fwd_tile(N)
+        return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
+
+    kernel = _layer_norm_fwd_kernel if N <= MAX_TILE else _layer_norm_wide_fwd_kernel
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
+    return y, stats
+
+
+def _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db):
+    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
+    return dx, dw, torch.empty_like(bias) if need_db else x.new_empty(0)
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool need_dx, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor)",
+    _layer_norm_bwd_fake,
+)
+def _layer_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dw, db = _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    M, N = stats.shape[0], x.shape[-1]
+    dy, *dy_strides = row_groups(dy)
+    x, *x_strides = row_groups(x)
+    weight = weight if weight is None else weight.contiguous()
+    out_dx = dx if need_dx else None
+    arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
+    dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype)
+    key = (arguments, dtypes, need_dx, need_dw, need_db)
+    halves = need_dw + need_db
+    partial: Tensor | None = None
+    if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
+        block_m, block_n, warps, stages = _bwd_tile(N, x)
+        programs = min(cdiv(M, block_m), multiprocessors(x.device))
+        if halves:
+            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+
+        by_row = block_n > 8192
+
+        def plan():
+            tile = (block_n,) if by_row else (block_m, block_n, stages)
+            return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
+
+        kernel = _layer_norm_row_bwd_kernel if by_row else _layer_norm_bwd_kernel
+        launch(kernel, key, (dy, x, weight, stats, out_dx, partial), plan)
+    else:
+        if need_dx:
+            tensors = (dy, x, weight, stats, dx)
+            launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
+        if halves:
+            columns = cdiv(N, 1024)
+            programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
+            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+            plan = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
+            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, partial), lambda: plan)
+    if halves:
+        sum_rows(partial, dw if need_dw else db, db if need_dw and need_db else None)  # type: ignore[arg-type]
+    return dx, dw, db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, need_dx, need_dw, need_db)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
+
+
+_layer_norm = differentiable(_layer_norm_fwd, _setup_context, _backward)
