@@ -330,11 +330,19 @@ def to_rich(content: dict[str, Any]) -> Any:
 
 
 def to_markdown(content: dict[str, Any]) -> str:
+    return f"{source(content)}\n\n{to_table(content)}\n"
+
+
+def source(content: dict[str, Any]) -> str:
+    """Where a table comes from: hardware, ceilings, versions and command, in Markdown."""
+    return f"{headline(content)}. `{content['command']}`"
+
+
+def to_table(content: dict[str, Any]) -> str:
     header, rows = cells(content)
     align = [":--" if name in _TEXT_COLUMNS else "--:" for name in header]
     lines = [header, align, *rows]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"{headline(content)}. `{content['command']}`\n\n{table}\n"
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:

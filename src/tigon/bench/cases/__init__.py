@@ -10,6 +10,15 @@ from __future__ import annotations
 from tigon.bench.cases import embedding, gated, losses, norms, rotary, softmax
 from tigon.bench.cases.row import Implementation, Op
 
-OPS: dict[str, Op] = {op.name: op for part in (norms, gated, rotary, softmax, losses, embedding) for op in part.OPS}
+# As the documentation groups them.
+KINDS: dict[str, tuple[Op, ...]] = {
+    "Norms": norms.OPS,
+    "Gated units": gated.OPS,
+    "Rotary embeddings": rotary.OPS,
+    "Softmax": softmax.OPS,
+    "Losses": losses.OPS,
+    "Embedding": embedding.OPS,
+}
+OPS: dict[str, Op] = {op.name: op for ops in KINDS.values() for op in ops}
 
-__all__ = ["OPS", "Implementation", "Op"]
+__all__ = ["KINDS", "OPS", "Implementation", "Op"]

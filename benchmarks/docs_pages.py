@@ -1,0 +1,250 @@
+"""MkDocs hook: the code and the result files become pages, tables and charts, so that no figure is typed by hand.
+
+Every operator of the benchmarks gets a page, from one template: formula and source from the docstring of its module,
+the function by mkdocstrings, what was measured from benchmarks/results. In a page, on a line of its own:
+
+    <!-- results: h200-ops.json -->     table and chart of the result files that match
+    <!-- matrix: *-memory.json -->      the same, with one line per case and one column per implementation
+    <!-- operators -->                  the operators by kind, with what they replace
+    <!-- counted -->                    the bytes that the floors count
+    <!-- modules -->                    the classes of tigon.nn
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tigon
+from tigon.bench import plots, report
+from tigon.bench.cases import KINDS, OPS
+
+RESULTS = Path(__file__).parent / "results"
+MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
+ORDER = ("tigon", "eager", "compile", "torch", "liger", "quack")
+# Beyond this a chart of a whole file says nothing; the operators' own pages have theirs.
+CHART_CASES = 24
+
+PAGE = """# {name}
+
+{formula}
+
+::: {path}
+    options:
+      heading_level: 2
+
+## Measured
+
+{measured}
+"""
+
+
+# ------------------------------------------------------------------------------------------------------------ MkDocs
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the operators behind the overview, by kind."""
+    latest.cache_clear()  # mkdocs serve builds again and again
+    chart_of.cache_clear()
+    for entry in config.nav or []:
+        if "Operators" in entry:
+            entry["Operators"] += [
+                {kind: [{name: f"ops/{name}.md"} for name in operators(kind)]} for kind in KINDS if operators(kind)
+            ]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add a page for every operator, and a chart for it and for every result file of moderate size."""
+    from mkdocs.structure.files import File
+
+    for kind in KINDS:
+        for name in operators(kind):
+            files.append(File.generated(config, f"ops/{name}.md", content=page_of(name)))
+    pictures = {f"charts/ops/{name}.png": content for name in charted() if (content := chart_of(name))}
+    for path in sorted(RESULTS.glob("*.json")):
+        content = report.load(path)
+        if has_chart(content):
+            pictures[f"charts/{path.stem}.png"] = content
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder, "chart.png")
+        for uri, content in pictures.items():
+            plots.plot(content, picture)
+            files.append(File.generated(config, uri, content=picture.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    up = "../" * page.file.src_uri.count("/")
+    makers: dict[str, Callable[[str], str]] = {
+        "results": lambda pattern: section(pattern, up),
+        "matrix": lambda pattern: section(pattern, up, report_as=lambda content: report.to_matrix(content, ORDER)),
+        "operators": lambda _: overview(),
+        "counted": lambda _: counted(),
+        "modules": lambda _: modules(),
+    }
+    return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
+
+
+# ---------------------------------------------------------------------------------------------------------- operators
+
+
+def operators(kind: str) -> list[str]:
+    return list(dict.fromkeys(op.operator for op in KINDS[kind] if home(op.operator) is not None))
+
+
+def home(name: str) -> str | None:
+    """The module of an operator: that of a public name, or one of its own."""
+    if name in tigon._HOME:
+        return tigon._HOME[name]
+    own = f"tigon.ops.{name}"
+    return own if importlib.util.find_spec(own) else None
+
+
+@functools.cache
+def function(name: str) -> Any:
+    return getattr(importlib.import_module(str(home(name))), name)
+
+
+def page_of(name: str) -> str:
+    path = f"tigon.{name}" if name in tigon._HOME else f"{home(name)}.{name}"
+    formula = inspect.getdoc(importlib.import_module(str(home(name)))) or ""
+    return PAGE.format(name=name, formula=linked(formula), path=path, measured=measured(name))
+
+
+def linked(text: str) -> str:
+    """Addresses in a docstring as links."""
+    return re.sub(r"https://[^\s)>]*[^\s)>.,;]", r"<\g<0>>", text)
+
+
+def overview() -> str:
+    lines = []
+    for kind in KINDS:
+        lines += [f"### {kind}", "", "| operator | computes | in place of | × floor |", "| :-- | :-- | :-- | :-- |"]
+        for name in operators(kind):
+            summary = (inspect.getdoc(function(name)) or "").split("\n")[0]
+            row = [f"[`{name}`](ops/{name}.md)", summary.replace("|", "\\|"), code(replaced(name)), times_floor(name)]
+            lines.append("| " + " | ".join(row) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def replaced(name: str) -> str:
+    """The last line of the code that the docstring says the operator replaces."""
+    doc = inspect.getdoc(function(name)) or ""
+    found = re.search(r"^Replaces[^\n]*::\n\n((?:    [^\n]*\n?|\n)+)", doc, re.MULTILINE)
+    lines = [line.split("  #")[0].strip() for line in found[1].splitlines() if line.strip()] if found else []
+    # A call over several lines is one.
+    while len(lines) > 1 and lines[-1].count(")") > lines[-1].count("("):
+        lines[-2:] = [f"{lines[-2]} {lines[-1]}"]
+    return lines[-1] if lines else ""
+
+
+def code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|") if text else ""
+
+
+def counted() -> str:
+    lines = ["| operator | counted, forward | counted, backward |", "| :-- | :-- | :-- |"]
+    lines += [f"| `{op.name}` | {op.counted[0]} | {op.counted[1]} |" for op in OPS.values() if home(op.operator)]
+    return "\n".join(lines)
+
+
+def modules() -> str:
+    nn = importlib.import_module("tigon.nn")
+    classes = [name for name, member in vars(nn).items() if inspect.isclass(member) and member.__module__ == "tigon.nn"]
+    return "\n\n".join(f"::: tigon.nn.{name}" for name in classes)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], str] | None = None) -> str:
+    """Table and chart of every result file whose name matches; a sentence when there is none."""
+    parts = []
+    for path in sorted(RESULTS.glob(pattern)):
+        content = report.load(path)
+        table = report_as(content) if report_as else report.to_table(content)
+        parts.append(f"{report.source(content)}\n\n{table}\n")
+        if has_chart(content):
+            parts.append(f"![{path.stem}]({up}charts/{path.stem}.png)\n")
+    return "\n".join(parts) or f"No result file matches `{pattern}`."
+
+
+def has_chart(content: dict[str, Any]) -> bool:
+    return len({report.case_of(row) for row in content["rows"]}) <= CHART_CASES
+
+
+@functools.cache
+def latest(kind: str) -> dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The rows of each case in the newest file that has it, with the file."""
+    contents = [report.load(path) for path in RESULTS.glob("*.json")]
+    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    for content in sorted((c for c in contents if c["kind"] == kind), key=lambda c: c["date"]):
+        cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in content["rows"]:
+            cases.setdefault(report.case_of(row), []).append(row)
+        found |= {case: (content, rows) for case, rows in cases.items()}
+    return found
+
+
+def rows_of(name: str, kind: str = "ops") -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Cases of an operator and of its uses, in the order of the table of benchmarks; the shapes as they were run."""
+    uses = [op.name for op in OPS.values() if op.operator == name]
+    found = [(content, rows) for content, rows in latest(kind).values() if rows[0]["op"] in uses]
+    return sorted(found, key=lambda part: uses.index(part[1][0]["op"]))
+
+
+def measured(name: str) -> str:
+    cases = rows_of(name)
+    if not cases:
+        return "Not yet."
+    rows = [row for _, members in cases for row in members]
+    sources = dict.fromkeys(report.source(content) for content, _ in cases)
+    parts = [
+        "Forward + backward in milliseconds, and as a multiple of the [floor](../bench.md#reading-the-table).",
+        "",
+        report.to_matrix({"kind": "ops", "rows": rows}, ORDER),
+        f"![{name}](../charts/ops/{name}.png)\n" if chart_of(name) else "",
+        '<details markdown="1"><summary>All columns</summary>\n',
+        report.to_table({"kind": "ops", "rows": rows}),
+        "\n</details>\n",
+    ]
+    if hosts := [row for _, members in rows_of(name, "host") for row in members]:
+        parts += ["Host time per call, on tiny inputs:\n", report.to_table({"kind": "host", "rows": hosts}), ""]
+    return "\n".join([*parts, *sources])
+
+
+def charted() -> list[str]:
+    return [name for kind in KINDS for name in operators(kind)]
+
+
+@functools.cache
+def chart_of(name: str) -> dict[str, Any] | None:
+    """What the chart of an operator shows: the shapes of the quoted tables where they were measured, else all."""
+    main = {(op.name, tuple(shape)) for op in OPS.values() for shape in op.shapes}
+    cases = [part for part in rows_of(name) if part[1][0]["dtype"] == "bfloat16"] or rows_of(name)
+    quoted = [part for part in cases if (part[1][0]["op"], tuple(part[1][0]["shape"])) in main] or cases
+    if not any(row["times_floor"] for _, rows in quoted for row in rows):
+        return None
+    newest = max((content for content, _ in quoted), key=lambda content: content["date"])
+    return {**newest, "rows": [row for _, rows in quoted for row in rows]}
+
+
+def times_floor(name: str) -> str:
+    """Ours and the best peer's on the first shape that was measured."""
+    for _, rows in rows_of(name):
+        by = {r["implementation"]: r["times_floor"] for r in rows if r["status"] == "ok" and r["times_floor"]}
+        ours = by.get("tigon")
+        peers = {peer: value for peer, value in by.items() if not peer.startswith("tigon")}
+        if ours is None:
+            continue
+        best = min(peers, key=lambda peer: peers[peer]) if peers else None
+        return f"**{ours:.2f}**" + (f" ({best} {peers[best]:.2f})" if best else "")
+    return ""

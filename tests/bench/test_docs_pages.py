@@ -1,0 +1,125 @@
+"""The documentation's pages, tables and charts come from the code and from result files."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tigon.bench import report
+from tigon.bench.cases import OPS
+from tigon.bench.host import HostRow
+from tigon.bench.runner import Row
+
+HOOK = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
+
+
+def row(op, shape, by, ms, **more):
+    return Row(op, shape, "bfloat16", by, total_ms=ms, total_range_ms=(ms, ms), floor_ms=1.0, times_floor=ms, **more)
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("docs_pages", HOOK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    shape = OPS["rope"].shapes[0]
+    old = [row("rope", shape, "tigon", 3.0), row("rope", shape, "liger", 1.75), row("rope", shape, "eager", 17.0)]
+    save(tmp_path / "h200-ops.json", report.result("ops", old), "2026-01-01")
+    return module
+
+
+def save(path, content, date):
+    report.save(path, {**content, "date": f"{date}T00:00:00+00:00"})
+
+
+def rendered(hook, text, uri="guide/page.md"):
+    return hook.on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
+
+
+def test_marks_become_tables(hook):
+    text = rendered(hook, "before\n\n<!-- results: *-ops.json -->\n\nafter")
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter")
+    assert "| rope | 4×4096×32×8×128 |" in text
+    assert "1.75×" in text
+    assert "(../charts/h200-ops.png)" in text
+    assert "<!--" not in text
+
+
+def test_a_mark_without_a_file_is_said_and_a_comment_stays(hook):
+    assert hook.section("b300-*.json") == "No result file matches `b300-*.json`."
+    assert rendered(hook, "<!-- remark -->") == "<!-- remark -->"
+
+
+def test_a_matrix_has_one_line_per_case(hook):
+    lines = [line for line in rendered(hook, "<!-- matrix: *-ops.json -->").splitlines() if line.startswith("| rope")]
+    assert lines == ["| rope | 4×4096×32×8×128 | bfloat16 | 1.00 | 3.00 (3.00×) | 17.0 (17.00×) | **1.75 (1.75×)** |"]
+
+
+def test_the_newest_file_has_the_word_case_by_case(hook, tmp_path):
+    shape = OPS["rope"].shapes[0]
+    new = [row("rope", shape, "tigon", 1.25), row("rope-interleaved", shape, "tigon", 1.5)]
+    save(tmp_path / "h200-memory.json", report.result("ops", new), "2026-02-01")
+    page = hook.page_of("rope")
+    assert page.startswith("# rope\n")
+    assert "::: tigon.rope" in page
+    assert "**1.25 (1.25×)**" in page
+    assert "1.75" not in page  # of the older run, whose times cannot be compared
+    assert page.index("| rope |") < page.index("| rope-interleaved |")
+    assert "](../charts/ops/rope.png)" in page
+    assert hook.times_floor("rope") == "**1.25**"
+
+
+def test_host_times_stand_on_the_page(hook, tmp_path):
+    rows = [HostRow("rope", (2, 4), "bfloat16", "tigon", forward_us=12.3, total_us=45.6, times_eager=0.5)]
+    save(tmp_path / "h200-host.json", report.result("host", rows), "2026-02-01")
+    assert "| rope | bfloat16 | tigon | 12.3 | 45.6 | 0.50× |" in hook.page_of("rope")
+
+
+def test_an_operator_that_was_not_measured_says_so(hook):
+    assert hook.page_of("swiglu").rstrip().endswith("Not yet.")
+
+
+def test_the_overview_links_every_operator_and_compares_with_the_best(hook):
+    text = rendered(hook, "<!-- operators -->", "ops.md")
+    for kind in hook.KINDS:
+        for name in hook.operators(kind):
+            assert f"(ops/{name}.md)" in text
+    assert "**3.00** (liger 1.75)" in text
+
+
+def test_what_is_replaced_is_shown_whole(hook):
+    for kind in hook.KINDS:
+        for name in hook.operators(kind):
+            line = hook.replaced(name)
+            assert line.count("(") == line.count(")"), f"{name}: {line}"
+            assert " = " in line, name
+
+
+def test_modules_and_counted_bytes_are_listed(hook):
+    assert "::: tigon.nn.RMSNorm" in hook.modules()
+    assert "| `rms_norm` | x, weight → y | dy, x, weight → dx, dweight |" in hook.counted()
+
+
+def test_pages_and_charts_are_added_to_the_site(hook):
+    files_module = pytest.importorskip("mkdocs.structure.files")
+    config = SimpleNamespace(
+        docs_dir="docs", site_dir="site", use_directory_urls=True, plugins=SimpleNamespace(_current_plugin="hook")
+    )
+    files = {file.src_uri: file for file in hook.on_files(files_module.Files([]), config)}
+    assert files["ops/rope.md"].content_string.startswith("# rope")
+    for chart in ("charts/h200-ops.png", "charts/ops/rope.png"):
+        assert files[chart].content_bytes.startswith(b"\x89PNG")
+    assert "charts/ops/swiglu.png" not in files
+
+
+def test_the_navigation_has_every_operator_by_kind(hook):
+    config = hook.on_config(SimpleNamespace(nav=[{"Start": "index.md"}, {"Operators": [{"Overview": "ops.md"}]}]))
+    sections = {title: pages for entry in config.nav[1]["Operators"][1:] for title, pages in entry.items()}
+    assert {"rms_norm": "ops/rms_norm.md"} in sections["Norms"]
+
+
+def test_the_hook_is_in_the_configuration():
+    assert f"hooks: [benchmarks/{HOOK.name}]" in (HOOK.parents[1] / "mkdocs.yml").read_text()
