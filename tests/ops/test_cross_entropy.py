@@ -49,11 +49,11 @@ def test_z_loss_is_not_weighted(backend, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("classes", [50, 2500])  # rows that share a tile, rows beyond one
+@pytest.mark.parametrize("classes", [50, 5000])  # rows that share a tile, rows beyond one
 def test_details(classes, reduction, backend, device):
     logits, target = logits_and_target(device, 7, classes)
     with torch.no_grad():
-        logits[2, [3, 7]] = 99.0  # the first of equals counts
+        logits[2, 3 :: classes // 5 + 24] = 99.0  # the first of equals counts, in a tile (4096) and beyond
         logits[3] = -torch.inf
         logits[3, 5] = 0.0
         target[2], target[3] = 3, 6
@@ -188,6 +188,23 @@ def test_many_rows_are_reduced_in_two_steps(device, triton_backend):
         torch.testing.assert_close(got.loss, F.cross_entropy(logits, target, **options))
     right = (logits.argmax(-1) == target).sum() / (target != -100).sum()
     torch.testing.assert_close(got.accuracy, right)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("programs", [0, 1])  # a multiprocessor; 0: one a row
+def test_gradient_over_scratch_rows(programs, backwards, device, triton_backend, monkeypatch):
+    """What linear losses do to a chunk of logits, where a row is longer than a tile and a program has several."""
+    warps, depth, block, *_ = launches_module._grad_tile(5000, 0.0, 0.0)
+    assert depth * block < 5000
+    tile = (warps, depth, block, programs, "evict_last", "evict_first", backwards)
+    monkeypatch.setattr(launches_module, "_grad_tile", lambda *_: tile)
+    logits, target = logits_and_target(device, 7, 5000)
+    expected = tigon.cross_entropy(logits, target, reduction="none", z_loss=0.1, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(expected.sum() / 2, logits)
+    scratch, loss, half = logits.detach().clone(), torch.empty(7, device=device), torch.tensor(0.5, device=device)
+    tigon.ops.cross_entropy.cross_entropy_rows(scratch, target, loss, None, half, True, -100, 0.1, 0.1, 0.0, 1.0)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(scratch, gradient)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -31,11 +31,12 @@ NARROW = 512  # classes up to which several rows share a program
 ONE_PROGRAM = 65536  # rows that one program reduces in the time of a launch or so
 
 
-def _fwd_tile(V: int, softcap: float, label_smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
+def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
     """Warps, depth, block: as deep as registers allow."""
-    plain = softcap == 0.0 and label_smoothing == 0.0 and not details
+    depth = 4 if softcap or smoothing or details else 8
+    if smoothing and (softcap or weighted):
+        depth = 2
     block = min(next_power_of_2(V), 1024)
-    depth = 8 if plain else 2 if weighted and label_smoothing else 4
     return 4, max(1, min(depth, next_power_of_2(V) // block)), block
 
 
@@ -51,15 +52,16 @@ def _bwd_tile(V: int) -> tuple[int, int, int]:
     return 4, 2048 // block_n, block_n
 
 
-def _grad_tile(V: int) -> tuple[int, int, int, int, str, str, bool]:
+def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int, float, str, str, bool]:
     """Warps, depth, block, programs a multiprocessor (0 for one a row), eviction of the first and of the second
     reading, and whether that goes backwards.
 
     Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
     """
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
+    depth = 1 if softcap and smoothing else 2  # as deep as registers allow
     block = min(next_power_of_2(V), warps * 32 * 8)
-    return warps, max(1, min(2, next_power_of_2(V) // block)), block, 0, "", "", True
+    return warps, max(1, min(depth, next_power_of_2(V) // block)), block, 0, "", "", True
 
 
 def cross_entropy_rows(
@@ -84,14 +86,14 @@ def cross_entropy_rows(
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         return
     M, V = logits.shape
-    warps, depth, block, programs, keep, drop, back = _grad_tile(V)
+    warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
         label_smoothing != 0.0, softcap != 0.0, keep, drop, back, depth, block,
     )  # fmt: skip
     key = (arguments, logits.dtype, target.dtype, factor is None)
-    grid = min(M, programs * multiprocessors(logits.device)) if programs else M
+    grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
 
