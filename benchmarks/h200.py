@@ -139,6 +139,8 @@ def run_cases(options: argparse.Namespace) -> None:
         f"copy {ceilings.copy_gbps:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s ({ceilings.matmul})",
         flush=True,
     )
+    # Shapes and dtypes of one operator in one process; at the limit torch.compile would give up.
+    torch._dynamo.config.recompile_limit = 64
     rows: list[Any] = []
     late: list[str] = []
     content = None
@@ -154,7 +156,7 @@ def run_cases(options: argparse.Namespace) -> None:
         chosen = choose(case.op, peers, device)
         if not case.main and compiling > options.compile_budget:
             chosen.pop("compile", None)
-        rows += run_case(
+        measured = run_case(
             case.op,
             case.shape,
             DTYPES[case.dtype],
@@ -167,9 +169,10 @@ def run_cases(options: argparse.Namespace) -> None:
             # Beyond the quoted tables one compilation, of dynamic shapes from the second on, serves an operator.
             fresh=case.main or compiled != case.op.name,
         )
+        rows += measured
         if not case.main:
             compiled = case.op.name
-            compiling += sum(row.first_s or 0.0 for row in rows[-len(chosen) :] if row.implementation == "compile")
+            compiling += sum(row.first_s or 0.0 for row in measured if row.implementation == "compile")
         content = report.result("ops", rows, device=device, ceilings=asdict(ceilings))
         if before is not None:
             content = report.merge([before, content])

@@ -75,6 +75,8 @@ def run_host(
     """Host time of every implementation of one operator at its tiny shape."""
     settings = settings or HostSettings()
     implementations = choose(op, None, device) if implementations is None else implementations
+    if "compile" in implementations:
+        torch._dynamo.reset()  # several operators share code that is compiled for each of them
     inputs = op.make(op.tiny, dtype, device, 0.0)
     dtype_name = str(dtype).removeprefix("torch.")
     rows: dict[str, HostRow] = {}

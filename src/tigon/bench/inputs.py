@@ -22,7 +22,7 @@ REFERENCE_ELEMENTS = 1 << 24
 
 @dataclass
 class Inputs:
-    """Arguments of one case by name, which of them get gradients, and the upstream gradients (None: a scalar loss)."""
+    """Arguments of one case by name, which of them get gradients, and the upstream gradients (None: 1, of a loss)."""
 
     arguments: dict[str, Any]
     wrt: tuple[str, ...]
@@ -37,6 +37,11 @@ class Inputs:
         }
         grads = None if self.grads is None else tuple(_clone(g) for g in self.grads)
         return Inputs(arguments, self.wrt, self.outputs, grads)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The upstream gradient of a loss."""
+        return 1.0 if self.grads is None else self.grads[0].double()
 
 
 def _clone(t: Tensor) -> Tensor:
@@ -57,6 +62,10 @@ class Draw:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         t = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
         return t if scale == 1.0 else t.mul_(scale)
+
+    def loss_grads(self) -> tuple[Tensor, ...] | None:
+        """1 as from `loss.backward()`; in fp16 scaled as in training, or most of a gradient would be rounded to 0."""
+        return (torch.full((), 2.0**15, device=self.device),) if self.dtype == torch.float16 else None
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)
@@ -141,7 +150,7 @@ def expect_loss(
             loss = formula(**part) / count
             total += loss.detach()
             for k, g in zip(wrt, torch.autograd.grad(loss, [part[k] for k in wrt]) if wrt else (), strict=True):
-                expected.setdefault(f"d{k}", []).append((rows, g))
+                expected.setdefault(f"d{k}", []).append((rows, g * inputs.loss_scale))
         return {"loss": [(..., total)], **expected}
 
     return expect

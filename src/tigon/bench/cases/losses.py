@@ -43,7 +43,8 @@ def _make_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, 
     draw = Draw(device, dtype)
     # Spread by 2: flatter logits leave a gradient that is all target, and a wrong softmax within the tolerance.
     logits = draw.normal(*shape, scale=2.0).requires_grad_()
-    return Inputs({"logits": logits, "target": draw.targets(shape[0], shape[1], ignored)}, ("logits",), ("loss",))
+    arguments = {"logits": logits, "target": draw.targets(shape[0], shape[1], ignored)}
+    return Inputs(arguments, ("logits",), ("loss",), draw.loss_grads())
 
 
 def _summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -100,7 +101,8 @@ def _make_pair(normalise: Callable[..., Tensor] | None) -> Callable[..., Inputs]
             for part in (input, target):
                 for rows in chunks_of(*shape):
                     part[rows] = normalise(part[rows].float(), dim=-1).to(dtype)
-        return Inputs({"input": input.requires_grad_(), "target": target}, ("input",), ("loss",))
+        arguments = {"input": input.requires_grad_(), "target": target}
+        return Inputs(arguments, ("input",), ("loss",), draw.loss_grads())
 
     return make
 
@@ -194,7 +196,7 @@ def _make_linear_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.d
     target = draw.targets(n, v, ignored)
     # Known to the host in training too: labels are counted when they are first seen, long before the head runs.
     arguments = {"x": x, "weight": weight, "target": target, "num_valid": int((target != -100).sum())}
-    return Inputs(arguments, ("x", "weight"), ("loss",))
+    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
 
 
 def expect_linear_cross_entropy(inputs: Inputs) -> Expected:
@@ -211,7 +213,7 @@ def expect_linear_cross_entropy(inputs: Inputs) -> Expected:
     lse = torch.cat([(x[rows].to(wide) @ ww.T).logsumexp(-1).double() for rows in chunks_of(n, v // 16)])
     picked = torch.cat([(x[r].double() * w[t[r]].double()).sum(-1) for r in chunks_of(n, 8 * w.shape[1])])
     loss = ((lse - picked) * valid).sum() / count
-    scale = (valid.double() / count)[:, None]
+    scale = (valid.double() / count * inputs.loss_scale)[:, None]
     tail = {"x": slice(max(0, n - 32), n), "w": slice(max(0, v - 32), v)}
     dx, dw = [], []
     w64 = w.double()

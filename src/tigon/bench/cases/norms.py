@@ -23,6 +23,8 @@ from tigon.bench.inputs import Draw, Inputs, Shape, expect_rows
 
 # Widths of models besides the powers of two, then row counts: one token, a ragged handful, a step, a million.
 _EXTRA = ((16384, 2304), (16384, 3584), (16384, 5120), (8192, 12288), (1, 4096), (17, 4096), (4096, 4096), (10**6, 256))
+# Of upstream gradients, where some of the results sum over all elements: fp16 ends at 65504.
+_SMALL = 2.0**-12
 
 
 # ----------------------------------------------------------------------------------------------------------- rms_norm
@@ -192,7 +194,7 @@ def _make_dyt(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: f
         "bias": draw.normal(shape[-1], scale=0.02).requires_grad_(),
     }
     # Along x in part: dalpha sums over everything, and would else be a small difference of large sums.
-    dy = draw.normal(*shape).add_(x.detach())
+    dy = draw.normal(*shape).add_(x.detach()).mul_(_SMALL)
     return Inputs(arguments, ("x", "alpha", "weight", "bias"), ("y",), (dy,))
 
 
@@ -213,7 +215,8 @@ def _make_poly_norm(shape: Shape, dtype: torch.dtype, device: torch.device, igno
     x = draw.normal(*shape).requires_grad_()
     weight = (draw.normal(3, scale=0.05) + 1 / 3).requires_grad_()
     arguments = {"x": x, "weight": weight, "bias": torch.ones((), device=device, dtype=dtype).requires_grad_()}
-    dy = draw.normal(*shape).add_(x.detach()).add_(1)  # as for dyt: dweight and dbias are sums over everything
+    # As for dyt: dweight and dbias are sums over everything.
+    dy = draw.normal(*shape).add_(x.detach()).add_(1).mul_(_SMALL)
     return Inputs(arguments, ("x", "weight", "bias"), ("y",), (dy,))
 
 
