@@ -5,6 +5,7 @@ Source: Zhu et al. 2025, Transformers without Normalization, https://arxiv.org/a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -166,10 +167,11 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
     return 4096 // block_n, block_n, 8
 
 
-def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+@functools.cache
+def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread."""
     block_n = _columns(n)
-    stages = 3 if 6 * 4096 * x.element_size() + 4096 <= shared_memory(x.device) else 1
+    stages = 3 if 8 * 4096 * itemsize + 8192 <= shared_memory(device) else 1  # two programs, four tiles each
     return 4096 // block_n, block_n, 8, stages, 2
 
 
@@ -224,14 +226,15 @@ def _dyt_bwd(
     dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, need_dx: bool,
     need_dalpha: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if x.numel() == 0:
-        dx, *sums = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, need_dalpha, need_dw, need_db)
-        return dx, *(t.zero_() for t in sums)
-    dx, dalpha, dw, db = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, False, need_dw, need_db)
+    empty = x.numel() == 0
+    needs = need_dx, need_dalpha and empty, need_dw, need_db  # dalpha is allocated where it is summed
+    dx, dalpha, dw, db = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, *needs)
+    if empty:
+        return dx, dalpha.zero_(), dw.zero_(), db.zero_()
     x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
-    block_m, block_n, warps, stages, resident = _bwd_tile(N, x)
+    block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), x.device)
     columns = cdiv(N, block_n)
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
@@ -248,7 +251,7 @@ def _dyt_bwd(
     if partial is not None:
         sum_rows(partial, *sums)
     if partial_dalpha is not None:
-        dalpha = partial_dalpha.sum().to(alpha.dtype).view(alpha.shape)  # a few hundred numbers
+        dalpha = partial_dalpha.sum(0).to(alpha.dtype).view(alpha.shape)  # of a few hundred numbers
     return dx, dalpha, dw, db
 
 

@@ -6,6 +6,7 @@ Source: Zhuo et al. 2024, Polynomial Composition Activations, https://arxiv.org/
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -260,14 +261,15 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
     return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
 
 
-def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+@functools.cache
+def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, stages and programs a multiprocessor. The sums along a row keep a program waiting: others
     run meanwhile, and each has its next two tiles on their way, where shared memory allows."""
     block_n = next_power_of_2(n)
-    block_m = max(1, 8192 // x.element_size() // block_n)
-    tile_bytes = block_m * block_n * x.element_size()
+    block_m = max(1, 8192 // itemsize // block_n)
+    tile_bytes = block_m * block_n * itemsize
     resident = max(1, 32768 // tile_bytes)
-    stages = 3 if 4 * tile_bytes * resident + 4096 <= shared_memory(x.device) else 1
+    stages = 3 if 4 * tile_bytes * resident + 4096 <= shared_memory(device) else 1
     return block_m, block_n, 4 if tile_bytes <= 8192 else 8, stages, resident
 
 
@@ -322,7 +324,9 @@ def _poly_norm_bwd(
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
     narrow = N * x.element_size() <= MAX_TILE  # registers hold the row, its gradient and powers: fewer columns
-    block_m, block_n, warps, stages, resident = _bwd_tile(N, x) if narrow else (1, *_wide_tile())
+    block_m, block_n, warps, stages, resident = (
+        _bwd_tile(N, x.element_size(), x.device) if narrow else (1, *_wide_tile())
+    )
     programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
     partial = x.new_empty((programs, sums), dtype=torch.float32)
 
