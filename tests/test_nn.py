@@ -115,6 +115,27 @@ def test_embedding(device):
     assert "9, 5, padding_idx=2" in repr(ours)
 
 
+def test_softmaxes(device):
+    x, mask = torch.randn(2, 5, 5, device=device), torch.randn(5, 5, device=device)
+    torch.testing.assert_close(nn.Softmax(dim=1)(x), torch.nn.Softmax(dim=1)(x))
+    scores = nn.Softmax(scale=0.5, causal=True)
+    assert torch.equal(scores(x, mask), tigon.softmax(x, scale=0.5, mask=mask, causal=True))
+    assert torch.equal(nn.Sparsemax(dim=1)(x), tigon.sparsemax(x, 1))
+    assert "scale=0.5, causal=True" in repr(scores)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [(nn.KLDivLoss, tigon.kl_div), (nn.JSDLoss, tigon.jsd), (nn.TVDLoss, tigon.tvd)]
+)
+def test_divergences(module, function, device):
+    student, teacher = torch.randn(6, 11, device=device), torch.randn(6, 11, device=device)
+    labels = torch.tensor([1, 2, -100, 0, 5, -100], device=device)
+    options = {"logits": True, "temperature": 2.0}
+    loss = module(**options)
+    assert torch.equal(loss(student, teacher, labels), function(student, teacher, labels=labels, **options))
+    assert "temperature=2.0" in repr(loss)
+
+
 def test_modules_copy_and_pickle(device):
     module = nn.RMSNorm(20, offset=1.0, cast="gemma", device=device)
     x = torch.randn(3, 20, device=device)

@@ -24,6 +24,9 @@ _HOME = {
     "softmax": "tigon.ops.softmax",
     "sparsemax": "tigon.ops.sparsemax",
     "cross_entropy": "tigon.ops.cross_entropy",
+    "kl_div": "tigon.ops.divergence",
+    "jsd": "tigon.ops.divergence",
+    "tvd": "tigon.ops.divergence",
     "embedding": "tigon.ops.embedding",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.models.fusion import Fusion, fuse
     from tigon.ops.cross_entropy import cross_entropy
+    from tigon.ops.divergence import jsd, kl_div, tvd
     from tigon.ops.dyt import dyt
     from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
@@ -58,6 +62,8 @@ __all__ = [
     "embedding",
     "fuse",
     "geglu",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
     "losses",
@@ -73,6 +79,7 @@ __all__ = [
     "softmax",
     "sparsemax",
     "swiglu",
+    "tvd",
     "use_backend",
 ]
 

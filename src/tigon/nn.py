@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, SupportsInt
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, reglu, swiglu
@@ -232,6 +234,40 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Any:
         return cross_entropy(logits, target, weight=self.weight, divisor=divisor, **self.options)
+
+
+class _Divergence(torch.nn.Module):
+    """A divergence with its options fixed: forward(input, target, labels)."""
+
+    function: Callable[..., Tensor]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return type(self).function(input, target, labels=labels, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class KLDivLoss(_Divergence):
+    """`tigon.kl_div` with its options fixed: forward(input, target, labels)."""
+
+    function = staticmethod(kl_div)
+
+
+class JSDLoss(_Divergence):
+    """`tigon.jsd` with its options fixed: forward(input, target, labels)."""
+
+    function = staticmethod(jsd)
+
+
+class TVDLoss(_Divergence):
+    """`tigon.tvd` with its options fixed: forward(input, target, labels)."""
+
+    function = staticmethod(tvd)
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):

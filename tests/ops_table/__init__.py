@@ -4,6 +4,7 @@ Tests over all operators (test_invariants.py, test_kernels_compile.py) read this
 """
 
 from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
@@ -30,6 +31,9 @@ OPS: tuple[Op, ...] = (
     SPARSEMAX,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
+    KL_DIV,
+    JSD,
+    TVD,
     EMBEDDING,
 )
 

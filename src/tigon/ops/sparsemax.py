@@ -184,7 +184,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     stride = x.stride(0)
     key = (M, N, stride, x.dtype)
     if N > MAX_TILE:
-        launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 16}))
+        launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
         def tiled():

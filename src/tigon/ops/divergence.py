@@ -1,0 +1,468 @@
+"""How far a student's distribution Q (the input) is from a teacher's P (the target), one number a row:
+
+    kl_div   KL(P ‖ Q) = Σ p · log(p / q)
+    jsd      β · KL(P ‖ M) + (1 − β) · KL(Q ‖ M), M = β · P + (1 − β) · Q;  KL(P ‖ Q) for β = 0, KL(Q ‖ P) for β = 1
+    tvd      ½ · Σ |p − q|
+
+Source: generalised JSD for distillation, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, with β as in TRL's
+`GKDTrainer.generalized_jsd_loss` and Liger's `LigerJSD`.
+
+The loss is read from the inputs, and so is its gradient, in the backward pass: nothing as wide as a row is kept besides
+them. Given logits, neither side's log-probabilities are ever made: a row keeps three numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+
+REDUCTIONS = ("batchmean", "mean", "sum", "rows")
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "batchmean",
+    log_target: bool = True,
+    logits: bool = False,
+    temperature: float = 1.0,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """KL(P ‖ Q) of each row: the target's P against the input's Q.
+
+    Args:
+        input: (..., V) log-probabilities, or logits; any float dtype.
+        target: (..., V), of input's shape: log-probabilities, probabilities or logits. It gets no gradient.
+        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by the number of their elements,
+            "sum" does not divide, "rows" gives one value a row.
+        log_target: False for a target of probabilities.
+        logits: both are logits, softmaxed here.
+        temperature: divides the logits before the softmax. The loss is not multiplied by its square.
+        labels: (...), integers; rows where they are ignore_index give 0, no gradient, and do not count.
+    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0.
+    Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
+
+    Replaces (logits=True)::
+
+        log_q = F.log_softmax(input.float() / temperature, dim=-1)
+        log_p = F.log_softmax(target.float() / temperature, dim=-1)
+        loss = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    """
+    if logits and not log_target:
+        raise ValueError("kl_div: log_target=False must come with logits=False: of logits both sides are softmaxed.")
+    form = "logits" if logits else "log" if log_target else "probabilities"
+    return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, labels, ignore_index)
+
+
+def jsd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    beta: float = 0.5,
+    reduction: str = "batchmean",
+    logits: bool = False,
+    temperature: float = 1.0,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of each row, as in on-policy distillation.
+
+    Args:
+        beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
+        input, target: (..., V) log-probabilities, or logits. The others as for `kl_div`.
+    Returns: as `kl_div`.
+    Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
+
+    Replaces (0 < beta < 1)::
+
+        log_m = torch.logsumexp(torch.stack([log_q + math.log(1 - beta), log_p + math.log(beta)]), dim=0)
+        to_p = F.kl_div(log_m, log_p, reduction="batchmean", log_target=True)
+        to_q = F.kl_div(log_m, log_q, reduction="batchmean", log_target=True)
+        loss = beta * to_p + (1 - beta) * to_q
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"jsd: beta must lie in [0, 1], got {beta}.")
+    kind = "kl" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
+    form = "logits" if logits else "log"
+    return _divergence("jsd", kind, form, input, target, reduction, beta, temperature, labels, ignore_index)
+
+
+def tvd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "batchmean",
+    logits: bool = False,
+    temperature: float = 1.0,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
+
+    Args:
+        input, target: (..., V) probabilities, or logits. The others as for `kl_div`.
+    Returns: as `kl_div`.
+    Raises: ValueError as `kl_div`.
+
+    Replaces::
+
+        loss = 0.5 * (input - target).abs().sum(-1).mean()
+    """
+    form = "logits" if logits else "probabilities"
+    return _divergence("tvd", "tvd", form, input, target, reduction, 0.0, temperature, labels, ignore_index)
+
+
+def _divergence(
+    name: str, kind: str, form: str, input: Tensor, target: Tensor, reduction: str, beta: float, temperature: float,
+    labels: Tensor | None, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    if reduction not in REDUCTIONS:
+        more = " For one value an element there is torch.nn.functional.kl_div." if reduction == "none" else ""
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.{more}")
+    if not input.dtype.is_floating_point or input.dim() == 0:
+        raise ValueError(f"{name}: input must be (..., V) floats, got {tuple(input.shape)} {input.dtype}.")
+    if target.shape != input.shape or not target.dtype.is_floating_point or target.device != input.device:
+        raise ValueError(
+            f"{name}: target must be floats of input's shape {tuple(input.shape)} on {input.device}, "
+            f"got {tuple(target.shape)} {target.dtype} on {target.device}."
+        )
+    if target.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: target must not require a gradient, since it gets none: detach it.")
+    if temperature <= 0 or (temperature != 1.0 and form != "logits"):
+        raise ValueError(f"{name}: temperature must be positive, and 1 without logits=True, got {temperature}.")
+    if labels is not None and (labels.shape != input.shape[:-1] or labels.dtype.is_floating_point):
+        raise ValueError(
+            f"{name}: labels must be integers, one a row, {tuple(input.shape[:-1])}, "
+            f"got {tuple(labels.shape)} {labels.dtype}."
+        )
+    options = (kind, form, beta, temperature, ignore_index)
+    rows = _rows(input, target, labels, *options) if use_triton(input, target) else None
+    if rows is None:
+        rows = divergence_reference(input, target, labels, *options)
+    if reduction == "rows":
+        return rows
+    if labels is None:
+        total = rows.sum() if reduction == "sum" else rows.mean()
+    else:
+        total = rows.sum()
+        if reduction != "sum":
+            total = total / (labels != ignore_index).sum()  # 0 / 0 where no row is valid, as in torch
+    return total / input.shape[-1] if reduction == "mean" else total
+
+
+def divergence_reference(
+    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
+    ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """One value a row, (...)."""
+    acc = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
+    a, b = input.to(acc), target.to(acc)
+    if form == "logits":
+        a, b = torch.log_softmax(a / temperature, -1), torch.log_softmax(b / temperature, -1)
+    if kind == "tvd":
+        q, p = (a.exp(), b.exp()) if form == "logits" else (a, b)
+        terms = 0.5 * (p - q).abs()
+    elif kind == "kl":
+        p = b if form == "probabilities" else b.exp()
+        log_p = torch.log(p) if form == "probabilities" else b
+        terms = p * torch.where(p == 0, 0.0, log_p - a)
+    elif kind == "reverse":
+        q = a.exp()
+        terms = q * torch.where(q == 0, 0.0, a - b)
+    else:
+        q, p = a.exp(), b.exp()
+        m = beta * p + (1 - beta) * q
+        log_m = torch.where(m == 0, 1.0, m).log()  # the gradient of log 0 would be NaN, whatever it is masked by
+        terms = beta * p * torch.where(p == 0, 0.0, b - log_m) + (1 - beta) * q * torch.where(q == 0, 0.0, a - log_m)
+    rows = terms.sum(-1)
+    return rows if labels is None else torch.where(labels == ignore_index, 0.0, rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+# In them logarithms are to the base 2, as the hardware has them: lq and lp are log2 of q and p, u is what the slope of
+# the loss along lq is a multiple of, and k = log2(e) / temperature turns logits into them.
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _sides(lq, lp, beta, KIND: tl.constexpr):
+    """The loss, q, and u. What has no probability contributes nothing, also where its logarithm is -inf; NaN stays."""
+    if KIND == "kl":
+        p, q = tl.exp2(lp), tl.exp2(lq)
+        u = p
+        terms = tl.where(p == 0.0, 0.0, p * (lp - lq))
+    elif KIND == "reverse":
+        q = tl.exp2(lq)
+        u = tl.where(q == 0.0, 0.0, lq - lp)
+        terms = q * u
+    elif KIND == "tvd":
+        p, q = tl.exp2(lp), tl.exp2(lq)
+        u = _half_sign(q, p)
+        terms = 0.5 * tl.abs(p - q)
+    else:
+        # From the larger of the two and their ratio: two exponentials in place of three, and the logarithm of a number
+        # near 1 where p and q are alike, which is where the terms cancel. Equal ones may both be -inf.
+        d = tl.where(lp == lq, 0.0, lp - lq)
+        ratio = tl.exp2(-tl.abs(d))
+        large = tl.exp2(tl.maximum(lp, lq))
+        small = large * ratio
+        up = d >= 0.0
+        p = tl.where(up, large, small)
+        q = tl.where(up, small, large)
+        weight = tl.where(up, beta, 1.0 - beta)
+        log_m = tl.log2(weight + (1.0 - weight) * ratio)  # of M over the larger one
+        above_p = tl.where(p == 0.0, 0.0, tl.where(up, 0.0, d) - log_m)
+        above_q = tl.where(q == 0.0, 0.0, tl.where(up, -d, 0.0) - log_m)
+        u = (1.0 - beta) * above_q
+        terms = beta * p * above_p + q * u
+    return terms, q, u
+
+
+@triton.jit
+def _half_sign(q, p):
+    return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
+
+
+@triton.jit
+def _fold(x, top, total, k):
+    """Take blocks of logits into a lane's maximum and sum. Also what the old sum shrinks by, and the exponentials."""
+    new = tl.maximum(top, tl.max(x, 0))
+    shrink = tl.exp2((top - new) * k)
+    e = tl.exp2((x - new[None, :]) * k)
+    return new, total * shrink + tl.sum(e, 0), shrink, e
+
+
+@triton.jit
+def _split(lse):
+    """A row's log-sum-exp, kept in fp64, as two fp32: rounded to one it would put every probability of the row off."""
+    high = lse.to(tl.float32)
+    return high, (lse - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _divergence_fwd_kernel(
+    input_ptr, target_ptr, labels_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, ignore_index, beta, k,
+    KIND: tl.constexpr, FORM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            tl.store(rows_ptr + row, 0.0)
+            if FORM == "logits":
+                # No log-sum-exp is +inf (that of an infinite logit is NaN): this one tells the backward.
+                tl.store(stats_ptr + 3 * row, float("inf"))
+            return
+    input_ptr += row * stride_im
+    target_ptr += row * stride_tm
+    # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
+    lane = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = tl.zeros((BLOCK,), tl.float32)
+    if FORM == "logits":
+        # A finite start: a lane that has seen only -inf must not compute inf - inf.
+        top_a = tl.full((BLOCK,), LOWEST, tl.float32)
+        top_b = tl.full((BLOCK,), LOWEST, tl.float32)
+        sum_a = tl.zeros((BLOCK,), tl.float32)
+        sum_b = tl.zeros((BLOCK,), tl.float32)
+        # Only differences count: a constant between the two sides goes before it can swallow digits.
+        shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
+        shift = tl.where(tl.abs(shift) < 1e30, shift, 0.0)
+        for start in range(0, V, DEPTH * BLOCK):
+            mask = start + lane < V
+            a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+            b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+            top_a, sum_a, _, _ = _fold(a, top_a, sum_a, k)
+            top_b, sum_b, shrink, e = _fold(b, top_b, sum_b, k)
+            if KIND == "kl":
+                value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * ((b - a) - shift)), 0)
+        row_a = tl.max(top_a, 0)
+        row_b = tl.max(top_b, 0)
+        weight = tl.exp2((top_b - row_b) * k)
+        log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
+        whole = tl.sum(sum_b * weight, 0)
+        log_b = tl.log2(whole)
+        tl.store(stats_ptr + 3 * row, row_a.to(tl.float64) + log_a.to(tl.float64) / k)
+        tl.store(stats_ptr + 3 * row + 1, row_b.to(tl.float64) + log_b.to(tl.float64) / k)
+        if KIND == "kl":
+            gap = tl.sum(value * weight, 0) / whole - ((row_b - row_a) - shift)
+            tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
+        else:
+            mean_u = tl.zeros((BLOCK,), tl.float32)
+            blocks = tl.cdiv(V, DEPTH * BLOCK)
+            for i in range(blocks):
+                # From the end, which was read last and is still in the cache.
+                start = (blocks - 1 - i) * (DEPTH * BLOCK)
+                mask = start + lane < V
+                a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+                b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+                terms, q, u = _sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+                value += tl.sum(terms, 0)
+                mean_u += tl.sum(q * u, 0)
+            tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
+            tl.store(stats_ptr + 3 * row + 2, tl.sum(mean_u, 0).to(tl.float64))
+    else:
+        for start in range(0, V, DEPTH * BLOCK):
+            mask = start + lane < V
+            other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
+            a = tl.load(input_ptr + start + lane, mask=mask, other=other).to(tl.float32)
+            b = tl.load(target_ptr + start + lane, mask=mask, other=other).to(tl.float32)
+            if KIND == "tvd":
+                terms = 0.5 * tl.abs(b - a)
+            elif FORM == "probabilities":
+                terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
+            else:
+                terms, _, _ = _sides(a * k, b * k, beta, KIND)
+            value += tl.sum(terms, 0)
+        tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _divergence_bwd_kernel(
+    drows_ptr, input_ptr, target_ptr, labels_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm,
+    ignore_index, beta, k, KIND: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    valid = True
+    if FORM == "logits":
+        high_a, low_a = _split(tl.load(stats_ptr + 3 * row))
+        valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
+    elif labels_ptr is not None:
+        valid = tl.load(labels_ptr + row) != ignore_index
+    mask = (cols < V) & valid
+    b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
+    if input_ptr is not None:
+        a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
+    if FORM == "logits":
+        high_b, low_b = _split(tl.load(stats_ptr + 3 * row + 1))
+        lq = ((a - high_a) - low_a) * k
+        lp = ((b - high_b) - low_b) * k
+        if KIND == "kl":
+            dx = tl.exp2(lq) - tl.exp2(lp)
+        else:
+            _, q, u = _sides(lq, lp, beta, KIND)
+            dx = q * (u - tl.load(stats_ptr + 3 * row + 2).to(tl.float32)) * (1.0 if KIND == "tvd" else LN2)
+        dx = dx * (k * LN2)
+    elif KIND == "tvd":
+        dx = _half_sign(a, b)
+    elif KIND == "kl":
+        dx = -b if FORM == "probabilities" else -tl.exp2(b * k)
+    else:
+        _, q, u = _sides(a * k, b * k, beta, KIND)
+        dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
+    dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
+    tl.store(dinput_ptr + row * V + cols, dx.to(dinput_ptr.dtype.element_ty), mask=cols < V)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+LOG2E = 1 / math.log(2)
+
+
+def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
+    """Blocks folded at a time, columns of one, and warps. A row that is read twice is read by many warps, so that few
+    rows are between their readings, and the cache serves the second."""
+    twice = form == "logits" and kind != "kl"
+    warps, depth = (4, 4) if not twice else (16, 2) if v <= 65536 else (32, 1)
+    block = min(next_power_of_2(v), warps * 32 * 8)
+    return max(1, min(depth, next_power_of_2(v) // block)), block, warps
+
+
+def _bwd_tile(v: int) -> tuple[int, int]:
+    return min(2048, next_power_of_2(v)), 4
+
+
+def _divergence_fwd_fake(input, target, labels, kind, form, beta, temperature, ignore_index):
+    rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return rows, input.new_empty((rows.numel() if form == "logits" else 0, 3), dtype=torch.float64)
+
+
+@launcher(
+    "(Tensor input, Tensor target, Tensor? labels, str kind, str form, float beta, float temperature, int ignore_index)"
+    " -> (Tensor, Tensor)",
+    _divergence_fwd_fake,
+)
+def _divergence_fwd(
+    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, stats = _divergence_fwd_fake(input, target, labels, kind, form, beta, temperature, ignore_index)
+    if input.numel() == 0:
+        return rows.zero_(), stats
+    a, b = rows_of(input), rows_of(target)
+    M, V = a.shape
+    arguments = (V, a.stride(0), b.stride(0), ignore_index, beta, LOG2E / temperature, kind, form)
+    tensors = (a, b, None if labels is None else labels.contiguous(), rows, stats)
+    key = (M, arguments, a.dtype, b.dtype, None if labels is None else labels.dtype)
+
+    def plan():
+        depth, block, warps = _fwd_tile(V, kind, form)
+        return M, (*arguments, depth, block), {"num_warps": warps}
+
+    launch(_divergence_fwd_kernel, key, tensors, plan)
+    return rows, stats
+
+
+def _divergence_bwd_fake(drows, input, target, labels, stats, kind, form, beta, temperature, ignore_index, dtype):
+    return target.new_empty(target.shape, dtype=dtype)
+
+
+@launcher(
+    "(Tensor drows, Tensor? input, Tensor target, Tensor? labels, Tensor stats, str kind, str form, float beta,"
+    " float temperature, int ignore_index, ScalarType dtype) -> Tensor",
+    _divergence_bwd_fake,
+)
+def _divergence_bwd(
+    drows: Tensor, input: Tensor | None, target: Tensor, labels: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, ignore_index: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    dinput = target.new_empty(target.shape, dtype=dtype)
+    if target.numel() == 0:
+        return dinput
+    # A reduced loss hands every row the same gradient, as a tensor of stride 0: it is read as it comes.
+    same = drows.numel() > 1 and not any(drows.stride())
+    g = drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
+    a, b = None if input is None else rows_of(input), rows_of(target)
+    M, V = b.shape
+    strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
+    arguments = (V, *strides, ignore_index, beta, LOG2E / temperature, kind, form)
+    tensors = (g, a, b, None if labels is None else labels.contiguous(), stats, dinput)
+    key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, None if labels is None else labels.dtype)
+
+    def plan():
+        block, warps = _bwd_tile(V)
+        return M * cdiv(V, block), (*arguments, block), {"num_warps": warps}
+
+    launch(_divergence_bwd_kernel, key, tensors, plan)
+    return dinput
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    input, target, labels, *ctx.options = inputs
+    ctx.dtype = input.dtype
+    # The gradient of KL along log-probabilities is −p: what it is taken at does not matter, and is not kept.
+    linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"
+    ctx.save_for_backward(None if linear else input, target, labels, output[1])
+
+
+def _backward(ctx: Any, drows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dinput = None
+    if drows is not None and ctx.needs_input_grad[0]:
+        dinput = _divergence_bwd(drows, *ctx.saved_tensors, *ctx.options, ctx.dtype)
+    return dinput, None, None, *(None for _ in ctx.options)
+
+
+_rows = differentiable(_divergence_fwd, _setup_context, _backward)

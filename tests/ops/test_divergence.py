@@ -1,0 +1,187 @@
+"""kl_div, jsd and tvd: their identities, probabilities of 0, rows that do not count, logits that are large."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+
+EVERY = [tigon.kl_div, tigon.jsd, tigon.tvd]
+OF_LOGITS = pytest.mark.parametrize("op", EVERY, ids=lambda op: op.__name__)
+WIDTHS = [50, 9000]  # within one block, beyond
+
+
+def pair(device, rows=6, classes=50):
+    a, b = 2 * torch.randn(rows, classes, device=device), 2 * torch.randn(rows, classes, device=device)
+    return a.requires_grad_(), b
+
+
+@pytest.mark.parametrize("log_target", [True, False])
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
+def test_same_as_torch(reduction, log_target, backend, device):
+    a, b = (t.detach().log_softmax(-1) for t in pair(device))
+    b = b if log_target else b.exp()
+    options = {"reduction": reduction, "log_target": log_target}
+    torch.testing.assert_close(tigon.kl_div(a, b, **options), F.kl_div(a, b, **options))
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("classes", WIDTHS)
+def test_a_distribution_is_nothing_from_itself(op, classes, backend, device):
+    a, _ = pair(device, classes=classes)
+    rows = op(a, a.detach(), logits=True, reduction="rows")
+    rows.sum().backward()
+    assert rows.abs().max() < 1e-6
+    assert a.grad.abs().max() < 1e-7
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("classes", WIDTHS)
+def test_logits_are_their_own_distributions(op, classes, backend, device):
+    """Given logits or what they mean: the same loss; and a row's gradient along logits sums to zero."""
+    a, b = pair(device, classes=classes)
+    loss = op(a, b, logits=True, temperature=2.0)
+    as_given = F.softmax if op is tigon.tvd else F.log_softmax
+    torch.testing.assert_close(loss, op(as_given(a / 2, -1), as_given(b / 2, -1)), rtol=1e-5, atol=1e-6)
+    loss.backward()
+    torch.testing.assert_close(a.grad.sum(-1), torch.zeros(6, device=device), rtol=0, atol=1e-6)
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_a_constant_changes_nothing(op, offset, classes, backend, device):
+    """Logits have no zero: not in the exponentials, and not in the difference of the two sides."""
+    a, b = (t.detach().mul(64).round().div(64) for t in pair(device, classes=classes))  # 1e4 + a is exact
+    moved = op((a + offset), b, logits=True, reduction="rows")
+    torch.testing.assert_close(moved, op(a, b, logits=True, reduction="rows"), rtol=2e-6, atol=2e-7)
+
+
+def test_beta_goes_from_one_kl_to_the_other(backend, device):
+    a, b = (t.detach().log_softmax(-1) for t in pair(device))
+    torch.testing.assert_close(tigon.jsd(a, b, beta=0.0), tigon.kl_div(a, b))
+    torch.testing.assert_close(tigon.jsd(a, b, beta=1.0), tigon.kl_div(b, a))
+    torch.testing.assert_close(tigon.jsd(a, b, beta=0.3), tigon.jsd(b, a, beta=0.7))
+
+
+def test_as_far_apart_as_can_be(backend, device):
+    """Disjoint supports: infinite KL, log 2 of JSD, 1 of TVD. Nothing is NaN, though most probabilities are 0."""
+    p = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0]], device=device)
+    q = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]], device=device)
+    assert tigon.kl_div(q.log(), p.log()) == torch.inf
+    assert tigon.kl_div(q.log(), p, log_target=False) == torch.inf
+    torch.testing.assert_close(tigon.jsd(q.log(), p.log()).item(), math.log(2))
+    torch.testing.assert_close(tigon.tvd(q, p).item(), 1.0)
+
+
+@OF_LOGITS
+def test_classes_of_probability_zero_contribute_nothing(op, backend, device):
+    """Logits of -inf on both sides are the same as no such class."""
+    a, b = pair(device)
+    hidden = torch.arange(50, device=device) >= 40
+    masked = a.detach().masked_fill(hidden, -torch.inf).requires_grad_()
+    loss = op(masked, b.masked_fill(hidden, -torch.inf), logits=True)
+    loss.backward()
+    expected = op(a[:, :40], b[:, :40], logits=True)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(masked.grad[:, :40], a.grad[:, :40])
+    assert (masked.grad[:, 40:] == 0).all()
+
+
+def test_log_probabilities_of_minus_infinity_contribute_nothing(backend, device):
+    a, b = (t.detach() for t in pair(device))
+    a[:, 40:] = b[:, 40:] = -torch.inf
+    a, b = a.log_softmax(-1), b.log_softmax(-1)
+    for op in (tigon.kl_div, lambda *x: tigon.jsd(*x, beta=0.4), lambda *x: tigon.jsd(*x, beta=1.0)):
+        leaf = a.clone().requires_grad_()
+        loss = op(leaf, b)
+        loss.backward()
+        torch.testing.assert_close(loss, op(a[:, :40], b[:, :40]))
+        assert (leaf.grad[:, 40:] == 0).all()
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("logits", [True, False])
+def test_ignored_rows_are_not_read_and_do_not_count(op, logits, backend, device):
+    a, b = pair(device)
+    a, b = (a, b) if logits else (a.softmax(-1).log(), b.softmax(-1).log())
+    a, b = (a, b) if logits or op is not tigon.tvd else (a.exp(), b.exp())
+    labels = torch.tensor([3, -100, 5, 1, -100, 0], device=device)
+    valid = labels != -100
+    a = a.detach().masked_fill(~valid.unsqueeze(-1), torch.nan if backend == "triton" else 0.0).requires_grad_()
+    kept = a.detach()[valid].requires_grad_()
+    for reduction in ("batchmean", "mean", "sum"):
+        loss = op(a, b, logits=logits, labels=labels, reduction=reduction)
+        expected = op(kept, b[valid], logits=logits, reduction=reduction)
+        torch.testing.assert_close(loss, expected)
+    (grad,) = torch.autograd.grad(loss, a)
+    torch.testing.assert_close(grad[valid], *torch.autograd.grad(expected, kept))
+    assert (grad[~valid] == 0).all()
+    rows = op(a, b, logits=logits, labels=labels, reduction="rows")
+    assert (rows[~valid] == 0).all()
+
+
+@OF_LOGITS
+def test_no_valid_row(op, backend, device):
+    """As torch's losses: 0 / 0 for the mean, 0 for the sum, and no gradient."""
+    a, b = pair(device)
+    labels = torch.full((6,), 7, device=device)
+    options = {"logits": True, "labels": labels, "ignore_index": 7}
+    assert op(a, b, **options).isnan()
+    total = op(a, b, reduction="sum", **options)
+    total.backward()
+    assert total == 0
+    assert a.grad.abs().max() == 0
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("classes", WIDTHS)
+def test_nan_is_seen(op, classes, backend, device):
+    for side in (0, 1):
+        both = [t.detach().clone() for t in pair(device, classes=classes)]
+        both[side][2, 7] = torch.nan
+        a = both[0].requires_grad_()
+        rows = op(a, both[1], logits=True, reduction="rows")
+        rows.sum().backward()
+        others = [0, 1, 3, 4, 5]
+        assert rows[2].isnan()
+        assert rows[others].isfinite().all()
+        assert a.grad[2].isnan().any() or op is tigon.tvd  # whose slope is a sign, that of NaN 0 as in torch
+        assert a.grad[others].isfinite().all()
+
+
+def test_kl_of_log_probabilities_keeps_the_target_alone(device, triton_backend):
+    """Its gradient is −p: the student's log-probabilities need not outlive the forward."""
+    a, b = (t.detach().log_softmax(-1) for t in pair(device))
+    a.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        loss = tigon.kl_div(a, b, reduction="sum")
+    assert b.data_ptr() in saved
+    assert a.data_ptr() not in saved
+    loss.backward()
+    torch.testing.assert_close(a.grad, -b.exp())
+
+
+def test_a_teacher_that_would_learn_is_refused_only_where_it_would(backend, device):
+    a, b = pair(device)
+    b.requires_grad_()
+    with pytest.raises(ValueError, match="target must not require a gradient"):
+        tigon.jsd(a, b, logits=True)
+    with torch.no_grad():
+        tigon.jsd(a, b, logits=True)
+    tigon.jsd(a, b.detach(), logits=True).backward()
+
+
+@pytest.mark.gpu
+@OF_LOGITS
+def test_more_than_two_to_the_31_elements(op, device, triton_backend):
+    a = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
+    b = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16)
+    op(a, b, logits=True, reduction="sum").backward()
+    last = a[-2:].detach().clone().requires_grad_()
+    op(last, b[-2:], logits=True, reduction="sum").backward()
+    assert torch.equal(a.grad[-2:], last.grad)

@@ -1,0 +1,196 @@
+"""Rows of the divergences between a student's distribution and a teacher's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops_table.row import Bad, Case, Inputs, Op
+from tigon.ops.divergence import divergence_reference, jsd, kl_div, tvd
+
+
+def _make_divergence(forms: tuple[str, str], labels: bool = False, target_dtype: torch.dtype | None = None):
+    """forms: what input and target hold, of "logits", "log" and "probabilities"."""
+
+    def make(shape, dtype, generator, forms=forms, labels=labels, target_dtype=target_dtype):
+        def side(form: str, dtype: torch.dtype) -> Tensor:
+            z = 2 * torch.randn(shape, generator=generator)
+            z = {"logits": lambda: z, "log": lambda: z.log_softmax(-1), "probabilities": lambda: z.softmax(-1)}[form]()
+            return z.to(dtype)
+
+        a, b = side(forms[0], dtype), side(forms[1], target_dtype or dtype)
+        if not labels:
+            return a, b, None
+        rows = torch.arange(math.prod(shape[:-1])).view(shape[:-1])
+        return a, b, torch.where(rows % 4 == 1, -100, rows)
+
+    return make
+
+
+def _public(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, target, labels=None, **options: fn(input, target, labels=labels, **options)
+
+
+def _reduced(rows: Tensor, input: Tensor, labels: Tensor | None, reduction: str) -> Tensor:
+    if reduction in ("rows", "sum"):
+        return rows if reduction == "rows" else rows.sum()
+    valid = rows.numel() if labels is None else (labels != -100).sum()
+    return rows.sum() / valid / (input.shape[-1] if reduction == "mean" else 1)
+
+
+def _reference(name: str) -> Callable[..., Tensor]:
+    def reference(
+        input, target, labels=None, *, reduction="batchmean", logits=False, temperature=1.0, log_target=True, beta=0.0
+    ):
+        kind = {"kl_div": "kl", "tvd": "tvd", "jsd": {0: "kl", 1: "reverse"}.get(beta, "jsd")}[name]
+        form = "logits" if logits else "log" if name == "jsd" or (name == "kl_div" and log_target) else "probabilities"
+        rows = divergence_reference(input, target, labels, kind, form, beta, temperature, -100)
+        return _reduced(rows, input, labels, reduction)
+
+    return reference
+
+
+def _eager(name: str) -> Callable[..., Tensor]:
+    """torch.nn.functional.kl_div of upcast inputs; for jsd TRL's generalized_jsd_loss."""
+
+    def elements(a, b, log_target, beta):
+        if name == "tvd":
+            return 0.5 * (a - b).abs()
+        if name == "kl_div" or beta == 0:
+            return F.kl_div(a, b, reduction="none", log_target=log_target)
+        if beta == 1:
+            return F.kl_div(b, a, reduction="none", log_target=True)
+        log_m = torch.logsumexp(torch.stack([a + math.log(1 - beta), b + math.log(beta)]), dim=0)
+        to_p = F.kl_div(log_m, b, reduction="none", log_target=True)
+        return beta * to_p + (1 - beta) * F.kl_div(log_m, a, reduction="none", log_target=True)
+
+    def eager(
+        input, target, labels=None, *, reduction="batchmean", logits=False, temperature=1.0, log_target=True, beta=0.0
+    ):
+        a, b = (t if t.dtype == torch.float64 else t.float() for t in (input, target))
+        if logits:
+            a, b = F.log_softmax(a / temperature, -1), F.log_softmax(b / temperature, -1)
+            a, b = (a.exp(), b.exp()) if name == "tvd" else (a, b)
+        rows = elements(a, b, log_target, beta).sum(-1)
+        rows = rows if labels is None else torch.where(labels == -100, 0.0, rows)
+        return _reduced(rows, input, labels, reduction)
+
+    return eager
+
+
+def _bad(name: str) -> tuple[Bad, ...]:
+    def inputs(input=(3, 7), target=(3, 7), labels=None, dtype=torch.float32, grad=False) -> Callable[[], Inputs]:
+        return lambda: (torch.ones(input), torch.ones(target, dtype=dtype, requires_grad=grad), labels)
+
+    return (
+        Bad(
+            inputs(),
+            rf"{name}: reduction must be one of .*'rows'.*got 'none'.*torch.nn.functional",
+            {"reduction": "none"},
+        ),
+        Bad(inputs(target=(7,)), rf"{name}: target must be floats of input's shape \(3, 7\).*got \(7,\)"),
+        Bad(inputs(dtype=torch.int64), rf"{name}: target must be floats.*got \(3, 7\) torch.int64"),
+        Bad(inputs((), ()), rf"{name}: input must be \(\.\.\., V\) floats, got \(\)"),
+        Bad(inputs(grad=True), rf"{name}: target must not require a gradient.*detach"),
+        Bad(inputs(labels=torch.zeros(4).long()), rf"{name}: labels must be integers, one a row, \(3,\), got \(4,\)"),
+        Bad(inputs(labels=torch.zeros(3)), rf"{name}: labels must be integers.*torch.float32"),
+        Bad(inputs(), rf"{name}: temperature must be positive, and 1 without logits", {"temperature": 2.0}),
+        Bad(inputs(), rf"{name}: temperature must be positive.*got 0", {"temperature": 0, "logits": True}),
+    )
+
+
+_LOG, _LOGITS = ("log", "log"), ("logits", "logits")
+_GIVEN = {"forms": _LOGITS}
+_MODELS = (
+    Case("Llama-2-7B", (8192, 32000), {"logits": True}, _GIVEN),
+    Case("Llama-3-8B", (4096, 128256)),
+    Case("labels", (4096, 128256), {"logits": True, "temperature": 2.0}, {**_GIVEN, "labels": True}),
+    Case("fp32 teacher", (4096, 128256), {}, {"target_dtype": torch.float32}),
+)
+
+
+def _cases(typical: dict[str, Any] | None = None) -> tuple[Case, ...]:
+    more = typical or {}
+    return (
+        Case("logits", (6, 100), {"logits": True, **more}, {**_GIVEN, "labels": True}),
+        Case("least", (1, 2), {"reduction": "sum", **more}, draws=64),
+        Case("beyond one block", (3, 5000), {"reduction": "rows", **more}),
+        Case("logits beyond one block", (2, 2, 9000), {"logits": True, "temperature": 2.0, **more}, _GIVEN),
+        Case("mean", (6, 130), {"reduction": "mean", **more}, {"labels": True}),
+        Case(
+            "fp32 teacher",
+            (6, 130),
+            {"reduction": "rows", "logits": True, **more},
+            {**_GIVEN, "target_dtype": torch.float32},
+        ),
+    )
+
+
+KL_DIV = Op(
+    name="kl_div",
+    public=_public(kl_div),
+    reference=_reference("kl_div"),
+    eager=_eager("kl_div"),
+    make=_make_divergence(_LOG),
+    cases=(
+        *_cases(),
+        Case("probabilities", (6, 130), {"log_target": False}, {"forms": ("log", "probabilities")}),
+    ),
+    empty=((0, 8),),
+    bad=(
+        *_bad("kl_div"),
+        Bad(
+            lambda: (torch.ones(2), torch.ones(2)),
+            r"kl_div: log_target=False must come with logits=False",
+            {"logits": True, "log_target": False},
+        ),
+    ),
+    launches=("divergence_fwd", "divergence_bwd"),
+    models=(
+        *_MODELS,
+        Case("probabilities", (4096, 128256), {"log_target": False}, {"forms": ("log", "probabilities")}),
+    ),
+    fixed=(1,),
+)
+JSD = Op(
+    name="jsd",
+    public=_public(jsd),
+    reference=_reference("jsd"),
+    eager=_eager("jsd"),
+    make=_make_divergence(_LOG),
+    cases=(
+        *_cases({"beta": 0.3}),
+        Case("reverse KL of logits", (6, 130), {"beta": 1.0, "logits": True}, _GIVEN),
+        Case("reverse KL", (6, 130), {"beta": 1.0, "reduction": "rows"}),
+        Case("forward KL", (6, 130), {"beta": 0.0}),
+    ),
+    empty=((0, 8),),
+    bad=(
+        *_bad("jsd"),
+        Bad(lambda: (torch.ones(2), torch.ones(2)), r"jsd: beta must lie in \[0, 1\], got 1.5", {"beta": 1.5}),
+    ),
+    launches=("divergence_fwd", "divergence_bwd"),
+    models=(
+        *(Case(c.why, c.shape, {**c.options, "beta": 0.5}, c.inputs) for c in _MODELS),
+        *(Case(f"reverse, {c.why}", c.shape, {**c.options, "beta": 1.0}, c.inputs) for c in _MODELS[:2]),
+    ),
+    fixed=(1,),
+)
+TVD = Op(
+    name="tvd",
+    public=_public(tvd),
+    reference=_reference("tvd"),
+    eager=_eager("tvd"),
+    make=_make_divergence(("probabilities", "probabilities")),
+    cases=_cases(),
+    empty=((0, 8),),
+    bad=_bad("tvd"),
+    launches=("divergence_fwd", "divergence_bwd"),
+    models=_MODELS,
+    fixed=(1,),
+)
