@@ -167,3 +167,24 @@ def test_dtensor_inputs_take_the_reference():
         torch.testing.assert_close(dw.grad.full_tensor(), w.grad)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (nn.LayerNorm(20), torch.nn.LayerNorm(20)),
+        (nn.LayerNorm(20, 1e-2, bias=False), torch.nn.LayerNorm(20, 1e-2, bias=False)),
+        (nn.LayerNorm(20, elementwise_affine=False), torch.nn.LayerNorm(20, elementwise_affine=False)),
+        (nn.GroupNorm(2, 6, 1e-2), torch.nn.GroupNorm(2, 6, 1e-2)),
+        (nn.GroupNorm(3, 6, affine=False), torch.nn.GroupNorm(3, 6, affine=False)),
+    ],
+    ids=str,
+)
+def test_norms_take_the_parameters_of_torchs(ours, theirs, device):
+    ours, theirs, x = copy.deepcopy(ours).to(device), copy.deepcopy(theirs).to(device), torch.randn(3, 6, 20).to(device)
+    torch.testing.assert_close(ours(x), theirs(x))  # untrained they are the same
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p)
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]

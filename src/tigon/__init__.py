@@ -13,6 +13,7 @@ _HOME = {
     "rms_norm": "tigon.ops.rms_norm",
     "add_rms_norm": "tigon.ops.rms_norm",
     "layer_norm": "tigon.ops.layer_norm",
+    "group_norm": "tigon.ops.group_norm",
     "rope": "tigon.ops.rope",
     "qk_norm_rope": "tigon.ops.qk_norm_rope",
     "swiglu": "tigon.ops.gated",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tigon.ops.dyt import dyt
     from tigon.ops.embedding import embedding
     from tigon.ops.gated import geglu, reglu, swiglu
+    from tigon.ops.group_norm import group_norm
     from tigon.ops.layer_norm import layer_norm
     from tigon.ops.poly_norm import poly_norm
     from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -62,6 +64,7 @@ __all__ = [
     "embedding",
     "fuse",
     "geglu",
+    "group_norm",
     "jsd",
     "kl_div",
     "layer_norm",

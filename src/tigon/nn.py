@@ -14,6 +14,8 @@ from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, reglu, swiglu
+from tigon.ops.group_norm import group_norm
+from tigon.ops.layer_norm import layer_norm
 from tigon.ops.poly_norm import poly_norm
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
@@ -52,6 +54,73 @@ class RMSNorm(torch.nn.Module):
     def extra_repr(self) -> str:
         width = None if self.weight is None else self.weight.shape[0]
         return f"{width}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+
+
+class LayerNorm(torch.nn.Module):
+    """`tigon.layer_norm` with parameters of its own, in place of `torch.nn.LayerNorm` over the last dimension.
+
+    Args:
+        normalized_shape: width N of the last dimension.
+        eps: as in `tigon.layer_norm`.
+        elementwise_affine: False for neither weight nor bias. bias: False for no bias.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = normalized_shape, eps
+        ones = torch.ones(normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+        self.weight = None if ones is None else torch.nn.Parameter(ones)
+        self.bias = None if ones is None or not bias else torch.nn.Parameter(torch.zeros_like(ones))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        affine, bias = self.weight is not None, self.bias is not None
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"
+
+
+class GroupNorm(torch.nn.Module):
+    """`tigon.group_norm` with parameters of its own, in place of `torch.nn.GroupNorm`.
+
+    Args:
+        num_groups, eps: as in `tigon.group_norm`.
+        num_channels: C.
+        affine: False for neither weight nor bias.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"GroupNorm: num_groups must divide num_channels={num_channels}, got {num_groups}.")
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        ones = torch.ones(num_channels, device=device, dtype=dtype) if affine else None
+        self.weight = None if ones is None else torch.nn.Parameter(ones)
+        self.bias = None if ones is None else torch.nn.Parameter(torch.zeros_like(ones))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}"
 
 
 class DyT(torch.nn.Module):

@@ -8,7 +8,7 @@ from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
-from ops_table.layer_norm import LAYER_NORM
+from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
@@ -18,6 +18,7 @@ OPS: tuple[Op, ...] = (
     RMS_NORM,
     ADD_RMS_NORM,
     LAYER_NORM,
+    GROUP_NORM,
     SWIGLU,
     GEGLU,
     REGLU,

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from ops_table.row import Bad, Case, Op
+from ops_table.row import Bad, Case, Op, randn
+from tigon.ops.group_norm import group_norm_reference
 from tigon.ops.layer_norm import layer_norm_reference
 
 
@@ -71,5 +72,65 @@ LAYER_NORM = Op(
         Case("no bias", (32768, 4096), {}, {"bias": False}),
         Case("neither", (32768, 4096), {}, {"weight": False, "bias": False}),
         Case("beyond one tile", (4096, 32768)),
+    ),
+)
+
+
+def _make_group_norm(shape, dtype, generator, groups=2, weight=True, bias=True, weight_dtype=None):
+    return randn(shape, dtype, generator), groups, *_affine(shape[1], weight_dtype or dtype, generator, weight, bias)
+
+
+def eager_group_norm(x, num_groups, weight=None, bias=None, *, eps=1e-5):
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # torch 2.13's backward fails on a bias without a weight
+    if all(t is None or t.dtype == x.dtype for t in (weight, bias)):
+        return F.group_norm(x, num_groups, weight, bias, eps)
+    wide = (None if t is None else t.float() for t in (weight, bias))
+    return F.group_norm(x.float(), num_groups, *wide, eps).to(x.dtype)
+
+
+GROUP_NORM = Op(
+    name="group_norm",
+    public=tigon.group_norm,
+    reference=group_norm_reference,
+    eager=eager_group_norm,
+    make=_make_group_norm,
+    cases=(
+        Case("masked", (3, 6, 5, 7)),
+        Case("least", (1, 1, 2), {"eps": 0.5}, {"groups": 1}, draws=64),
+        Case("no space", (5, 32), {"eps": 1e-3}, {"groups": 4}),
+        Case("several tiles of channels", (2, 12, 3000), {}, {"groups": 1}),
+        Case("several tiles of space", (2, 2, 17000), {}, {"groups": 1}),
+        Case("few slabs cut by channels", (1, 24, 1500), {}, {"groups": 1}),
+        Case("few slabs cut by space", (1, 2, 33000), {}, {"groups": 1}),
+        Case("no bias", (2, 6, 40), {}, {"bias": False, "groups": 3}),
+        Case("no weight", (2, 6, 40), {}, {"weight": False, "groups": 3}),
+        Case("neither", (1, 4, 9000), {}, {"weight": False, "bias": False, "groups": 1}),
+        Case("fp32 weight", (2, 6, 40), {}, {"weight_dtype": torch.float32}),
+    ),
+    empty=((0, 4, 8),),  # and not an empty space: there eager's dW is NaN
+    bad=(
+        Bad(lambda: (torch.ones(4), 2), r"group_norm: x must have at least two dimensions.*got shape \(4,\)"),
+        Bad(lambda: (torch.ones(2, 6), 4), r"group_norm: num_groups must divide the 6 channels of x, got 4"),
+        Bad(lambda: (torch.ones(2, 6), 0), r"group_norm: num_groups must divide the 6 channels of x, got 0"),
+        Bad(
+            lambda: (torch.ones(2, 6, 3), 2, torch.ones(3)),
+            r"group_norm: weight must have shape \(6,\).*got \(3,\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2, 6, 3), 2, None, torch.ones(6, 1)),
+            r"group_norm: bias must have shape \(6,\).*got \(6, 1\)",
+        ),
+        Bad(lambda: (torch.ones(2, 4, dtype=torch.int64), 2), r"group_norm: x must have a float dtype.*torch.int64"),
+    ),
+    launches=("group_norm_fwd", "group_norm_bwd"),
+    wide_loads=False,  # x and dy are; weight and bias, one number a channel, appear three times in a pipelined loop
+    models=(
+        Case("Stable Diffusion", (8, 320, 64, 64), {}, {"groups": 32}),
+        Case("sequence", (32, 512, 4096), {}, {"groups": 32}),
+        Case("its middle block", (8, 1280, 8, 8), {}, {"groups": 32}),
+        Case("few slabs, its decoder", (1, 128, 1024, 1024), {}, {"groups": 32}),
+        Case("one group", (4, 320, 64, 64), {}, {"groups": 1}),
+        Case("neither", (8, 320, 64, 64), {}, {"groups": 32, "weight": False, "bias": False}),
     ),
 )

@@ -96,15 +96,16 @@ def _layer_norm_fwd_kernel(
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
     x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Summed as differences from the row's first element: a large common part of the row costs the mean no digits, and
-    # a row of equal numbers has exactly their mean.
-    first = tl.load(x_ptrs, mask=row_mask, other=0.0).to(tl.float32)
-    mean = first + tl.sum(tl.where(col_mask, x - first[:, None], 0.0), 1) / N
-    x = tl.where(col_mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    # The mean of what is left corrects the rounding of the mean: a row of equal numbers has exactly their mean.
+    mean = tl.sum(x, 1) / N
+    centred = tl.where(col_mask, x - mean[:, None], 0.0)
+    left, squares = _sum2(centred, centred * centred)
+    left = left / N
+    rstd = tl.rsqrt(tl.maximum(squares / N - left * left, 0.0) + eps)
+    mean += left
     tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
     tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
-    y = x * rstd[:, None]
+    y = (x - mean[:, None]) * rstd[:, None]
     if w_ptr is not None:
         y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     if b_ptr is not None:
@@ -397,8 +398,8 @@ def _layer_norm_bwd(
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
-            plan = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
-            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, partial), lambda: plan)
+            slices = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
+            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, partial), lambda: slices)
     if halves:
         sum_rows(partial, dw if need_dw else db, db if need_dw and need_db else None)  # type: ignore[arg-type]
     return dx, dw, db

@@ -1,0 +1,414 @@
+"""Group normalisation: y = (x − mean) / sqrt(var + eps) · weight + bias, over each group of channels of each sample.
+
+Source: Wu & He 2018, https://arxiv.org/abs/1803.08494
+
+A slab, the C / num_groups channels of a group in one sample, lies in one piece. One program takes a slab: it reads it,
+tile by tile, for its sums, and once more, from the cache where it fits, for the result. Where there are too few slabs
+for the device, several programs share one: a launch for their partial sums comes before the one for the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.backend import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    shared_memory,
+    tl,
+    triton,
+    use_triton,
+)
+from tigon.ops.sum_rows import sum_rows
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Shift the channels of each group to mean zero and scale them to unit variance, then by weight and bias.
+
+    Args:
+        x: (B, C, ...), any float dtype. Everything is computed in fp32 (fp64 for fp64). Batch and channels may have any
+            strides; what is not dense in the dimensions after them, as in channels_last, is copied first.
+        num_groups: divides C; neighbouring channels form a group.
+        weight, bias: (C,), or None for no scale, no shift; either without the other. Their dtype may differ from x's.
+        eps: added to the variance, in squared units of x.
+    Returns: x's shape and dtype, contiguous; rounded once, at the end.
+    Raises: ValueError for an x without channels, a num_groups that does not divide them, a weight or bias that is not
+        (C,), or a dtype that is not a float.
+
+    Replaces::
+
+        y = F.group_norm(x, num_groups, weight, bias, eps)
+    """
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"group_norm: x must have a float dtype, got {x.dtype}.")
+    if x.dim() < 2:
+        raise ValueError(f"group_norm: x must have at least two dimensions, (B, C, ...), got shape {tuple(x.shape)}.")
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"group_norm: num_groups must divide the {channels} channels of x, got {num_groups}.")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[1:2]:
+            raise ValueError(
+                f"group_norm: {name} must have shape {(channels,)}, the channels of x {tuple(x.shape)}, "
+                f"got {tuple(t.shape)}."
+            )
+    if not use_triton(x, weight, bias):
+        return group_norm_reference(x, num_groups, weight, bias, eps=eps)
+    return _group_norm(x, weight, bias, num_groups, eps)
+
+
+def group_norm_reference(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    B, C, *space = x.shape
+    y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(B, num_groups, C // num_groups * math.prod(space))
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y.reshape(B, C, math.prod(space))
+    if weight is not None:
+        y = y * weight[:, None]
+    if bias is not None:
+        y = y + bias[:, None]
+    return y.to(x.dtype).reshape(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+#
+# A slab is (D, S): D channels of S numbers. Its tiles are (BLOCK_C, BLOCK_S), and a program has `per_c` by `per_s` of
+# them, less at the edges. Tiles are walked backwards the second time: the last ones read are still in the cache.
+
+
+@triton.jit
+def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """What this program works on: slab, part, first block of channels and of space, blocks of space, tiles."""
+    slab = tl.program_id(0) // (parts_c * parts_s)
+    part = tl.program_id(0) % (parts_c * parts_s)
+    first_c = part // parts_s * per_c
+    first_s = part % parts_s * per_s
+    blocks_s = tl.minimum(per_s, tl.cdiv(S, BLOCK_S) - first_s)
+    return slab, part, first_c, first_s, blocks_s, blocks_s * tl.minimum(per_c, tl.cdiv(D, BLOCK_C) - first_c)
+
+
+@triton.jit
+def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Channels within the group, and places, of a tile."""
+    c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
+    s = (first_s + tile % blocks_s) * BLOCK_S + tl.arange(0, BLOCK_S)
+    return c, s
+
+
+@triton.jit
+def _sums_about(
+    x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(about, Σ (x − about), Σ (x − about)²) over a program's tiles, with `about` the mean of the first. That lies
+    within sqrt(tiles) standard deviations of the mean of all, so that a difference of squares keeps its digits."""
+    c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
+    mask = (c < D)[:, None] & (s < S)[None, :]
+    x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+    filled = tl.minimum(BLOCK_C, D - first_c * BLOCK_C) * tl.minimum(BLOCK_S, S - first_s * BLOCK_S)
+    about = tl.sum(tl.sum(x, 1), 0) / filled
+    total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+    squares = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        c, s = _tile(tile, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
+        mask = (c < D)[:, None] & (s < S)[None, :]
+        x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - about, 0.0)
+        total += x
+        squares += x * x
+    return about, tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(squares, 1), 0)
+
+
+@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+def _group_norm_stats_kernel(
+    x_ptr, part_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(mean, Σ (x − mean)², count) of each part of a slab, where several programs share one."""
+    slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
+    x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
+    about, total, squares = _sums_about(
+        x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
+    )
+    channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
+    count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
+    part_ptr += tl.program_id(0) * 3
+    tl.store(part_ptr, about + total / count)
+    tl.store(part_ptr + 1, tl.maximum(squares - total * total / count, 0.0))
+    tl.store(part_ptr + 2, count)
+
+
+@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+def _group_norm_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, part_ptr, y_ptr, stats_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s, eps,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
+    group = slab % G * D
+    x_ptr += (slab // G).to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
+    y_ptr += slab.to(tl.int64) * D * S
+    count = D * 1.0 * S
+    if part_ptr is None:
+        about, total, squares = _sums_about(
+            x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
+        )
+        shift = total / count
+        mean = about + shift
+        variance = tl.maximum(squares / count - shift * shift, 0.0)
+    else:
+        # Chan's combination of the parts, about the mean of the first.
+        p = tl.arange(0, BLOCK_P)
+        there = p < parts_c * parts_s
+        part_ptr += slab * parts_c * parts_s * 3
+        about = tl.load(part_ptr)
+        means = tl.load(part_ptr + p * 3, mask=there, other=0.0)
+        within = tl.load(part_ptr + p * 3 + 1, mask=there, other=0.0)
+        counts = tl.load(part_ptr + p * 3 + 2, mask=there, other=0.0)
+        mean = about + tl.sum((means - about) * counts, 0) / count
+        variance = tl.sum(within + counts * (means - mean) * (means - mean), 0) / count
+    rstd = tl.rsqrt(variance + eps)
+    if part == 0:
+        tl.store(stats_ptr + 2 * slab, mean)
+        tl.store(stats_ptr + 2 * slab + 1, rstd)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
+        mask = (c < D)[:, None] & (s < S)[None, :]
+        x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = (x - mean) * rstd
+        if w_ptr is not None:
+            y = y * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
+        if b_ptr is not None:
+            y = y + tl.load(b_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
+        at = c.to(tl.int64)[:, None] * S + s[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+def _group_norm_bwd_kernel(
+    dy_ptr, x_ptr, w_ptr, stats_ptr, sums_ptr, dx_ptr, partial_ptr,
+    G, D, S, stride_dyb, stride_dyc, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,
+    SUM: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """SUM: adds up dy and dy · xhat, by channel for dbias and dW, and weighted by slab for dx. Then dx, where there is
+    one to write. Where several programs share a slab these are two launches, and sums_ptr is between them."""
+    slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
+    sample = slab // G
+    group = slab % G * D
+    dy_ptr += sample.to(tl.int64) * stride_dyb + group.to(tl.int64) * stride_dyc
+    x_ptr += sample.to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
+    mean = tl.load(stats_ptr + 2 * slab)
+    rstd = tl.load(stats_ptr + 2 * slab + 1)
+    if SUM:
+        if NEED_DW or NEED_DB:  # (parts of space within samples, one or both of dW and dbias, C)
+            row = (sample * parts_s + part % parts_s).to(tl.int64)
+            partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
+        along = tl.zeros((BLOCK_C,), tl.float32)
+        shift = tl.zeros((BLOCK_C,), tl.float32)
+        dw = tl.zeros((BLOCK_C,), tl.float32)
+        db = tl.zeros((BLOCK_C,), tl.float32)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            c, s = _tile(tile, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
+            mask = (c < D)[:, None] & (s < S)[None, :]
+            dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0)
+            dy = dy.to(tl.float32)
+            products = tl.sum(dy * ((x.to(tl.float32) - mean) * rstd), 1)
+            total = tl.sum(dy, 1)
+            if NEED_DW or NEED_DB:
+                # A block of channels ends with the last of its blocks of space.
+                keep = tl.where(tile % blocks_s == 0, 0.0, 1.0)
+                ends = (c < D) & (tile % blocks_s == blocks_s - 1)
+                dw = dw * keep + products
+                db = db * keep + total
+                if NEED_DW:
+                    tl.store(partial_ptr + c, dw, mask=ends)
+                if NEED_DB:
+                    tl.store(partial_ptr + NEED_DW * G * D + c, db, mask=ends)
+            if w_ptr is not None:
+                w = tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)
+                products = products * w
+                total = total * w
+            along += products
+            shift += total
+        along = tl.sum(along, 0)
+        shift = tl.sum(shift, 0)
+        if sums_ptr is not None:
+            tl.store(sums_ptr + tl.program_id(0) * 2, along)
+            tl.store(sums_ptr + tl.program_id(0) * 2 + 1, shift)
+    else:
+        p = tl.arange(0, BLOCK_P)
+        there = p < parts_c * parts_s
+        sums_ptr += slab * parts_c * parts_s * 2
+        along = tl.sum(tl.load(sums_ptr + p * 2, mask=there, other=0.0), 0)
+        shift = tl.sum(tl.load(sums_ptr + p * 2 + 1, mask=there, other=0.0), 0)
+    if dx_ptr is not None:
+        dx_ptr += slab.to(tl.int64) * D * S
+        count = D * 1.0 * S
+        along = along / count
+        shift = shift / count
+        for i in tl.range(0, tiles, num_stages=STAGES):
+            c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
+            mask = (c < D)[:, None] & (s < S)[None, :]
+            dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0)
+            dy = dy.to(tl.float32)
+            if w_ptr is not None:
+                dy = dy * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
+            dx = (dy - shift - ((x.to(tl.float32) - mean) * rstd) * along) * rstd
+            at = c.to(tl.int64)[:, None] * S + s[None, :]
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+class _Cut(NamedTuple):
+    """How slabs are cut: programs, parts of a slab and tiles of a part, both along channels and space, and the tile."""
+
+    programs: int
+    parts: tuple[int, int]
+    per: tuple[int, int]
+    tile: tuple[int, int]
+    warps: int
+    stages: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
+    """One program a slab; several where that would keep no more than a quarter of the device busy: cut by channels,
+    which needs no further sums, and by space where there are too few of them. Tiles of 16 KiB, two on their way."""
+    numbers = 16384 // itemsize
+    block_s = min(next_power_of_2(S), numbers)
+    block_c = min(next_power_of_2(D), numbers // block_s)
+    blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
+    wanted = 1 if slabs > cdiv(processors, 4) else cdiv(2 * processors, slabs)
+    per_c = cdiv(blocks_c, min(wanted, blocks_c))
+    parts_c = cdiv(blocks_c, per_c)
+    per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
+    parts_s = cdiv(blocks_s, per_s)
+    # The forward's two sums of every place in the tile take too many registers of eight warps.
+    warps = 4 if block_c * block_s < 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
+    stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
+    return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)
+
+
+def _channels(x: Tensor) -> tuple[Tensor, int, int]:
+    """x with unit stride within channels, and its strides from sample to sample and from channel to channel."""
+    if not x.is_contiguous():
+        dense = 1
+        for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+            if size != 1 and stride != dense:
+                x = x.contiguous()
+                break
+            dense *= size
+    return x, x.stride(0), x.stride(1)
+
+
+def _group_norm_fwd_fake(x, weight, bias, num_groups, eps):
+    return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
+
+
+@launcher(
+    "(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor)", _group_norm_fwd_fake
+)
+def _group_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    y, stats = _group_norm_fwd_fake(x, weight, bias, num_groups, eps)
+    if x.numel() == 0:
+        return y, stats
+    slabs, D = stats.shape[0], x.shape[1] // num_groups
+    S = x.numel() // (slabs * D)
+    x, *strides = _channels(x)
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    key = (slabs, num_groups, D, S, *strides, dtypes, eps)
+    cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
+    parts = cut.programs // slabs
+    partial = x.new_empty((cut.programs, 3), dtype=torch.float32) if parts > 1 else None
+    arguments = (num_groups, D, S, *strides, *cut.parts, *cut.per)
+    options = {"num_warps": cut.warps}
+    if partial is not None:
+        plan = cut.programs, (*arguments, *cut.tile, cut.stages), options
+        launch(_group_norm_stats_kernel, key, (x, partial), lambda: plan)
+    last = cut.programs, (*arguments, eps, next_power_of_2(parts), *cut.tile, cut.stages), options
+    launch(_group_norm_fwd_kernel, key, (x, weight, bias, partial, y, stats), lambda: last)
+    return y, stats
+
+
+def _group_norm_bwd_fake(dy, x, weight, bias, stats, num_groups, need_dx, need_dw, need_db):
+    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
+    return dx, dw, torch.empty_like(bias) if need_db else x.new_empty(0)
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, int num_groups, bool need_dx, bool need_dw,"
+    " bool need_db) -> (Tensor, Tensor, Tensor)",
+    _group_norm_bwd_fake,
+)
+def _group_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, num_groups: int,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dw, db = _group_norm_bwd_fake(dy, x, weight, bias, stats, num_groups, need_dx, need_dw, need_db)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    slabs, D = stats.shape[0], x.shape[1] // num_groups
+    S = x.numel() // (slabs * D)
+    (dy, *dy_strides), (x, *x_strides) = _channels(dy), _channels(x)
+    weight = weight if weight is None else weight.contiguous()
+    dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype)
+    key = (slabs, num_groups, D, S, *dy_strides, *x_strides, dtypes, need_dx, need_dw, need_db)
+    cut = _cut(slabs, D, S, x.element_size(), 2, multiprocessors(x.device), shared_memory(x.device))
+    parts, halves = cut.programs // slabs, need_dw + need_db
+    partial: Tensor | None = None
+    if halves:
+        rows = slabs // num_groups * cut.parts[1]
+        partial = x.new_empty((rows, halves, num_groups * D), dtype=torch.float32)
+    sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
+    arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
+    tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}
+    first = cut.programs, (*arguments, True, need_dw, need_db, *tile), options
+    out, w = dx if need_dx and sums is None else None, weight if need_dx else None
+    launch(_group_norm_bwd_kernel, (*key, True), (dy, x, w, stats, sums, out, partial), lambda: first)
+    if sums is not None:
+        second = cut.programs, (*arguments, False, False, False, *tile), options
+        launch(_group_norm_bwd_kernel, (*key, False), (dy, x, weight, stats, sums, dx, None), lambda: second)
+    if halves:
+        sum_rows(partial, dw if need_dw else db, db if need_dw and need_db else None)  # type: ignore[arg-type]
+    return dx, dw, db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.num_groups, _ = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    dx, dw, db = _group_norm_bwd(dy, *ctx.saved_tensors, ctx.num_groups, need_dx, need_dw, need_db)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None, None
+
+
+_group_norm = differentiable(_group_norm_fwd, _setup_context, _backward)

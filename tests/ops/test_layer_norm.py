@@ -1,0 +1,96 @@
+"""layer_norm and group_norm where their numbers are hard: large means, outliers, equal numbers, strides."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import check
+
+import tigon
+from tigon.ops import group_norm as group_norm_module
+from tigon.ops.group_norm import group_norm_reference
+from tigon.ops.layer_norm import layer_norm_reference
+
+
+def eager_layer_norm(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def eager_group_norm(x, num_groups, weight=None, bias=None):
+    return F.group_norm(x, num_groups, weight, bias)
+
+
+@pytest.mark.parametrize("width", [300, 16500])  # one tile, and the loop over blocks
+def test_a_mean_of_a_thousand_deviations_costs_no_more_than_in_eager(width, backend, device):
+    x = 1000 + torch.randn(3, width, device=device)
+    # Not the gradient: eager's own is of no use there (its sums are about zero), and so no measure.
+    w, b = torch.randn(width, device=device), torch.randn(width, device=device)
+    check(tigon.layer_norm, layer_norm_reference, x, w, b, eager=eager_layer_norm, grad=False)
+    exact = layer_norm_reference(x.double())
+    assert (tigon.layer_norm(x) - exact).abs().max() < 1e-4  # half a unit in the last place of 1000 is 3e-5
+
+
+@pytest.mark.parametrize("width", [300, 16500])
+def test_one_outlier_in_front(width, backend, device):
+    """Sums of a wide row are taken about the mean of its first block, which may be far from the row's."""
+    x = torch.randn(3, width, device=device)
+    x[:, 0] = 1e4
+    check(tigon.layer_norm, layer_norm_reference, x, eager=eager_layer_norm)
+
+
+@pytest.mark.parametrize("width", [100, 5120])
+def test_a_row_of_equal_numbers_gives_the_bias(width, backend, device):
+    x, b = torch.full((2, width), 1000.1, device=device), torch.randn(width, device=device)
+    torch.testing.assert_close(tigon.layer_norm(x, None, b), b.expand(2, width), rtol=0, atol=0.1)
+    if backend == "triton":
+        assert torch.equal(tigon.layer_norm(x, None, b), b.expand(2, width))
+
+
+def test_the_result_has_the_dtype_of_x(backend, device):
+    x, w = torch.randn(2, 64, device=device, dtype=torch.bfloat16), torch.ones(64, device=device)
+    assert tigon.layer_norm(x, w, w).dtype == torch.bfloat16
+    assert tigon.group_norm(x, 4, w, w).dtype == torch.bfloat16
+    if device.type == "cpu":  # what F.layer_norm does where it takes such a mixture
+        assert F.layer_norm(x, (64,), w, w).dtype == torch.bfloat16
+
+
+def test_one_head_of_a_packed_projection(triton_backend, device):
+    """Read where it lies: two strides describe its rows."""
+    packed = torch.randn(2, 5, 3, 4, 32, device=device)
+    x = packed[:, :, 1].requires_grad_()
+    w = torch.randn(32, device=device)
+    plain = x.detach().clone().requires_grad_()
+    dy = torch.randn(2, 5, 6, 32, device=device)[:, :, :4]
+    (dx,), (expected,) = (torch.autograd.grad(tigon.layer_norm(t, w), t, dy) for t in (x, plain))
+    assert torch.equal(tigon.layer_norm(x, w), tigon.layer_norm(plain, w))
+    assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("parts", ["one", "several"])
+def test_group_norm_of_large_means_and_outliers(parts, backend, device, monkeypatch):
+    if parts == "several":  # as a large device does
+        monkeypatch.setattr(group_norm_module, "multiprocessors", lambda _: 12)
+    x = torch.randn(1, 6, 9000, device=device)
+    x[0, :2] += 100  # the group's first channel, from which its sums start, is far from its mean
+    x[0, 4, 0] = 1e3
+    w, b = torch.randn(6, device=device), torch.randn(6, device=device)
+    check(tigon.group_norm, group_norm_reference, x, 2, w, b, eager=eager_group_norm)
+
+
+def test_group_norm_of_some_channels_and_of_channels_last(backend, device):
+    wide = torch.randn(2, 9, 5, 7, device=device)
+    w, b = torch.randn(6, device=device), torch.randn(6, device=device)
+    check(tigon.group_norm, group_norm_reference, wide[:, 1:7], 3, w, b, eager=eager_group_norm)
+    last = wide[:, :6].contiguous(memory_format=torch.channels_last)
+    check(tigon.group_norm, group_norm_reference, last, 3, w, b, eager=eager_group_norm)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device, triton_backend):
+    x = torch.randn(2**19 + 3, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = tigon.layer_norm(x)
+    y.backward(torch.ones_like(y))
+    last = x[-3:].detach().clone().requires_grad_()
+    expected = tigon.layer_norm(last)
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(y[-3:], expected)
+    assert torch.equal(x.grad[-3:], last.grad)
