@@ -24,6 +24,8 @@ COLOURS = {
     "quack": "#8d7ab5",
 }
 OTHER = "#999999"
+# Bars of operators end at this multiple of the shortest, so that the slowest do not flatten the others.
+LONGEST = 6.0
 
 
 def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -52,11 +54,13 @@ def _panels(groups: dict[str, list[dict[str, Any]]], plt: Any, height: float = 0
     return figure, flat
 
 
-def _bars(axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str) -> None:
+def _bars(axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str, longest: float = math.inf) -> None:
     values = [row[key] for row in rows]
     names = [row[name] for row in rows]
-    bars = axis.barh(range(len(rows)), values, color=[COLOURS.get(n, OTHER) for n in names])
-    axis.bar_label(bars, labels=[label.format(v) for v in values], padding=3, fontsize=8)
+    end = longest * min(values)
+    bars = axis.barh(range(len(rows)), [min(v, end) for v in values], color=[COLOURS.get(n, OTHER) for n in names])
+    labels = [label.format(v) + (" →" if v > end else "") for v in values]
+    axis.bar_label(bars, labels=labels, padding=3, fontsize=8)
     axis.set_yticks(range(len(rows)), names, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.15)
@@ -72,7 +76,7 @@ def _operators(content: dict[str, Any], plt: Any) -> Any:
             groups.setdefault(title, []).append(row)
     figure, axes = _panels(groups, plt)
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
-        _bars(axis, rows, "implementation", "times_floor", "{:.2f}×")
+        _bars(axis, rows, "implementation", "times_floor", "{:.2f}×", LONGEST)
         axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)

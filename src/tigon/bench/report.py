@@ -277,7 +277,9 @@ def headline(content: dict[str, Any]) -> str:
         parts.append(f"copy {_number(ceilings['copy_gbps'])} GB/s")
         parts.append(f"matmul {_number(ceilings['matmul_tflops'])} TFLOP/s ({ceilings['matmul']})")
     versions = {
-        k: v for k, v in env["packages"].items() if v and k in ("torch", "triton", "transformers", "liger-kernel")
+        k: v
+        for k, v in env["packages"].items()
+        if v and k in ("torch", "triton", "transformers", "liger-kernel", "quack-kernels")
     }
     parts += [f"{k} {v}" for k, v in versions.items()]
     return ", ".join([*parts, content["date"][:10]])
