@@ -64,7 +64,10 @@ def test_every_kernel_is_launched(target):
 
 @EVERY_PROMISED_TARGET
 def test_no_register_spills(target):
-    spilling = [f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"]]
+    allowed = {op.name: op.spills for op in OPS}
+    spilling = [
+        f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"] > allowed[x["op"]]
+    ]
     assert not spilling, "\n".join(spilling)
 
 

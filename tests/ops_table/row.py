@@ -64,6 +64,8 @@ class Op:
     fixed: tuple[int, ...] = ()
     # Whether contiguous bf16 is read 16 bytes a thread and load.
     wide_loads: bool = True
+    # Bytes of registers a thread that a launch may spill on sm_90 and sm_100.
+    spills: int = 0
     # Roundings of fp32 allowed besides twice eager's error (numerics.py).
     roundings: int = FP32_ROUNDINGS
     # Whether it runs matrix products: autocast changes those, and a GPU's library picks their algorithm by the strides.

@@ -153,8 +153,8 @@ def _sum2(a, b):
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri, eps, offset,
-    ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
+    eps, offset, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
@@ -169,7 +169,10 @@ def _rms_norm_fwd_kernel(
         total = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + y_at, total, mask=mask)
         x = total.to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / N + eps)[:, None]
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    y = x * rstd[:, None]
     if ROUND:
         y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
@@ -179,12 +182,11 @@ def _rms_norm_fwd_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
-    dy_ptr, ds_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
-    stride_dsi, inner, stride_xo, stride_xi, eps, offset,
+    dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner_ds,
+    stride_dso, stride_dsi, inner, stride_xo, stride_xi, eps, offset,
     ROUND: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW in registers.
-    # rstd is computed again: the row is here anyway, and the forward has one tensor less to make.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
@@ -197,38 +199,35 @@ def _rms_norm_bwd_kernel(
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if ds_ptr is not None and not RELOAD:
+        if ds_ptr is not None:
             ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
-            ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            if rstd_ptr is None:
+                ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         wdy = dy
         if w_ptr is not None:
-            if RELOAD:
+            if RELOAD:  # the widest rows leave no registers for the weight: it comes from the L1 cache each time
                 w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
             wdy = dy * w[None, :]
-        squares, products = _sum2(x * x, wdy * x)
-        rstd = tl.rsqrt(squares / N + eps)[:, None]
-        if RELOAD:
-            # The widest rows leave no registers to keep them across the sums: all comes once more, from the L1 cache.
-            # The other eviction policy makes it another load to the compiler.
-            x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            x, dy = x.to(tl.float32), dy.to(tl.float32)
-            wdy = dy
-            if w_ptr is not None:
-                w = tl.load(w_ptr + cols, mask=col_mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-                wdy = dy * (w + offset)[None, :]
-            if ds_ptr is not None:
-                ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
-                ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        xhat = x * rstd
+        if rstd_ptr is None:
+            # The row is here anyway, and the forward has one tensor less to make.
+            squares, products = _sum2(x * x, wdy * x)
+            rstd = tl.rsqrt(squares / N + eps)[:, None]
+            xhat = x * rstd
+            mean = products[:, None] * rstd / N
+        else:  # where registers are short: dW is done with before the sums, and less outlives them
+            rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            xhat = x * rstd
+            mean = (tl.sum(wdy * xhat, 1) / N)[:, None]
         if dw_ptr is not None:
             if ROUND:
                 dw += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
                 dw += dy * xhat
         if dx_ptr is not None:
-            dx = (wdy - xhat * (products[:, None] * rstd / N)) * rstd
+            dx = (wdy - xhat * mean) * rstd
             if ds_ptr is not None:
+                if rstd_ptr is not None:
+                    ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 dx += ds
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -238,8 +237,8 @@ def _rms_norm_bwd_kernel(
 
 @triton.jit
 def _rms_norm_wide_fwd_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri, eps, offset,
-    ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
+    eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
@@ -258,6 +257,7 @@ def _rms_norm_wide_fwd_kernel(
             x = total.to(tl.float32)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -274,39 +274,33 @@ def _rms_norm_wide_fwd_kernel(
 
 @triton.jit
 def _rms_norm_wide_dx_kernel(
-    dy_ptr, ds_ptr, x_ptr, w_ptr, dx_ptr, rstd_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
-    stride_dsi, inner, stride_xo, stride_xi, eps, offset, BLOCK_N: tl.constexpr,
+    dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
+    stride_dsi, inner, stride_xo, stride_xi, offset, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     dy_ptr += (row // inner_dy).to(tl.int64) * stride_dyo + (row % inner_dy).to(tl.int64) * stride_dyi
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
-    squares = tl.zeros((BLOCK_N,), tl.float32)
+    dx_ptr += row.to(tl.int64) * N
+    if ds_ptr is not None:
+        ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
+    rstd = tl.load(rstd_ptr + row)
     products = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        squares += x * x
-        if dx_ptr is not None:
-            dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-            if w_ptr is not None:
-                dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
-            products += dy * x
-    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    tl.store(rstd_ptr + row, rstd)
-    if dx_ptr is not None:
-        dx_ptr += row.to(tl.int64) * N
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    mean = tl.sum(products, 0) * rstd * rstd / N
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
         if ds_ptr is not None:
-            ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
-        mean = tl.sum(products, 0) * rstd * rstd / N
-        for start in range(0, N, BLOCK_N):
-            cols = start + tl.arange(0, BLOCK_N)
-            dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-            if w_ptr is not None:
-                dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
-            dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
-            if ds_ptr is not None:
-                dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+            dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -350,37 +344,47 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
 
 
+def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for rstd where the backward reads it; empty where it computes it again, from a row that fits in registers.
+
+    dtype: of the tensor that the backward reads.
+    """
+    N = x.shape[-1]
+    rows = x.numel() // N if N * dtype.itemsize > MAX_TILE else 0
+    return torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
 def _rms_norm_fwd_fake(x, weight, eps, offset, cast):
-    return empty_rows(x, _out_dtype(x.dtype, weight, cast))
+    return empty_rows(x, _out_dtype(x.dtype, weight, cast)), _empty_rstd(x, x.dtype)
 
 
-@launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> Tensor", _rms_norm_fwd_fake)
-def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
-    y = empty_rows(x, _out_dtype(x.dtype, weight, cast))
-    _forward(x, None, weight, y, None, eps, offset, cast)
-    return y
+@launcher("(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)", _rms_norm_fwd_fake)
+def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
+    y, rstd = _rms_norm_fwd_fake(x, weight, eps, offset, cast)
+    _forward(x, None, weight, y, None, rstd, eps, offset, cast)
+    return y, rstd
 
 
 def _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast):
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return empty_rows(x, _out_dtype(dtype, weight, cast)), empty_rows(x, dtype)
+    return empty_rows(x, _out_dtype(dtype, weight, cast)), empty_rows(x, dtype), _empty_rstd(x, dtype)
 
 
 @launcher(
-    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_fwd_fake,
 )
 def _add_rms_norm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
-) -> tuple[Tensor, Tensor]:
-    y, total = _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast)
-    _forward(x, residual, weight, y, total, eps, offset, cast)
-    return y, total
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, total, rstd = _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast)
+    _forward(x, residual, weight, y, total, rstd, eps, offset, cast)
+    return y, total, rstd
 
 
 def _forward(
-    x: Tensor, r: Tensor | None, weight: Tensor | None, y: Tensor, total: Tensor | None, eps: float, offset: float,
-    cast: str,
+    x: Tensor, r: Tensor | None, weight: Tensor | None, y: Tensor, total: Tensor | None, rstd: Tensor, eps: float,
+    offset: float, cast: str,
 ) -> None:  # fmt: skip
     N = x.shape[-1]
     M = y.numel() // N if N else 0
@@ -403,41 +407,43 @@ def _forward(
         M, N, x.dtype, r if r is None else r.dtype, weight if weight is None else weight.dtype, y.dtype, eps, offset,
         cast, *strides, *strides_r,
     )  # fmt: skip
-    launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, (x, r, weight, y, total), plan)
+    tensors = (x, r, weight, y, total, rstd if rstd.numel() else None)
+    launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, tensors, plan)
 
 
-def _rms_norm_bwd_fake(dy, ds, x, weight, eps, offset, cast, need_dx, need_dw):
+def _rms_norm_bwd_fake(dy, ds, x, weight, rstd, eps, offset, cast, need_dx, need_dw):
     return empty_rows(x) if need_dx else x.new_empty(0), torch.empty_like(weight) if need_dw else x.new_empty(0)
 
 
 @launcher(
-    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, float eps, float offset, str cast, bool need_dx, bool need_dw)"
-    " -> (Tensor, Tensor)",
+    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float eps, float offset, str cast, bool need_dx,"
+    " bool need_dw) -> (Tensor, Tensor)",
     _rms_norm_bwd_fake,
 )
 def _rms_norm_bwd(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float, cast: str,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, plus ds where the sum's own gradient is given, and dweight."""
-    dx, dw = _rms_norm_bwd_fake(dy, ds, x, weight, eps, offset, cast, need_dx, need_dw)
+    dx, dw = _rms_norm_bwd_fake(dy, ds, x, weight, rstd, eps, offset, cast, need_dx, need_dw)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
     if M == 0:
         return dx, dw.zero_()
-    # The walk is in the order of dx, which is that of x; where only dW is wanted, in any.
-    order = memory_order(dx) if need_dx else None
+    # The forward walked the rows in the order of x's memory, and rstd came out in it.
+    order = memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)
     ds, *strides_ds = (None, 1, 0, 0) if ds is None else row_groups(ds, order)
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     out_dx = dx if need_dx else None
+    saved = rstd if rstd.numel() else None
     key = (
         M, N, need_dx, need_dw, dy.dtype, ds if ds is None else ds.dtype, x.dtype,
         weight if weight is None else weight.dtype, eps, offset, cast, *strides_dy, *strides_ds, *strides,
     )  # fmt: skip
-    scalars = (*strides_dy, *strides_ds, *strides, eps, offset)
+    scalars = (*strides_dy, *strides_ds, *strides)
     partial = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         inputs = 2 if ds is None else 3
@@ -446,25 +452,25 @@ def _rms_norm_bwd(
         if need_dw:
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
         launch(
-            _rms_norm_bwd_kernel, key, (dy, ds, x, weight, out_dx, partial),
+            _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
             lambda: (
-                programs, (M, N, *scalars, cast == "llama", block_n > 8192, block_m, block_n, stages),
+                programs, (M, N, *scalars, eps, offset, cast == "llama", saved is not None, block_m, block_n, stages),
                 {"num_warps": warps},
             ),
         )  # fmt: skip
     else:
-        rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-        launch(
-            _rms_norm_wide_dx_kernel, key, (dy, ds, x, weight, out_dx, rstd),
-            lambda: (M, (N, *scalars, 8192), {"num_warps": 16}),
-        )  # fmt: skip
+        if need_dx:
+            launch(
+                _rms_norm_wide_dx_kernel, key, (dy, ds, x, weight, saved, dx),
+                lambda: (M, (N, *scalars, offset, 8192), {"num_warps": 16}),
+            )  # fmt: skip
         if need_dw:
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
             arguments = (M, N, *strides_dy, *strides, programs, cast == "llama", 1024)
             grid = programs * columns
-            launch(_rms_norm_wide_dw_kernel, key, (dy, x, rstd, partial), lambda: (grid, arguments, {"num_warps": 4}))
+            launch(_rms_norm_wide_dw_kernel, key, (dy, x, saved, partial), lambda: (grid, arguments, {"num_warps": 4}))
     if partial is not None:
         sum_rows(partial, dw)
     return dx, dw
@@ -473,32 +479,30 @@ def _rms_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.options = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
-    x, weight = ctx.saved_tensors
     need_dx, need_dw, *_ = ctx.needs_input_grad
-    dx, dw = _rms_norm_bwd(dy, None, x, weight, *ctx.options, need_dx, need_dw)
+    dx, dw = _rms_norm_bwd(dy, None, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
-def _add_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _add_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *ctx.options = inputs
-    ctx.save_for_backward(output[1], weight)
+    ctx.save_for_backward(output[1], weight, output[2])
     ctx.dtypes = x.dtype, residual.dtype
 
 
-def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-    total, weight = ctx.saved_tensors
+def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     need_x, need_r, need_dw, *_ = ctx.needs_input_grad
     d, dw = ds, None
     if dy is not None:
-        d, dw = _rms_norm_bwd(dy, ds, total, weight, *ctx.options, need_x or need_r, need_dw)
+        d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
     # One tensor for both: each of them went into the sum as it was.
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
