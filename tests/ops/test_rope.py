@@ -7,6 +7,8 @@ import torch
 from ops_table.rotary import eager_rope
 
 import tigon
+import tigon.ops.qk_norm_rope as qk_norm_rope_module
+import tigon.ops.rope as rope_module
 
 
 def angles(T, R, device, dtype=torch.float32):
@@ -133,6 +135,43 @@ def test_one_tensor_alone(qk, backend, device):
     gradients = [torch.autograd.grad(results, (q, k), upstream) for results in (both, alone)]
     for a, b in zip((*both, *gradients[0]), (*alone, *gradients[1]), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_key_of_a_launch_tells_all_that_it_depends_on(device, triton_backend, monkeypatch):
+    """A launch remembered under a key serves every later call with that key: two plans under one would be wrong."""
+    plans = {}
+
+    def remember(kernel, key, tensors, plan):
+        assert plans.setdefault((kernel, key), plan()) == plan()
+
+    for module in (rope_module, qk_norm_rope_module):
+        monkeypatch.setattr(module, "launch", remember)
+    wide = torch.randn(2, 12, 12, 32, device=device)
+    layouts = [wide[:, :6, :6, :16], wide[:, :6, :6, ::2], wide[:, ::2, :6, :16], wide[:, :6, ::2, 16:]]
+    layouts += [x.contiguous() for x in layouts[:1]] + [x.transpose(1, 2) for x in layouts]
+    layouts += [x.contiguous().transpose(1, 2) for x in layouts[:1]] + [
+        layouts[0].transpose(1, 3).contiguous().transpose(1, 3)
+    ]
+    weights = torch.ones(16, device=device), torch.ones(16, device=device)
+    for x in layouts:
+        leaf = x.detach().requires_grad_()
+        for cos, sin in (
+            angles(6, 16, device),
+            angles(6, 8, device),
+            [a.expand(2, 6, 16) for a in angles(6, 16, device)],
+        ):
+            for options in ({}, {"unsqueeze_dim": 2}, {"interleaved": True}):
+                for y in (
+                    tigon.rope(leaf, leaf, cos, sin, **options),
+                    tigon.rope(leaf, None, cos, sin, **options),
+                    tigon.rope(leaf, leaf, cos, sin, arithmetic="native", **options),
+                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, **options),
+                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, eps=0.1, offset=1.0, cast="gemma", **options),
+                ):
+                    results = y if isinstance(y, tuple) else (y,)
+                    torch.autograd.backward(results, [torch.ones_like(r) for r in results], retain_graph=True)
+                    torch.autograd.backward(results, [r.new_ones(()).expand(r.shape) for r in results])
+    assert len(plans) > 200
 
 
 def test_q_and_k_of_two_dtypes(qk, backend, device):
