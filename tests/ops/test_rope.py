@@ -153,20 +153,20 @@ def test_the_key_of_a_launch_tells_all_that_it_depends_on(device, triton_backend
         layouts[0].transpose(1, 3).contiguous().transpose(1, 3)
     ]
     weights = torch.ones(16, device=device), torch.ones(16, device=device)
+    full = angles(6, 16, device)
+    several = full, angles(6, 8, device), [a.expand(2, 6, 16) for a in full], [a.repeat(2, 1, 1) for a in full]
     for x in layouts:
         leaf = x.detach().requires_grad_()
-        for cos, sin in (
-            angles(6, 16, device),
-            angles(6, 8, device),
-            [a.expand(2, 6, 16) for a in angles(6, 16, device)],
-        ):
+        for cos, sin in several:
             for options in ({}, {"unsqueeze_dim": 2}, {"interleaved": True}):
                 for y in (
                     tigon.rope(leaf, leaf, cos, sin, **options),
                     tigon.rope(leaf, None, cos, sin, **options),
                     tigon.rope(leaf, leaf, cos, sin, arithmetic="native", **options),
                     tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, **options),
-                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, eps=0.1, offset=1.0, cast="gemma", **options),
+                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, eps=0.1, **options),
+                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, offset=1.0, **options),
+                    tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, cast="gemma", **options),
                 ):
                     results = y if isinstance(y, tuple) else (y,)
                     torch.autograd.backward(results, [torch.ones_like(r) for r in results], retain_graph=True)
