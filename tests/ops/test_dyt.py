@@ -36,7 +36,8 @@ def test_any_width(shape, device, triton_backend):
         w, b = (torch.randn(shape[1], generator=generator) for _ in range(2))
         return tuple(t.to(device) for t in (x, torch.full((1,), 0.5), w, b))
 
-    check(tigon.dyt, dyt_reference, inputs, draws=16 if shape[1] < 1000 else 1)
+    # The gradient of alpha is one number a draw, what is left of 140,002 that cancel: eager's error is luck.
+    check(tigon.dyt, dyt_reference, inputs, draws=16 if shape[1] < 1000 else 4, roundings=16)
 
 
 @pytest.mark.gpu

@@ -77,12 +77,12 @@ def _tanh(z):
     e = tl.exp2(size * -2.8853900817779268)  # exp(-2 |z|): nothing overflows
     r = 1.0 / (1.0 + e)
     t = (1.0 - e) * r
-    # Near zero 1 - e has lost its digits: there tanh is its odd polynomial (Cephes' tanhf).
+    # Near zero 1 - e has lost its digits: there tanh is its odd polynomial (Cephes' tanhf). Far from it 1 - t² has.
     square = z * z
     p = -0.0537397156 + square * (0.0206390887 + square * -0.00570498873)
-    p = square * (-0.333332819 + square * (0.133314422 + square * p))
-    t = tl.where(size < 0.625, z + z * p, tl.where(z < 0, -t, t))
-    return t, 4.0 * e * r * r
+    p = z + z * (square * (-0.333332819 + square * (0.133314422 + square * p)))
+    near = size < 0.625
+    return tl.where(near, p, tl.where(z < 0, -t, t)), tl.where(near, 1.0 - p * p, 4.0 * e * r * r)
 
 
 @triton.jit(do_not_specialize=["M"])
