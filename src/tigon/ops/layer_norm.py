@@ -99,9 +99,8 @@ def _layer_norm_fwd_kernel(
     # The mean of what is left corrects the rounding of the mean: a row of equal numbers has exactly their mean.
     mean = tl.sum(x, 1) / N
     centred = tl.where(col_mask, x - mean[:, None], 0.0)
-    left, squares = _sum2(centred, centred * centred)
-    left = left / N
-    rstd = tl.rsqrt(tl.maximum(squares / N - left * left, 0.0) + eps)
+    left = tl.sum(centred, 1) / N
+    rstd = tl.rsqrt(tl.maximum(tl.sum(centred * centred, 1) / N - left * left, 0.0) + eps)
     mean += left
     tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
     tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
@@ -182,8 +181,6 @@ def _layer_norm_row_bwd_kernel(
         dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
         xhat = (x - mean) * rstd
-        if NEED_DW:
-            dw += dy * xhat
         if dx_ptr is not None:
             if w_ptr is not None:
                 dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -192,6 +189,8 @@ def _layer_norm_row_bwd_kernel(
             dy = tl.load(dy_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             xhat = (x - mean) * rstd
+        if NEED_DW:
+            dw += dy * xhat
         if NEED_DB:
             db += dy
         if dx_ptr is not None:
