@@ -53,16 +53,21 @@ def test_the_result_has_the_dtype_of_x(backend, device):
         assert F.layer_norm(x, (64,), w, w).dtype == torch.bfloat16
 
 
-def test_one_head_of_a_packed_projection(triton_backend, device):
-    """Read where it lies: two strides describe its rows."""
-    packed = torch.randn(2, 5, 3, 4, 32, device=device)
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(32, torch.float32), (8200, torch.bfloat16), (16500, torch.float32)], ids=str
+)
+def test_one_head_of_a_packed_projection(width, dtype, triton_backend, device):
+    """Read where it lies, by each kernel: two strides describe its rows."""
+    packed = torch.randn(1, 2, 3, 2, width, device=device, dtype=dtype)
     x = packed[:, :, 1].requires_grad_()
-    w = torch.randn(32, device=device)
     plain = x.detach().clone().requires_grad_()
-    dy = torch.randn(2, 5, 6, 32, device=device)[:, :, :4]
-    (dx,), (expected,) = (torch.autograd.grad(tigon.layer_norm(t, w), t, dy) for t in (x, plain))
-    assert torch.equal(tigon.layer_norm(x, w), tigon.layer_norm(plain, w))
-    assert torch.equal(dx, expected)
+    w, b = (torch.randn(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    dy = torch.randn(1, 2, 3, width, device=device, dtype=dtype)[:, :, :2]
+    y, expected = tigon.layer_norm(x, w, b), tigon.layer_norm(plain, w, b)
+    assert torch.equal(y, expected)
+    got = torch.autograd.grad(y, (x, w, b), dy)
+    for a, e in zip(got, torch.autograd.grad(expected, (plain, w, b), dy.contiguous()), strict=True):
+        assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("parts", ["one", "several"])
