@@ -370,10 +370,10 @@ LOG2E = 1 / math.log(2)
 
 
 def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
-    """Blocks folded at a time, columns of one, and warps. A row that is read twice is read by many warps, so that few
-    rows are between their readings, and the cache serves the second."""
+    """Blocks folded at a time, columns of one, and warps. A wide row that is read twice is read by many warps, so that
+    fewer rows are between their readings, and the cache serves more of the second."""
     twice = form == "logits" and kind != "kl"
-    warps, depth = (4, 4) if not twice else (16, 2) if v <= 65536 else (32, 1)
+    warps, depth = (8, 2) if twice else (4, 4)
     block = min(next_power_of_2(v), warps * 32 * 8)
     return max(1, min(depth, next_power_of_2(v) // block)), block, warps
 

@@ -164,7 +164,7 @@ def _columns(n: int) -> int:
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows, columns and warps: several rows a tile, which read the weight once."""
     block_n = _columns(n)
-    return 4096 // block_n, block_n, 8
+    return 4096 // block_n, block_n, 4
 
 
 @functools.cache

@@ -206,14 +206,14 @@ def _fwd_tile(H: int) -> tuple[int, int, int]:
 
 def _bwd_tile(H: int) -> tuple[int, int, int]:
     """Rows of the weight, columns and warps."""
-    block_n = min(512, next_power_of_2(H))
-    return 4, block_n, max(1, min(4, block_n // 128))
+    block_n = min(2048, next_power_of_2(H))
+    return max(1, 2048 // block_n), block_n, 4
 
 
 def _piece_tile(H: int) -> tuple[int, int, int]:
     """Rows on their way at a time, columns and warps, of tokens and of partial sums."""
-    block_n = min(256, next_power_of_2(H))
-    return 16, block_n, 4
+    block_n = min(512, next_power_of_2(H))
+    return 8, block_n, 4
 
 
 def _embedding_fwd_fake(weight, ids, padding_idx):

@@ -258,7 +258,7 @@ def _poly_norm_wide_bwd_kernel(
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
     block_n = next_power_of_2(n)
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8
 
 
 @functools.cache
@@ -269,14 +269,16 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     block_m = max(1, 8192 // itemsize // block_n)
     tile_bytes = block_m * block_n * itemsize
     resident = max(1, 32768 // tile_bytes)
+    if tile_bytes <= 8192:  # four programs hide each other's loads without a prefetch
+        return block_m, block_n, 4, 1, resident
     stages = 3 if 4 * tile_bytes * resident + 4096 <= shared_memory(device) else 1
-    return block_m, block_n, 4 if tile_bytes <= 8192 else 8, stages, resident
+    return block_m, block_n, 8, stages, resident
 
 
 def _wide_tile() -> tuple[int, int, int, int]:
     """Columns, warps, stages and, backward, programs a multiprocessor: their rows are to be in the L2 cache still when
     they are read again."""
-    return 2048, 8, 3, 2
+    return 2048, 8, 5, 2
 
 
 def _poly_norm_fwd_fake(x, weight, bias, eps):

@@ -285,16 +285,17 @@ def _qk_norm_rope_bwd_kernel(
 
 
 def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
-    """Tokens, heads and pairs a program, and warps: 8 pairs a thread, one 16-byte load from either half."""
+    """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Pieces that
+    small need no exchange between warps, and many of them are on their way at a time."""
     block_r = next_power_of_2(max(1, half))
-    block_h = min(4, next_power_of_2(heads))
-    return max(1, 1024 // (block_r * block_h)), block_h, block_r, 4
+    block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
+    return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 
 def _bwd_tile(half: int) -> tuple[int, int, int, int, int]:
     """Rows (token, head) a tile, most heads of them, warps, stages, and programs a multiprocessor. 8 pairs a thread, so
     that 4 programs fit beside each other: what one waits for, another computes."""
-    return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 1, 4
+    return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 3 if half == 64 else 1, 4
 
 
 def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -330,18 +331,27 @@ def _rms_norm_wide_dw_kernel(
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
     block_n = next_power_of_2(n)
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+    warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+    return max(1, 2048 // block_n), block_n, 4 if 4 * n <= 3 * block_n else warps  # much padding: fewer idle threads
 
 
-def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int, int, int]:
-    """Rows, columns, warps and stages. One program a multiprocessor, whose next two tiles are on their way meanwhile:
-    2 or 3 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no
-    prefetch."""
+@functools.cache
+def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs a multiprocessor. One program, whose next two tiles are on their way
+    meanwhile: 2 or 3 inputs · 3 stages · 16 KiB. A tile that is much padding carries less, so more of them are; where
+    they do not fit, or a row is so wide that registers are short, there is no prefetch."""
     block_n = next_power_of_2(n)
-    block_m = max(1, 16384 // itemsize // block_n)
+    block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
+    if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
+        block_m, stages = 1, 4
+        if block_n * itemsize == 8192:
+            warps, resident = 4, 2
     tile_bytes = block_m * block_n * itemsize
-    stages = 3 if tile_bytes <= 16384 and 3 * inputs * tile_bytes + 4096 <= shared else 1
-    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
+    if tile_bytes > 16384:
+        warps, stages = 16, 1
+    elif (stages * inputs * tile_bytes + 4096) * resident > shared:
+        stages = 1
+    return block_m, block_n, warps, stages, resident
 
 
 def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -447,8 +457,8 @@ def _rms_norm_bwd(
     partial = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         inputs = 2 if ds is None else 3
-        block_m, block_n, warps, stages = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
-        programs = min(cdiv(M, block_m), multiprocessors(x.device))
+        block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
+        programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
         launch(

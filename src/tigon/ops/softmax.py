@@ -171,32 +171,31 @@ def _softmax_fwd_kernel(
 @triton.jit(do_not_specialize=["M", "T"])
 def _softmax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, T, stride_dym, stride_ym, scale,
-    CAUSAL: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = (rows < M)[:, None] & (cols < N)[None, :]
-        seen, near = inside, inside
-        if CAUSAL:
-            seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
-        row = rows.to(tl.int64)[:, None]
-        dy_at = dy_ptr + row * stride_dym + cols[None, :]
-        y_at = y_ptr + row * stride_ym + cols[None, :]
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    seen, near = inside, inside
+    if CAUSAL:
+        seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
+    row = rows.to(tl.int64)[:, None]
+    dy_at = dy_ptr + row * stride_dym + cols[None, :]
+    y_at = y_ptr + row * stride_ym + cols[None, :]
+    dy = tl.load(dy_at, mask=near, other=0.0)
+    y = tl.load(y_at, mask=near, other=0.0)
+    products = dy.to(tl.float32) * y.to(tl.float32)
+    if CAUSAL:
+        products = tl.where(seen, products, 0.0)
+    total = tl.sum(products, 1)[:, None]
+    if RELOAD:  # registers are short: both come from the L1 cache again; the barrier lets no compiler keep them
+        tl.debug_barrier()
         dy = tl.load(dy_at, mask=near, other=0.0)
         y = tl.load(y_at, mask=near, other=0.0)
-        products = dy.to(tl.float32) * y.to(tl.float32)
-        if CAUSAL:
-            products = tl.where(seen, products, 0.0)
-        total = tl.sum(products, 1)[:, None]
-        if RELOAD:  # registers are short: both come from the L1 cache again; the barrier lets no compiler keep them
-            tl.debug_barrier()
-            dy = tl.load(dy_at, mask=near, other=0.0)
-            y = tl.load(y_at, mask=near, other=0.0)
-        dx = _again(y) * (_again(dy) - total) * scale
-        if CAUSAL:
-            dx = tl.where(seen, dx, 0.0)
-        tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    dx = _again(y) * (_again(dy) - total) * scale
+    if CAUSAL:
+        dx = tl.where(seen, dx, 0.0)
+    tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "D1", "D2"])
@@ -272,20 +271,17 @@ def _softmax_wide_bwd_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _tile(n: int, x: Tensor, inputs: int) -> tuple[int, int, int, int]:
-    """Rows and columns a tile, warps and stages. Narrow rows share a tile, so that every warp has wide loads to make;
-    a tile of 64 KiB has a multiprocessor to itself, with the next ones on their way into shared memory."""
+def _tile(n: int) -> tuple[int, int, int]:
+    """Rows and columns a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
     block_n = next_power_of_2(n)
-    block_m = max(1, 2048 // block_n)
-    row_bytes = block_n * x.element_size() * inputs
-    if row_bytes < 65536:
-        return block_m, block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16, 1
-    stages = min(3, 1 + (shared_memory(x.device) - 4096) // row_bytes)
-    return block_m, block_n, 32 if block_n > 16384 else 16, stages
+    warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
+    return max(1, 2048 // block_n), block_n, warps
 
 
-def _grid(tiles: int, stages: int, x: Tensor) -> int:
-    return tiles if stages == 1 else min(tiles, multiprocessors(x.device))
+def _prefetch(row_bytes: int, x: Tensor) -> int:
+    """Stages of the forward: a row of 64 KiB has a multiprocessor to itself, and the next ones on their way into shared
+    memory meanwhile. The backward, two such rows, is faster without."""
+    return min(3, 1 + (shared_memory(x.device) - 4096) // row_bytes) if row_bytes >= 65536 else 1
 
 
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
@@ -331,8 +327,9 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     else:
 
         def tiled():
-            block_m, block_n, warps, stages = _tile(N, x, 1)
-            grid = _grid(cdiv(M, block_m), stages, x)
+            block_m, block_n, warps = _tile(N)
+            tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
+            grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
             return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
 
         launch(_softmax_fwd_kernel, key, (x, mask, y), tiled)
@@ -359,10 +356,9 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     else:
 
         def tiled():
-            block_m, block_n, warps, stages = _tile(N, y, 2)
-            grid = _grid(cdiv(M, block_m), stages, y)
+            block_m, block_n, warps = _tile(N)
             reload = block_n > 16384 and y.dtype != torch.bfloat16
-            return grid, (M, *arguments, reload, block_m, block_n, 1 if reload else stages), {"num_warps": warps}
+            return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 
         launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)
     return dx

@@ -162,12 +162,21 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows and columns a tile, and warps."""
     block_n = next_power_of_2(n)
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+    # Few rows: a tile iterates until the last of them is done.
+    return (
+        max(1, 1024 // block_n),
+        block_n,
+        2 if block_n <= 1024 else 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16,
+    )
 
 
 def _bwd_tile(n: int) -> tuple[int, int, int]:
-    block_n = min(4096, next_power_of_2(n))
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8
+    block_n = min(8192, next_power_of_2(n))
+    return (
+        max(1, 1024 // block_n),
+        block_n,
+        2 if block_n <= 1024 else 4 if block_n <= 2048 else 8 if block_n <= 4096 else 16,
+    )
 
 
 def _sparsemax_fwd_fake(x):

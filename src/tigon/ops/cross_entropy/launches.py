@@ -61,7 +61,10 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
     depth = 1 if softcap and smoothing else 2  # as deep as registers allow
     block = min(next_power_of_2(V), warps * 32 * 8)
-    return warps, max(1, min(depth, next_power_of_2(V) // block)), block, 0, "", "", True
+    depth = max(1, min(depth, next_power_of_2(V) // block))
+    if V > 65536:  # of such rows hardly anything is left in the cache by then, and backwards reads are the slower
+        return warps, depth, block, 0, "evict_last", "evict_first", False
+    return warps, depth, block, 0, "", "", True
 
 
 def cross_entropy_rows(
