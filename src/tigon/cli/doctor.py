@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -102,6 +103,7 @@ def _paths() -> list[dict[str, Any]]:
     from tigon.bench.inputs import DTYPES
 
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+    operators = list(dict.fromkeys(op.operator for op in OPS.values()))  # not each of their uses
     rows = []
     for device in devices:
         for name, dtype in DTYPES.items():
@@ -114,7 +116,8 @@ def _paths() -> list[dict[str, Any]]:
             if reason is None and path == "torch":
                 forced = os.environ.get("TIGON_BACKEND") == "torch"
                 reason = "TIGON_BACKEND=torch" if forced else "the interpreter serves only when TIGON_BACKEND=triton"
-            rows += [{"op": op, "device": device, "dtype": name, "path": path, "reason": reason or ""} for op in OPS]
+            same = {"device": device, "dtype": name, "path": path, "reason": reason or ""}
+            rows += [{"op": op, **same} for op in operators]
     return rows
 
 
@@ -189,5 +192,6 @@ def _describe_paths(rows: list[dict[str, Any]]) -> list[str]:
             by_dtypes.setdefault(", ".join(served), []).append(op)
         for dtypes, names in by_dtypes.items():
             lines.append(f"{device:8} {dtypes}: {path}" + (f" ({reason})" if reason else ""))
-            lines.append(f"{'':8} {', '.join(names)}")
+            indent = " " * 9
+            lines += textwrap.wrap(", ".join(names), 100, initial_indent=indent, subsequent_indent=indent)
     return lines
