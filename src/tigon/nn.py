@@ -1,4 +1,8 @@
-"""Thin modules over the operators and losses, with the names and arguments of their torch counterparts."""
+"""Thin modules over the operators and losses, with the names and arguments of their torch counterparts.
+
+Parameters start as the counterpart's do. There are no modules for `rope`, `qk_norm_rope`, `add_rms_norm` and
+`gated_linear`: a model calls those with parameters that its own modules hold.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +167,11 @@ class DyT(torch.nn.Module):
 
 
 class PolyNorm(torch.nn.Module):
-    """`tigon.poly_norm` with a weight (3,) that starts at a third each, and a bias (1,) that starts at zero."""
+    """`tigon.poly_norm` with a weight (3,) that starts at a third each, and a bias (1,) that starts at zero.
+
+    Args:
+        eps: as in `tigon.poly_norm`.
+    """
 
     def __init__(
         self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -186,7 +194,7 @@ class PolyNorm(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """silu(gate) · up; with one argument, of its two halves. See `tigon.swiglu`."""
+    """silu(gate) · up: forward(gate, up), or forward(gate_up) of its two halves. See `tigon.swiglu`."""
 
     def __init__(self, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -197,7 +205,7 @@ class SwiGLU(torch.nn.Module):
 
 
 class GEGLU(torch.nn.Module):
-    """gelu(gate) · up; with one argument, of its two halves. See `tigon.geglu`."""
+    """gelu(gate) · up: forward(gate, up), or forward(gate_up) of its two halves. See `tigon.geglu`."""
 
     def __init__(self, approximate: str = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -209,7 +217,8 @@ class GEGLU(torch.nn.Module):
 
 
 class ReGLU(torch.nn.Module):
-    """relu(gate) · up, or relu(gate)² · up; with one argument, of its two halves. See `tigon.reglu`."""
+    """relu(gate) · up, or relu(gate)² · up where squared: forward(gate, up), or forward(gate_up) of its two halves.
+    See `tigon.reglu`."""
 
     def __init__(self, squared: bool = False, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -221,7 +230,7 @@ class ReGLU(torch.nn.Module):
 
 
 class ReLU2(torch.nn.Module):
-    """relu(x)². See `tigon.relu2`."""
+    """relu(x)² · multiplier. See `tigon.relu2`."""
 
     def __init__(self, *, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -232,7 +241,11 @@ class ReLU2(torch.nn.Module):
 
 
 class Softmax(torch.nn.Module):
-    """`tigon.softmax` over `dim`: forward(x, mask)."""
+    """`tigon.softmax` over `dim`, in place of `torch.nn.Softmax`: forward(x, mask).
+
+    Args:
+        dim, scale, causal: as in `tigon.softmax`.
+    """
 
     def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False) -> None:
         super().__init__()
@@ -260,7 +273,12 @@ class Sparsemax(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """`tigon.embedding` with a weight of its own, which starts as torch.nn.Embedding's."""
+    """`tigon.embedding` with a weight of its own, in place of `torch.nn.Embedding`: forward(input).
+
+    Args:
+        num_embeddings, embedding_dim: V and H. The weight (V, H) starts normally distributed, its padding row at zero.
+        padding_idx: this row gets no gradient; negative ones count from the end.
+    """
 
     def __init__(
         self,
@@ -322,7 +340,10 @@ class _Divergence(torch.nn.Module):
 
 
 class KLDivLoss(_Divergence):
-    """`tigon.kl_div` with its options fixed: forward(input, target, labels)."""
+    """`tigon.kl_div` with its options fixed: forward(input, target, labels).
+
+    Unlike `torch.nn.KLDivLoss` it takes a target of log-probabilities and divides by the rows, unless told otherwise.
+    """
 
     function = staticmethod(kl_div)
 

@@ -40,12 +40,13 @@ def kl_div(
     Args:
         input: (..., V) log-probabilities, or logits; any float dtype.
         target: (..., V), of input's shape: log-probabilities, probabilities or logits. It gets no gradient.
-        reduction: "batchmean" divides the sum by the number of valid rows, "mean" by the number of their elements,
-            "sum" does not divide, "rows" gives one value a row.
-        log_target: False for a target of probabilities.
+        reduction: "batchmean" divides the sum by the number of valid rows (`F.kl_div` by the first dimension, which is
+            the same for (M, V)), "mean" by the number of their elements, "sum" does not divide, "rows" gives one value
+            a row.
+        log_target: False for a target of probabilities. `F.kl_div` has the other default.
         logits: both are logits, softmaxed here.
         temperature: divides the logits before the softmax. The loss is not multiplied by its square.
-        labels: (...), integers; rows where they are ignore_index give 0, no gradient, and do not count.
+        labels, ignore_index: (...), integers; rows where they are ignore_index give 0, no gradient, and do not count.
     Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0.
     Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
 
@@ -75,8 +76,9 @@ def jsd(
     """Generalised Jensen-Shannon divergence of each row, as in on-policy distillation.
 
     Args:
+        input, target: (..., V) log-probabilities, or logits; any float dtypes. The target gets no gradient.
         beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
-        input, target: (..., V) log-probabilities, or logits. The others as for `kl_div`.
+        reduction, logits, temperature, labels, ignore_index: as for `kl_div`.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
 
@@ -107,7 +109,8 @@ def tvd(
     """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
 
     Args:
-        input, target: (..., V) probabilities, or logits. The others as for `kl_div`.
+        input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
+        reduction, logits, temperature, labels, ignore_index: as for `kl_div`.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`.
 

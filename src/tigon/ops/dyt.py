@@ -33,10 +33,10 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     Args:
         x: (..., N), any float dtype.
         alpha: one element, of shape (1,) or ().
-        weight, bias: (N,), or None for 1 and 0.
+        weight, bias: (N,), or None for 1 and 0. Their dtypes and alpha's may differ from x's.
     Returns: (..., N) in x's dtype, whatever the parameters have.
-    Raises: ValueError for an alpha of more than one element, a weight or bias that is not (N,), or a dtype that is
-        not a float.
+    Raises: ValueError for an alpha of more than one element, a weight or bias that is not (N,), a scalar x or a dtype
+        that is not a float.
 
     Replaces::
 

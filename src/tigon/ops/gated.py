@@ -31,9 +31,15 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1
 
     Replaces::
 
-        y = F.silu(gate) * up                                           # swiglu(gate, up)
-        gate, up = gate_up.chunk(2, dim=-1)                             # swiglu(gate_up)
-        y = F.silu(gate * gate_multiplier) * up * multiplier            # swiglu(gate, up, gate_multiplier=…, …)
+        y = F.silu(gate) * up
+
+    and, for swiglu(gate_up), before it::
+
+        gate, up = gate_up.chunk(2, dim=-1)
+
+    and, with the multipliers::
+
+        y = F.silu(gate * gate_multiplier) * up * multiplier
     """
     return _checked("swiglu", gate, up, "silu", gate_multiplier, multiplier)
 
@@ -81,8 +87,11 @@ def reglu(
 
     Replaces::
 
-        y = F.relu(gate) * up                       # reglu(gate, up)
-        y = F.relu(gate).square() * up              # reglu(gate, up, squared=True)
+        y = F.relu(gate) * up
+
+    and, with squared=True::
+
+        y = F.relu(gate).square() * up
     """
     return _checked("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
 

@@ -26,9 +26,9 @@ def gated_linear(
 
     Args:
         gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
-        up: (..., N) or None.
+        up: (..., N), gate's dtype, or None.
         weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
-        bias: (M,) or None.
+        bias: (M,), gate's dtype, or None.
         act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
     Returns: (..., M) in gate's dtype.
     Raises: ValueError for shapes, dtypes or an act that do not fit.

@@ -39,7 +39,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         eps: added to the variance (of N, not N − 1), in squared units of x.
     Returns: (..., N) in x's dtype, rounded once, at the end; also where weight or bias is wider than x, which is what
         `F.layer_norm` does where it takes such a mixture (on the CPU; on CUDA it refuses).
-    Raises: ValueError for a weight or bias that is not (N,), or a dtype that is not a float.
+    Raises: ValueError for a weight or bias that is not (N,), a scalar x or a dtype that is not a float.
 
     Replaces::
 

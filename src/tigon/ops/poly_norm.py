@@ -40,7 +40,8 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> 
         bias: one element, of shape (1,) or ().
         eps: added to each mean square.
     Returns: (..., N) in x's dtype, whatever the parameters have.
-    Raises: ValueError for a weight that is not (3,), a bias of more than one element, or a dtype that is not a float.
+    Raises: ValueError for a weight that is not (3,), a bias of more than one element, a scalar x or a dtype that is
+        not a float.
 
     Nothing but x and the parameters is kept for the backward pass.
 

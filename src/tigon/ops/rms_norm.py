@@ -49,7 +49,7 @@ def rms_norm(
             "gemma"  everything in fp32, rounded once, to x's dtype. Also what torch.nn.RMSNorm does.
             "none"   everything in fp32, rounded once, to the promoted dtype of x and weight.
     Returns: (..., N), in the order of x's memory.
-    Raises: ValueError for a weight that is not (N,), an unknown cast or a dtype that is not a float.
+    Raises: ValueError for a weight that is not (N,), an unknown cast, a scalar x or a dtype that is not a float.
 
     Replaces (cast="llama")::
 

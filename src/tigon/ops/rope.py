@@ -25,7 +25,7 @@ def rope(
     """Rotate q and k by their positions, in one launch.
 
     Args:
-        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides.
+        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any float dtype and strides.
         k: like q, with its own number of heads; or None.
         cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
             the others pass unchanged. No gradient flows to them.
@@ -37,14 +37,14 @@ def rope(
         arithmetic: "fp32" rounds once, at the end. "native" rounds both products and their sum to the dtype of the
             result, as eager code does: equal to it bit by bit, and so are the gradients.
     Returns: q and k rotated, in the promoted dtype of each with cos; q alone where k is None.
-    Raises: ValueError for shapes that do not fit, and for a cos or sin that requires a gradient.
+    Raises: ValueError for shapes or options that do not fit, and for a cos or sin that requires a gradient.
 
     Replaces::
 
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
-    and, with mrope_section, before it::
+    and, with mrope_section and not interleaved, before it::
 
         cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(mrope_section * 2, dim=-1))], dim=-1)
                     for a in (cos, sin))

@@ -42,13 +42,17 @@ def softmax(
         causal: x is (..., T, S), and query t sees the keys s ≤ t + (S − T): the last query sees all. What it does not
             see is 0, and neither x nor the mask is read there.
     Returns: x's shape and dtype. A row without any finite score is NaN, as in torch.
-    Raises: ValueError for a dtype that is no float, a dim out of range, a mask that is boolean, does not broadcast or
-        requires a gradient, and for causal over another dimension than the last of two.
+    Raises: ValueError for a dtype that is not a float, a dim out of range, a mask that is boolean, does not broadcast
+        or requires a gradient, and for causal over another dimension than the last of two.
 
     Replaces::
 
-        scores = scale * x.float() + mask
-        y = F.softmax(scores.masked_fill(torch.ones(T, S).triu(S - T + 1).bool(), -torch.inf), dim=-1).to(x.dtype)
+        y = F.softmax(scale * x.float() + mask, dim=dim).to(x.dtype)
+
+    and, with causal=True::
+
+        unseen = torch.ones(T, S, dtype=torch.bool).triu(S - T + 1)
+        y = F.softmax((scale * x.float() + mask).masked_fill(unseen, -torch.inf), dim=-1).to(x.dtype)
     """
     rank = x.dim()
     if not x.dtype.is_floating_point:

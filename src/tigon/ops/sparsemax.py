@@ -28,7 +28,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
         x: any shape with at least one dimension, any float dtype.
         dim: the dimension that sums to one. Any but the last costs a copy.
     Returns: x's shape and dtype. The gradient is dy less its mean over the support, there, and 0 elsewhere.
-    Raises: ValueError for a dtype that is no float and a dim out of range.
+    Raises: ValueError for a dtype that is not a float and a dim out of range.
 
     Replaces::
 

@@ -1,0 +1,148 @@
+"""The code that a docstring says its operator replaces is run, and must agree with the operator."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import textwrap
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from tigon.ops.gated_linear import gated_linear
+
+HOMES = {n: home for n, home in tigon._HOME.items() if home.startswith(("tigon.ops.", "tigon.losses."))}
+OPERATORS = {**{name: getattr(tigon, name) for name in HOMES}, "gated_linear": gated_linear}
+
+
+class Replaced(NamedTuple):
+    """A call, the names of what it returns, and the blocks of the docstring that compute the same, in their order."""
+
+    call: str
+    results: str
+    names: dict[str, Any]
+    blocks: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        return self.call
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+TARGET = torch.tensor([0, 4, -100])
+ROW = {"x": randn(3, 8), "residual": randn(8, 3).t(), "weight": randn(8), "bias": randn(1, 8)[0], "eps": 1e-5}
+GATES = {"gate": randn(3, 8), "up": randn(2, 3, 8)[1], "gate_up": randn(3, 16)}
+FACTORS = {"gate_multiplier": 0.5, "multiplier": 3.0}
+HEADS = {"q": randn(2, 4, 5, 8), "k": randn(2, 2, 5, 8), "cos": randn(2, 5, 8), "sin": randn(1, 2, 5, 8)[0]}
+SCORES = {"x": randn(2, 5, 7), "mask": randn(5, 7), "scale": 0.3, "dim": -1, "T": 5, "S": 7}
+LOGITS = {"input": randn(3, 8), "target": randn(1, 3, 8)[0], "temperature": 2.0, "beta": 0.3}
+LOGS = {"log_q": randn(3, 8).log_softmax(-1), "log_p": randn(1, 3, 8)[0].log_softmax(-1), "beta": 0.3}
+
+REPLACED = [
+    Replaced("rms_norm(x, weight, eps=eps)", "y", ROW),
+    Replaced("add_rms_norm(x, residual, weight)", "y, residual", ROW),
+    Replaced("layer_norm(x, weight, bias, eps=eps)", "y", ROW),
+    Replaced(
+        "group_norm(x, num_groups, weight, bias, eps=eps)", "y", {**ROW, "x": randn(2, 8, 3), "num_groups": 4}
+    ),
+    Replaced("dyt(x, alpha, weight, bias)", "y", {**ROW, "alpha": randn(1)}),
+    Replaced("poly_norm(x, weight, bias)", "y", {"x": randn(3, 8), "weight": randn(3), "bias": randn(1), "eps": 1e-6}),
+    Replaced("swiglu(gate, up)", "y", GATES),
+    Replaced("swiglu(gate_up)", "y", GATES, (1, 0)),
+    Replaced(
+        "swiglu(gate, up, gate_multiplier=gate_multiplier, multiplier=multiplier)", "y", {**GATES, **FACTORS}, (2,)
+    ),
+    Replaced("geglu(gate, up)", "y", GATES),
+    Replaced("reglu(gate, up)", "y", GATES),
+    Replaced("reglu(gate, up, squared=True)", "y", GATES, (1,)),
+    Replaced("relu2(x)", "y", ROW),
+    Replaced("gated_linear(gate, up, weight, bias)", "y", {**GATES, "weight": randn(5, 8), "bias": randn(5)}),
+    Replaced("rope(q, k, cos, sin)", "q, k", {**HEADS, "unsqueeze_dim": 1}),
+    Replaced(
+        "rope(q, k, cos, sin, unsqueeze_dim=2)", "q, k", {**HEADS, "k": randn(2, 4, 3, 8), "cos": randn(2, 4, 8),
+        "sin": randn(1, 2, 4, 8)[0], "unsqueeze_dim": 2},
+    ),
+    Replaced(
+        "rope(q, k, cos, sin, mrope_section=mrope_section)", "q, k", {**HEADS, "unsqueeze_dim": 1,
+        "mrope_section": [1, 1, 2], "cos": randn(3, 2, 5, 8), "sin": randn(1, 3, 2, 5, 8)[0]}, (1, 0),
+    ),
+    Replaced("qk_norm_rope(q, k, q_weight, k_weight, cos, sin)", "q, k", {**HEADS, "q_weight": randn(8),
+        "k_weight": randn(1, 8)[0], "q_norm": lambda q: tigon.rms_norm(q, randn(8)),
+        "k_norm": lambda k: tigon.rms_norm(k, randn(1, 8)[0])}),
+    Replaced("softmax(x, dim, scale=scale, mask=mask)", "y", SCORES),
+    Replaced("softmax(x, dim, scale=scale, mask=mask)", "y", {**SCORES, "dim": 1}),
+    Replaced("softmax(x, scale=scale, mask=mask, causal=True)", "y", SCORES, (1,)),
+    Replaced("sparsemax(x)", "y", {"x": 2 * randn(3, 8)}),
+    Replaced("cross_entropy(logits, target)", "loss", {"logits": randn(3, 8), "target": TARGET}),
+    Replaced(
+        "linear_cross_entropy(x, weight, target, bias=bias)", "loss",
+        {"x": randn(3, 8), "weight": randn(5, 8), "bias": randn(5), "target": TARGET},
+    ),
+    Replaced("kl_div(input, target, logits=True, temperature=temperature)", "loss", LOGITS),
+    Replaced("jsd(log_q, log_p, beta=beta)", "loss", LOGS),
+    Replaced("tvd(input, target)", "loss", {"input": randn(3, 8).softmax(-1), "target": randn(2, 3, 8)[1].softmax(-1)}),
+    Replaced(
+        "embedding(input, weight, padding_idx=padding_idx)", "y",
+        {"input": torch.tensor([[0, 4, 2]]), "weight": randn(5, 8), "padding_idx": 2},
+    ),
+]  # fmt: skip
+GIVEN = {"F": F, "torch": torch, "math": math, "rotate_half": rotate_half, "apply_rotary_pos_emb": apply_rotary_pos_emb}
+
+
+def blocks(name: str) -> list[str]:
+    """The code that a docstring says is replaced."""
+    replaced = (inspect.getdoc(OPERATORS[name]) or "").partition("\nReplaces")[2]
+    return [textwrap.dedent(code) for code in re.findall(r"::\n\n((?:    .*\n?|\n)+)", replaced)]
+
+
+def operator(replaced: Replaced) -> str:
+    return replaced.call.split("(")[0]
+
+
+@pytest.mark.parametrize("replaced", REPLACED, ids=str)
+def test_an_operator_agrees_with_the_code_it_replaces(replaced):
+    names = {**GIVEN, **OPERATORS, **replaced.names}
+    ours = eval(replaced.call, dict(names))
+    parts = blocks(operator(replaced))
+    for i in replaced.blocks:
+        exec(parts[i], names)
+    theirs = eval(replaced.results, names)
+    for our, their in zip(*(r if isinstance(r, tuple) else (r,) for r in (ours, theirs)), strict=True):
+        torch.testing.assert_close(our, their)
+
+
+def test_all_the_code_in_docstrings_is_run():
+    run = {(operator(r), i) for r in REPLACED for i in r.blocks}
+    assert run == {(name, i) for name in OPERATORS for i in range(len(blocks(name)))}
+    assert {name for name, _ in run} == set(OPERATORS)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_docstring_says_what_goes_in_what_comes_out_and_from_where(name):
+    doc = inspect.getdoc(OPERATORS[name]) or ""
+    for heading in ("Args:\n", "Returns: ", "Raises: ValueError "):
+        assert f"\n{heading}" in doc, heading
+    arguments = doc.partition("\nArgs:\n")[2].partition("\nReturns: ")[0]
+    described = re.findall(r"^    (\w+(?:, \w+)*): |\. (\w+): ", arguments, re.MULTILINE)
+    listed = {word for pair in described for word in re.split(", ", pair[0] or pair[1])}
+    missing = set(inspect.signature(OPERATORS[name]).parameters) - listed
+    assert not missing
+    module = inspect.getdoc(importlib.import_module(OPERATORS[name].__module__)) or ""
+    assert "Source" in module or name == "gated_linear"
