@@ -354,5 +354,8 @@ def memory_order(dense: Tensor) -> tuple[int, ...] | None:
 def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a result of x's shape, in the order of x's memory, dense along the rows."""
     if x.is_contiguous() or (x.stride(-1) == 1 and x.dim() > 1):
-        return torch.empty_like(x, dtype=dtype)
+        y = torch.empty_like(x, dtype=dtype)
+        # Of rows that overlap, such as the windows of `unfold`, torch may choose another dimension for the fastest.
+        if y.stride(-1) == 1 or y.is_contiguous():
+            return y
     return x.new_empty(x.shape, dtype=dtype)

@@ -73,6 +73,21 @@ def test_eps_keeps_a_row_of_zeros_finite(backend, device):
     torch.testing.assert_close(x.grad, torch.full_like(x, 1e3))
 
 
+def test_rows_that_overlap(backend, device):
+    """Of sliding windows torch.empty_like lays out another dimension densely than the one that the kernels write."""
+    x = torch.randn(40, device=device).unfold(0, 8, 1)[:5].requires_grad_()
+    y = tigon.rms_norm(x)
+    expected = tigon.rms_norm(x.detach().clone())
+    assert torch.equal(y, expected)
+    normed, total = tigon.add_rms_norm(x, x)
+    assert torch.equal(total, x + x)
+    assert torch.equal(normed, tigon.rms_norm(x + x))
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    dense = x.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad(tigon.rms_norm(dense).square().sum(), dense)
+    torch.testing.assert_close(dx, expected)
+
+
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     x = torch.randn(2**19 + 3, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
