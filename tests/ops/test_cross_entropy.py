@@ -310,6 +310,37 @@ def test_the_kernel_answers_a_wrong_target_with_nan(wrong, classes, weighted, de
     assert grad[others].isfinite().all()
 
 
+@pytest.mark.parametrize("classes", [50, 2500])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_targets_of_a_dtype_that_does_not_hold_ignore_index(dtype, classes, device, triton_backend):
+    """Where a tile of targets ends beyond the rows, what is filled in would count as a target."""
+    logits = torch.randn(3, classes, device=device, requires_grad=True)
+    target = torch.tensor([1, 2, 3], dtype=dtype, device=device)
+    loss, expected = tigon.cross_entropy(logits, target, ignore_index=-1000), F.cross_entropy(logits, target.long())
+    torch.testing.assert_close(loss, expected)
+    (grad,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("classes", [50, 2500])
+def test_a_row_of_the_least_number_is_uniform(classes, backend, device):
+    logits = torch.full((2, classes), torch.finfo(torch.float32).min, device=device, requires_grad=True)
+    target = torch.zeros(2, dtype=torch.long, device=device)
+    loss, expected = tigon.cross_entropy(logits, target), F.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, expected)
+    (grad,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(grad, wanted)
+
+
+def test_a_target_elsewhere_gets_a_sentence(device):
+    """A kernel that is launched without Triton's checks would read its address."""
+    target = torch.zeros(3, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="cross_entropy: target must be on the device of the logits"):
+        tigon.cross_entropy(torch.randn(3, 5, device=device), target)
+    with pytest.raises(ValueError, match="linear_cross_entropy: target must be on the device of the logits"):
+        tigon.linear_cross_entropy(torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), target)
+
+
 def test_the_checked_mode_raises(device):
     """TIGON_CHECKS=1 looks at the targets, also where that stalls the device."""
     code = (

@@ -176,6 +176,12 @@ def test_a_teacher_that_would_learn_is_refused_only_where_it_would(backend, devi
     tigon.jsd(a, b.detach(), logits=True).backward()
 
 
+def test_labels_elsewhere_get_a_sentence(device):
+    x = torch.randn(3, 5, device=device)
+    with pytest.raises(ValueError, match="kl_div: labels must be integers on"):
+        tigon.kl_div(x, x, logits=True, labels=torch.zeros(3, dtype=torch.long, device="meta"))
+
+
 @pytest.mark.gpu
 @OF_LOGITS
 def test_more_than_two_to_the_31_elements(op, device, triton_backend):

@@ -90,7 +90,7 @@ def linear_cross_entropy(
     for argument, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != compute and not autocast:
             raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
-    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index)
+    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
     budget = chunk_budget(x.device, chunk_bytes)
 
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()

@@ -50,7 +50,7 @@ def kl_div(
     Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0.
     Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
 
-    Replaces (logits=True)::
+    Replaces (logits=True, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
 
         log_q = F.log_softmax(input.float() / temperature, dim=-1)
         log_p = F.log_softmax(target.float() / temperature, dim=-1)
@@ -140,10 +140,12 @@ def _divergence(
         raise ValueError(f"{name}: target must not require a gradient, since it gets none: detach it.")
     if temperature <= 0 or (temperature != 1.0 and form != "logits"):
         raise ValueError(f"{name}: temperature must be positive, and 1 without logits=True, got {temperature}.")
-    if labels is not None and (labels.shape != input.shape[:-1] or labels.dtype.is_floating_point):
+    if labels is not None and (
+        labels.shape != input.shape[:-1] or labels.dtype.is_floating_point or labels.device != input.device
+    ):
         raise ValueError(
-            f"{name}: labels must be integers, one a row, {tuple(input.shape[:-1])}, "
-            f"got {tuple(labels.shape)} {labels.dtype}."
+            f"{name}: labels must be integers on {input.device}, one a row, {tuple(input.shape[:-1])}, "
+            f"got {tuple(labels.shape)} {labels.dtype} on {labels.device}."
         )
     options = (kind, form, beta, temperature, ignore_index)
     rows = _rows(input, target, labels, *options) if use_triton(input, target) else None

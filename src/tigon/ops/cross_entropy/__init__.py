@@ -111,7 +111,7 @@ def cross_entropy(
     check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
-    check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index)
+    check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
     if weight is not None:
         _check_weight(weight, logits)
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
@@ -133,6 +133,7 @@ def _composed(
     details: bool, *options: Any,
 ) -> Tensor | CrossEntropyDetails:  # fmt: skip
     """The operator in plain PyTorch."""
+    target = target.long()
     rows, z_rows = loss_and_z_reference(logits, target, weight, *options)
     valid = target != options[0]
     over: Tensor | float = 1.0
@@ -179,13 +180,18 @@ def check_options(
         raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
 
 
-def check_target(name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int) -> None:
+def check_target(
+    name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int, device: torch.device
+) -> None:
     if target.shape != shape:
         raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
     if target.dtype.is_floating_point or target.dtype == torch.bool:
         raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
+    if target.device != device:  # a kernel would read a host address
+        raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
     # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
     if (CHECKS or target.device.type == "cpu") and not torch.compiler.is_compiling() and target.numel():
+        target = target.long()  # torch compares a uint8 with what 300 is in uint8
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             value = int(target[wrong].flatten()[0])

@@ -9,6 +9,7 @@ from tigon.backend import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
 # Numbers at the head of the statistics, 16 bytes, that the reduction leaves for the backward pass.
 HEAD = tl.constexpr(4)
@@ -58,8 +59,8 @@ def _row_sums(
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf.
-    top = tl.full((BLOCK,), -1e30, tl.float32)
+    # A finite start: a lane that has seen only -inf must not compute inf - inf. The least number, since masks hold it.
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
     sum_w = tl.zeros((BLOCK,), tl.float32)
@@ -191,7 +192,7 @@ def _cross_entropy_narrow_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     inside = rows < M
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
-    counts = target != ignore_index
+    counts = inside & (target != ignore_index)  # an ignore_index that the dtype does not hold is no `other`
     mask = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     z = x
@@ -200,7 +201,7 @@ def _cross_entropy_narrow_fwd_kernel(
         z, _ = _cap(x, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
         k = LOG2E
-    top = tl.maximum(tl.max(z, 1), -1e30)
+    top = tl.maximum(tl.max(z, 1), LOWEST)
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
     hit = cols[None, :] == target[:, None]
@@ -265,7 +266,7 @@ def _reduce_kernel(
                 z += tl.load(z_ptr + rows, mask=mask, other=0.0)
             if COUNT:
                 target = tl.load(target_ptr + rows, mask=mask, other=ignore_index)
-                counts = target != ignore_index
+                counts = mask & (target != ignore_index)
                 count += counts.to(tl.int32)
                 if weight_ptr is not None:
                     valid = counts & (target >= 0) & (target < V)
