@@ -49,6 +49,16 @@ def test_rows_never_seen_are_zero(backend, device):
     assert grad[[0, 2, 3, 4, 5, 7, 8]].abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_narrow_ids(dtype, backend, device):
+    weight = torch.randn(300, 8, device=device, requires_grad=True)
+    ids = torch.tensor([[3, 100, 3]], dtype=dtype, device=device)
+    y, expected = embedding(ids, weight, padding_idx=-200), F.embedding(ids.long(), weight, -200)
+    assert torch.equal(y, expected)
+    (dw,), (wanted,) = torch.autograd.grad(y.sum(), weight), torch.autograd.grad(expected.sum(), weight)
+    torch.testing.assert_close(dw, wanted)
+
+
 @pytest.mark.parametrize("wrong", [9, -1, 2**40])
 def test_the_kernels_answer_a_wrong_id_with_nan(wrong, device, triton_backend):
     """Nothing out of bounds is read or written: its row is NaN, its gradient goes nowhere."""

@@ -49,9 +49,10 @@ def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
     # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
     looks = input.device.type == "cpu" or CHECKS
     if looks and not torch.compiler.is_compiling() and input.numel():
-        wrong = (input < 0) | (input >= V)
+        ids = input.long()  # torch compares a uint8 with what 300 is in uint8
+        wrong = (ids < 0) | (ids >= V)
         if wrong.any():
-            raise ValueError(f"embedding: input must lie in [0, {V}), got {int(input[wrong].flatten()[0])}.")
+            raise ValueError(f"embedding: input must lie in [0, {V}), got {int(ids[wrong].flatten()[0])}.")
     if not use_triton(weight):
         return embedding_reference(input, weight, padding_idx=padding_idx)
     return _embedding(weight, input, -1 if padding_idx is None else padding_idx % V)
