@@ -96,3 +96,18 @@ def test_a_gradient_of_one_side_alone(inputs, side, backend, device):
     for i in (side, side + 2):
         assert torch.equal(one[i], both[i])
     assert all(one[i] is None or not one[i].any() for i in (1 - side, 3 - side))
+
+
+def test_heads_two_to_the_31_elements_apart(inputs, device, triton_backend):
+    """As in one sequence of 512k tokens, stored head by head. On a CPU memory that nobody touches costs nothing."""
+
+    def far(x):
+        strides = 0, 2**30, 16, 1
+        return torch.empty(2**31 + 192, dtype=x.dtype, device=device).as_strided(x.shape, strides).copy_(x)
+
+    _, k, *weights, cos, sin = (t.bfloat16() for t in inputs)
+    q, dy = torch.randn(2, 1, 3, 6, 16, device=device).bfloat16()
+    near, apart = q.clone().requires_grad_(), far(q).requires_grad_()
+    expected, y = (qk_norm_rope(x, k[:1], *weights, cos[:1], sin[:1])[0] for x in (near, apart))
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y, apart, far(dy))[0], torch.autograd.grad(expected, near, dy)[0])

@@ -214,3 +214,17 @@ def test_neighbours_as_families_rotate_them(qk, family, width, backend, device):
     expected = module.apply_rotary_pos_emb(*qk, *(repeated if family == "cohere" else (cos, sin)))
     for a, b in zip(tigon.rope(*qk, *repeated, interleaved=True), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_heads_two_to_the_31_elements_apart(device, triton_backend):
+    """As in one sequence of 512k tokens, stored head by head. On a CPU memory that nobody touches costs nothing."""
+
+    def far(x):
+        return torch.empty(2**31 + 32, dtype=x.dtype, device=device).as_strided(x.shape, (0, 2**30, 16, 1)).copy_(x)
+
+    q, dy = torch.randn(2, 1, 3, 2, 16, device=device).bfloat16()
+    cos, sin = angles(2, 16, device)
+    near, apart = q.clone().requires_grad_(), far(q).requires_grad_()
+    expected, y = (tigon.rope(x, None, cos.bfloat16(), sin.bfloat16()) for x in (near, apart))
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y, apart, far(dy))[0], torch.autograd.grad(expected, near, dy)[0])

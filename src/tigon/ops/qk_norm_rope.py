@@ -29,6 +29,7 @@ from tigon.ops.rms_norm import CASTS
 from tigon.ops.rope import (
     angle_strides,
     check_rotary,
+    far_apart,
     like,
     load_pairs,
     rope_reference,
@@ -125,7 +126,7 @@ def _qk_norm_rope_fwd_kernel(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D, eps, offset,
     stride_cb, stride_ct, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, FAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     # A flat grid over (tokens, heads of q then of k).
@@ -135,6 +136,9 @@ def _qk_norm_rope_fwd_kernel(
     is_q = block < blocks_q
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
+    far = h
+    if FAR:
+        far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     # int64: a batch of 2**31 elements is 512k tokens of 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
@@ -143,8 +147,8 @@ def _qk_norm_rope_fwd_kernel(
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
-    x_at = x_ptr + (x_token[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
-    y_at = y_ptr + (y_token[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
+    x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
+    y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
     here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
 
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
@@ -185,7 +189,7 @@ def _bwd_heads(
     dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, T, heads, D, eps, offset, stride_cb, stride_ct,
     stride_dyb, stride_dyt, stride_dyh, stride_xb, stride_xt, stride_xh, stride_dxb, stride_dxt, stride_dxh,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, NEED_DW: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    FAR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of all heads of q, or of k, tile by tile; this program's share of dW stays in registers until the last."""
@@ -203,11 +207,14 @@ def _bwd_heads(
     blocks = tl.cdiv(heads, BLOCK_H)
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * blocks, tl.num_programs(0), num_stages=STAGES):
         h = tile % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+        far = h
+        if FAR:
+            far = h.to(tl.int64)
         token = tile // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
         b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
         here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
-        x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + h[None, :] * stride_xh)[:, :, None]
-        dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + h[None, :] * stride_dyh)[:, :, None]
+        x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + far[None, :] * stride_xh)[:, :, None]
+        dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + far[None, :] * stride_dyh)[:, :, None]
         x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         dy1, dy2 = load_pairs(dy_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
@@ -232,7 +239,7 @@ def _bwd_heads(
                 dw3 += dn3 * _hat(x3, rstd, dtype, ROUND)
         if dx_ptr is not None:
             mean = products[:, :, None] * rstd / D
-            dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + h[None, :] * stride_dxh)[:, :, None]
+            dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + far[None, :] * stride_dxh)[:, :, None]
             dx1, dx2 = (g1 - x1 * rstd * mean) * rstd, (g2 - x2 * rstd * mean) * rstd
             store_pairs(dx_at, here, dx1, dx2, HALF, BLOCK_R, INTERLEAVED)
             if BLOCK_REST > 0:
@@ -257,7 +264,7 @@ def _qk_norm_rope_bwd_kernel(
     stride_dyqb, stride_dyqt, stride_dyqh, stride_qb, stride_qt, stride_qh, stride_dqb, stride_dqt, stride_dqh,
     stride_dykb, stride_dykt, stride_dykh, stride_kb, stride_kt, stride_kh, stride_dkb, stride_dkt, stride_dkh,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, NEED_DWQ: tl.constexpr, NEED_DWK: tl.constexpr,
-    BLOCK_TQ: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_TK: tl.constexpr, BLOCK_HK: tl.constexpr,
+    FAR: tl.constexpr, BLOCK_TQ: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_TK: tl.constexpr, BLOCK_HK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks over tiles of q, then over tiles of k, and adds up dW of one at a time.
@@ -268,7 +275,7 @@ def _qk_norm_rope_bwd_kernel(
             dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dw_ptr, tokens, T, heads_q, D, eps, offset,
             stride_cb, stride_ct, stride_dyqb, stride_dyqt, stride_dyqh, stride_qb, stride_qt, stride_qh,
             stride_dqb, stride_dqt, stride_dqh,
-            HALF, INTERLEAVED, ROUND, NEED_DWQ, BLOCK_TQ, BLOCK_HQ, BLOCK_R, BLOCK_REST, STAGES,
+            HALF, INTERLEAVED, ROUND, NEED_DWQ, FAR, BLOCK_TQ, BLOCK_HQ, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
     if dyk_ptr is not None:
         if NEED_DWQ:
@@ -277,7 +284,7 @@ def _qk_norm_rope_bwd_kernel(
             dyk_ptr, k_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dw_ptr, tokens, T, heads_k, D, eps, offset,
             stride_cb, stride_ct, stride_dykb, stride_dykt, stride_dykh, stride_kb, stride_kt, stride_kh,
             stride_dkb, stride_dkt, stride_dkh,
-            HALF, INTERLEAVED, ROUND, NEED_DWK, BLOCK_TK, BLOCK_HK, BLOCK_R, BLOCK_REST, STAGES,
+            HALF, INTERLEAVED, ROUND, NEED_DWK, FAR, BLOCK_TK, BLOCK_HK, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
 
 
@@ -335,7 +342,8 @@ def _qk_norm_rope_fwd(
         arguments = (
             tokens, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
             *(s for x in (q, k, yq, yk) for s in _strides(x, unsqueeze_dim)),
-            R // 2, interleaved, rounded, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
+            R // 2, interleaved, rounded, far_apart(unsqueeze_dim, q, k, yq, yk),
+            block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
         )  # fmt: skip
         return cdiv(tokens, block_t) * sum(cdiv(h, block_h) for h in heads), arguments, {"num_warps": warps}
 
@@ -397,7 +405,8 @@ def _qk_norm_rope_bwd(
         arguments = (
             q.shape[0] * time, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
             *(s for x in (dyq, q, outputs[0], dyk, k, outputs[1]) for s in _strides(x, unsqueeze_dim)),
-            half, interleaved, rounded, need_dwq, need_dwk, *(n for h in blocks_h for n in (rows // h, h)),
+            half, interleaved, rounded, need_dwq, need_dwk, far_apart(unsqueeze_dim, dyq, q, dyk, k, *outputs),
+            *(n for h in blocks_h for n in (rows // h, h)),
             next_power_of_2(max(1, half)), next_power_of_2(rest) if rest else 0, stages,
         )  # fmt: skip
         return programs, arguments, {"num_warps": warps}

@@ -216,7 +216,7 @@ def _rope_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_yqb, stride_yqt, stride_yqh, stride_ykb, stride_ykt, stride_ykh,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, NATIVE: tl.constexpr,
-    INVERSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    INVERSE: tl.constexpr, FAR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     # A flat grid over (tokens, heads of q then of k): small independent pieces, whose angles come from the L1 cache.
@@ -226,6 +226,9 @@ def _rope_kernel(
     is_q = block < blocks_q
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
+    far = h
+    if FAR:
+        far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     # int64: a batch of 2**31 elements is 512k tokens of 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
@@ -239,8 +242,8 @@ def _rope_kernel(
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
-    x_at = x_ptr + (x_token[:, None] + h[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
-    y_at = y_ptr + (y_token[:, None] + h[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
+    x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
+    y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
     here = (known & (h < heads)[None, :])[:, :, None]
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     if NATIVE:
@@ -316,13 +319,20 @@ def _rope_launch(
         block_t, block_h, block_r, warps = _tile(R // 2, max(heads))
         arguments = (
             tokens, q.shape[time_dim], *heads, D, *angle_strides(cos), *strides, R // 2, interleaved, second, third,
-            native, inverse, block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
+            native, inverse, far_apart(unsqueeze_dim, q, k_or_q, yq, yk_or_yq),
+            block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
         )  # fmt: skip
         grid = cdiv(tokens, block_t) * sum(cdiv(h, block_h) for h in heads)
         return grid, arguments, {"num_warps": warps, "enable_fp_fusion": not native}
 
     launch(_rope_kernel, key, (q, k_or_q, cos, sin, yq, yk_or_yq), plan)
     return yq, yk
+
+
+def far_apart(unsqueeze_dim: int, *tensors: Tensor | None) -> bool:
+    """Whether a head may begin 2³¹ elements behind the first, as the 33rd does of 512k tokens, stored head by head.
+    Only then are their offsets computed in 64 bits, which takes registers."""
+    return any(x is not None and x.shape[unsqueeze_dim] * x.stride(unsqueeze_dim) >= 2**31 for x in tensors)
 
 
 def unit_stride(x: Tensor) -> Tensor:
