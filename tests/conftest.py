@@ -41,8 +41,22 @@ def _round_to_bf16_as_gpus_do() -> None:
     interpreter._convert_float = convert_float
 
 
+def _call_functions_cheaply() -> None:
+    """The interpreter goes through all of triton.language at each call of a function by a kernel: once is enough."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def call(self, *args, **kwargs):
+        if core.is_builtin(core.load):  # a function of triton.language.standard looks there for its builtins
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 if backend_module.INTERPRET and HAS_TRITON:
     _round_to_bf16_as_gpus_do()
+    _call_functions_cheaply()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+import tigon.backend as backend_module
 
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
@@ -360,11 +361,11 @@ class LibraryCalls(TorchDispatchMode):
 
 def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]:
     """The torch.ops.tigon calls that an op makes under compile, recorded without compiling."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     inputs = op.draw(case, dtype, device)
-    with LibraryCalls() as recorded:
-        run(op, inputs, case.options)
-    monkeypatch.undo()
+    seed = None if device.type == "meta" else 0
+    with monkeypatch.context() as patched, LibraryCalls() as recorded:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        evaluate(op.public, inputs, case.options, grad=op.differentiable(inputs), seed=seed)
     return recorded.calls
 
 
@@ -372,6 +373,8 @@ def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]
 def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, monkeypatch):
     calls = library_calls(op, case, torch.bfloat16, device, monkeypatch)
     assert calls, "nothing of this call goes through a library op"
+    # Statistics have places that only some options use. opcheck compares two runs, and what lies there is left over.
+    monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
     for func, args in calls:
         differentiable = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
 
@@ -379,22 +382,23 @@ def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, mo
             return t.detach().clone().requires_grad_(differentiable and t.is_floating_point())
 
         args = tuple(leaf(a) if isinstance(a, Tensor) else a for a in args)
-        utils = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-        torch.library.opcheck(func, args, test_utils=(*utils, *["test_autograd_registration"] * differentiable))
+        utils = ["test_schema", "test_faketensor"]
+        if math.prod(case.shape) < 10000:  # it runs the op eight times, and what it looks for does not depend on sizes
+            utils += ["test_aot_dispatch_dynamic", *["test_autograd_registration"] * differentiable]
+        torch.library.opcheck(func, args, test_utils=utils)
 
 
-def test_every_library_op_is_in_the_table(device, triton_backend, monkeypatch):
+def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
+    monkeypatch.setattr(backend_module, "why_not_triton", lambda *tensors: None)  # of tensors without numbers
     called = set()
     for op in OPS:
         names = {
             func.name().removeprefix("tigon::")
             for case in op.cases
-            for func, _ in library_calls(op, case, torch.float32, device, monkeypatch)
+            for func, _ in library_calls(op, case, torch.float32, torch.device("meta"), monkeypatch)
         }
         assert names == set(op.launches), f"{op} calls {sorted(names)}"
         called |= names
-        with contextlib.suppress(AttributeError):
-            monkeypatch.undo()
     registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
     assert called == registered
 

@@ -29,14 +29,14 @@ def test_infinite_and_nan(backend, device):
 
 
 # A row of many tiles, one that is no power of two, a tile of many rows, the least.
-@pytest.mark.parametrize("shape", [(2, 70001), (3, 300), (40, 3), (1, 1)])
+@pytest.mark.parametrize("shape", [(2, 9001), (3, 300), (40, 3), (1, 1)])
 def test_any_width(shape, device, triton_backend):
     def inputs(generator):
         x = torch.randn(shape, generator=generator)
         w, b = (torch.randn(shape[1], generator=generator) for _ in range(2))
         return tuple(t.to(device) for t in (x, torch.full((1,), 0.5), w, b))
 
-    # The gradient of alpha is one number a draw, what is left of 140,002 that cancel: eager's error is luck.
+    # The gradient of alpha is one number a draw, what is left of 18,002 that cancel: eager's error is luck.
     check(tigon.dyt, dyt_reference, inputs, draws=16 if shape[1] < 1000 else 4, roundings=16)
 
 

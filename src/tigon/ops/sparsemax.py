@@ -54,7 +54,7 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
         return x.clone()
     z = z - z.amax(-1, keepdim=True).detach()  # the projection does not see it, and sums of smaller numbers are exacter
     ordered = z.detach().sort(-1, descending=True).values
-    k = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    k = torch.ones_like(ordered).cumsum(-1)  # an arange, but a DTensor where x is one
     # At least one: a row of NaN has none.
     size = (k * ordered > ordered.cumsum(-1) - 1).sum(-1, keepdim=True).clamp(min=1)
     support = z >= ordered.gather(-1, size - 1)
