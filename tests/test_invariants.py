@@ -507,6 +507,79 @@ def test_functional_call(op: Op, backend, device):
         assert torch.equal(a, b)
 
 
+@EVERY_OP
+def test_anomaly_mode(op: Op, backend, device):
+    """It changes no bit, and finds the backward pass that a NaN comes from."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    plain = run(op, inputs, case.options)
+    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same_bits(run(op, inputs, case.options), plain, "anomaly mode")
+        results = op.public(*leaves, **case.options)
+        result = results[0] if isinstance(results, tuple) else results
+        with (
+            pytest.raises(RuntimeError, match=r"Function '\w+Backward\w*' returned nan values in its \d+th output"),
+            pytest.warns(UserWarning, match="Traceback of forward call that caused the error"),
+        ):
+            result.backward(torch.full_like(result, torch.nan))
+
+
+@pytest.fixture
+def mesh(device):
+    """A mesh of this process alone, which needs no network."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "rows-sharded"])
+@EVERY_OP
+def test_dtensors_are_right_or_refused(op: Op, sharded: bool, device, mesh):
+    """torch's own operations serve them: a kernel would take the local part for the whole."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+    rows = op.rows(case, inputs) if sharded else [None] * len(inputs)
+    wanted = op.differentiable(inputs)
+
+    def distribute(t: Tensor, dim: int | None = None) -> DTensor:
+        return distribute_tensor(t, mesh, [Replicate() if dim is None else Shard(dim)])
+
+    def outputs(distributed: bool) -> list[Tensor]:
+        leaves = [
+            distribute(t, dim) if distributed and isinstance(t, Tensor) else t
+            for t, dim in zip(inputs, rows, strict=True)
+        ]
+        leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(leaves)]
+        results = op.public(*leaves, **case.options)
+        results = results if isinstance(results, tuple) else (results,)
+        upstream = [torch.linspace(-1, 1, r.numel(), device=device).view(r.shape) for r in results]
+        grads = torch.autograd.grad(
+            results, [leaves[i] for i in wanted], [distribute(u) for u in upstream] if distributed else upstream
+        )
+        assert all(isinstance(t, DTensor) == distributed for t in (*results, *grads))
+        return [t.full_tensor() if distributed else t for t in (*results, *grads)]
+
+    if op.dtensor == "refused":
+        with pytest.raises(ValueError, match=rf"{op}: \w+ must be a plain tensor, got a DTensor"):
+            outputs(True)
+        return
+    for got, expected in zip(outputs(True), outputs(False), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    if backend_module.HAS_TRITON:
+        with (
+            tigon.use_backend("triton"),
+            pytest.raises(RuntimeError, match=r"triton backend was forced, but .*not DTensor"),
+        ):
+            outputs(True)
+
+
 @pytest.mark.parametrize(("op", "bad"), [pytest.param(o, b, id=f"{o}-{i}") for o in OPS for i, b in enumerate(o.bad)])
 def test_bad_input_gets_a_sentence(op: Op, bad, device):
     if bad.looks and device.type == "cuda":

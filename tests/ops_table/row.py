@@ -68,6 +68,8 @@ class Op:
     spills: int = 0
     # Roundings of fp32 allowed besides twice eager's error (numerics.py).
     roundings: int = FP32_ROUNDINGS
+    # What becomes of DTensors: "right" results, of torch's own operations on them, or "refused" with a sentence.
+    dtensor: str = "right"
     # Whether it runs matrix products: autocast changes those, and a GPU's library picks their algorithm by the strides.
     products: bool = False
 
@@ -85,6 +87,15 @@ class Op:
         """The positions of the inputs that can get a gradient."""
         floats = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
         return [i for i in floats if i not in self.fixed]
+
+    def rows(self, case: Case, inputs: Inputs) -> list[int | None]:
+        """Which dimension of each input the varying number of rows is; None where it is in none."""
+        longer = Case(case.why, (case.shape[0] + 1, *case.shape[1:]), case.options, case.inputs)
+        drawn = self.draw(longer, torch.float32, torch.device("cpu"))
+        return [
+            next((d for d in range(t.dim()) if t.shape[d] != other.shape[d]), None) if isinstance(t, Tensor) else None
+            for t, other in zip(inputs, drawn, strict=True)
+        ]
 
     @property
     def typical(self) -> Case:
