@@ -188,3 +188,35 @@ def test_norms_take_the_parameters_of_torchs(ours, theirs, device):
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours(x), theirs(x))
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **to: nn.RMSNorm(20, offset=1.0, **to),
+        lambda **to: nn.RMSNorm(20, elementwise_affine=False, **to),
+        lambda **to: nn.LayerNorm(20, **to),
+        lambda **to: nn.LayerNorm(20, bias=False, **to),
+        lambda **to: nn.GroupNorm(2, 20, **to),
+        lambda **to: nn.DyT(20, **to),
+        lambda **to: nn.PolyNorm(**to),
+        lambda **to: nn.Embedding(9, 20, padding_idx=3, **to),
+    ],
+)
+def test_parameters_made_on_meta_start_as_others_do(make, device):
+    """FSDP makes modules on the meta device, gives them memory, and calls reset_parameters."""
+    late = make(device="meta").to_empty(device=device)
+    for parameter in late.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(0)
+    late.reset_parameters()
+    torch.manual_seed(0)
+    for parameter, expected in zip(late.parameters(), make(device=device).parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize("module", [nn.RMSNorm, nn.LayerNorm, nn.DyT])
+def test_normalized_shape_as_torch_takes_it(module):
+    assert module((20,)).weight.shape == module(20).weight.shape == (20,)
+    with pytest.raises(ValueError, match=r"normalized_shape must name the last dimension alone, got \(4, 5\)"):
+        module((4, 5))

@@ -6,7 +6,7 @@ Parameters start as the counterpart's do. There are no modules for `rope`, `qk_n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsInt
 
 import torch
@@ -27,18 +27,25 @@ from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
 
 
+def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
+    sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if len(sizes) != 1:
+        raise ValueError(f"{name}: normalized_shape must name the last dimension alone, got {sizes}.")
+    return sizes[0]
+
+
 class RMSNorm(torch.nn.Module):
     """`tigon.rms_norm` with a weight of its own.
 
     Args:
-        normalized_shape: width N of the last dimension.
+        normalized_shape: width N of the last dimension, as N or (N,).
         eps, offset, cast: as in `tigon.rms_norm`. With offset=1.0 the weight starts at zero, as Gemma stores it.
         elementwise_affine: False for no weight.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
         elementwise_affine: bool = True,
         *,
@@ -49,8 +56,13 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.offset, self.cast = eps, offset, cast
-        start = torch.full((normalized_shape,), 1.0 - offset, device=device, dtype=dtype)
-        self.weight = torch.nn.Parameter(start) if elementwise_affine else None
+        empty = torch.empty(_width("RMSNorm", normalized_shape), device=device, dtype=dtype)
+        self.weight = torch.nn.Parameter(empty) if elementwise_affine else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            torch.nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast=self.cast)
@@ -64,14 +76,14 @@ class LayerNorm(torch.nn.Module):
     """`tigon.layer_norm` with parameters of its own, in place of `torch.nn.LayerNorm` over the last dimension.
 
     Args:
-        normalized_shape: width N of the last dimension.
+        normalized_shape: width N of the last dimension, as N or (N,).
         eps: as in `tigon.layer_norm`.
         elementwise_affine: False for neither weight nor bias. bias: False for no bias.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
@@ -80,10 +92,17 @@ class LayerNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.normalized_shape, self.eps = normalized_shape, eps
-        ones = torch.ones(normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
-        self.weight = None if ones is None else torch.nn.Parameter(ones)
-        self.bias = None if ones is None or not bias else torch.nn.Parameter(torch.zeros_like(ones))
+        self.normalized_shape, self.eps = _width("LayerNorm", normalized_shape), eps
+        empty = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine else None
+        self.weight = None if empty is None else torch.nn.Parameter(empty)
+        self.bias = None if empty is None or not bias else torch.nn.Parameter(torch.empty_like(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
@@ -116,9 +135,16 @@ class GroupNorm(torch.nn.Module):
         if num_groups < 1 or num_channels % num_groups:
             raise ValueError(f"GroupNorm: num_groups must divide num_channels={num_channels}, got {num_groups}.")
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
-        ones = torch.ones(num_channels, device=device, dtype=dtype) if affine else None
-        self.weight = None if ones is None else torch.nn.Parameter(ones)
-        self.bias = None if ones is None else torch.nn.Parameter(torch.zeros_like(ones))
+        empty = torch.empty(num_channels, device=device, dtype=dtype) if affine else None
+        self.weight = None if empty is None else torch.nn.Parameter(empty)
+        self.bias = None if empty is None else torch.nn.Parameter(torch.empty_like(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, eps=self.eps)
@@ -131,14 +157,14 @@ class DyT(torch.nn.Module):
     """`tigon.dyt` with parameters of its own: weight · tanh(alpha · x) + bias, in a norm's place.
 
     Args:
-        normalized_shape: width N of the last dimension.
+        normalized_shape: width N of the last dimension, as N or (N,).
         init_alpha: what alpha starts at; weight starts at one, bias at zero.
         bias: False for no bias.
     """
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         init_alpha: float = 0.5,
         bias: bool = True,
         *,
@@ -148,8 +174,9 @@ class DyT(torch.nn.Module):
         super().__init__()
         self.init_alpha = init_alpha
         self.alpha = torch.nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.weight = torch.nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
-        empty = torch.empty(normalized_shape, device=device, dtype=dtype) if bias else None
+        width = _width("DyT", normalized_shape)
+        self.weight = torch.nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        empty = torch.empty(width, device=device, dtype=dtype) if bias else None
         self.bias = None if empty is None else torch.nn.Parameter(empty)
         self.reset_parameters()
 
@@ -292,10 +319,13 @@ class Embedding(torch.nn.Module):
         super().__init__()
         self.padding_idx = padding_idx
         self.weight = torch.nn.Parameter(torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         torch.nn.init.normal_(self.weight)
-        if padding_idx is not None:
+        if self.padding_idx is not None:
             with torch.no_grad():
-                self.weight[padding_idx] = 0
+                self.weight[self.padding_idx] = 0
 
     def forward(self, input: Tensor) -> Tensor:
         return embedding(input, self.weight, padding_idx=self.padding_idx)
