@@ -106,6 +106,16 @@ def test_backward_runs_on_the_backend_of_its_forward(device):
     assert torch.equal(got, expected)
 
 
+@needs_triton
+def test_the_graph_names_the_operator(device):
+    """What grad_fn prints and a profiler shows."""
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    with use_backend("triton"):
+        assert tigon.rms_norm(x).grad_fn.name() == "RmsNormBackward"
+        assert tigon.add_rms_norm(x, x)[1].grad_fn.name() == "AddRmsNormBackward"
+        assert tigon.softmax(x).grad_fn.name() == "SoftmaxBackward"
+
+
 @pytest.mark.gpu
 def test_a_cpu_tensor_among_cuda_ones_is_refused(device):
     with use_backend("triton"), pytest.raises(RuntimeError, match="devices"):

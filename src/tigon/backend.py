@@ -218,7 +218,10 @@ def differentiable(
             # Differentiating the backward itself raises a sentence; saying so costs 5 µs, and only then is there need.
             return once(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
 
-    Eager.__name__ = Eager.__qualname__ = "".join(part.title() for part in launch.__name__.split("_"))
+    # The node in the graph, which profilers show and grad_fn prints: RmsNormBackward.
+    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
+    Eager.__name__ = Eager.__qualname__ = "".join(part.title() for part in name.split("_"))
+    Eager._backward_cls.__name__ = f"{Eager.__name__}Backward"  # type: ignore[attr-defined]
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
     # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
     bare_apply = super(torch.autograd.Function, Eager).apply
