@@ -155,6 +155,11 @@ CROSS_ENTROPY = Op(
     fixed=(2,),
     # Gathers of class weights and the reduction of rows are narrow; test_cross_entropy.py looks at the others.
     wide_loads=False,
+    large=(
+        Case("a row a program", (1000, 4096), {"reduction": "none"}),
+        Case("rows share tiles", (10000, 100), {"reduction": "none", "details": True}),
+        Case("weights", (100, 40000), {**_EVERY_OPTION, "reduction": "none", "details": True}, {"weighted": True}),
+    ),
 )
 
 
@@ -221,4 +226,5 @@ LINEAR_CROSS_ENTROPY = Op(
     ),
     dtensor="refused",  # products in chunks of local rows would need collectives of their own
     products=True,
+    large=(Case("several chunks", (1000, 1024, 60), {"reduction": "none", "chunk_bytes": 2**26}),),
 )

@@ -131,6 +131,12 @@ def _cases(typical: dict[str, Any] | None = None) -> tuple[Case, ...]:
     )
 
 
+_LARGE = (
+    Case("logits", (1000, 4096), {"logits": True, "reduction": "rows"}, {**_GIVEN, "labels": True}),
+    Case("beyond one block", (100, 40000), {"reduction": "rows"}),
+)
+
+
 KL_DIV = Op(
     name="kl_div",
     public=_public(kl_div),
@@ -156,6 +162,7 @@ KL_DIV = Op(
         Case("probabilities", (4096, 128256), {"log_target": False}, {"forms": ("log", "probabilities")}),
     ),
     fixed=(1,),
+    large=_LARGE,
 )
 JSD = Op(
     name="jsd",
@@ -180,6 +187,7 @@ JSD = Op(
         *(Case(f"reverse, {c.why}", c.shape, {**c.options, "beta": 1.0}, c.inputs) for c in _MODELS[:2]),
     ),
     fixed=(1,),
+    large=_LARGE,
 )
 TVD = Op(
     name="tvd",
@@ -193,4 +201,5 @@ TVD = Op(
     launches=("divergence_fwd", "divergence_bwd"),
     models=_MODELS,
     fixed=(1,),
+    large=_LARGE,
 )

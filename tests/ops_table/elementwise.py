@@ -63,6 +63,10 @@ DYT = Op(
         Case("alpha alone", (32768, 4096), {}, {"weight": False, "bias": False}),
         Case("fp32 parameters", (32768, 4096), {}, {"parameter_dtype": torch.float32}),
     ),
+    large=(
+        Case("several blocks", (1000, 4096), {}, {"parameter_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+    ),
 )
 
 
@@ -119,5 +123,10 @@ POLY_NORM = Op(
         Case("narrow", (262144, 96)),
         Case("beyond one tile", (4096, 32768)),
         Case("fp32 parameters", (32768, 4096), {}, {"parameter_dtype": torch.float32}),
+    ),
+    large=(
+        Case("a row a tile", (1000, 4096), {}, {"parameter_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+        Case("beyond one tile", (100, 20000)),
     ),
 )

@@ -56,4 +56,5 @@ EMBEDDING = Op(
     ),
     # Sorted ids and the bounds of runs are looked up one by one; test_embedding.py looks at the rows.
     wide_loads=False,
+    large=(Case("long runs", (1000, 300, 4096)), Case("several rows a program", (1000, 20000, 64))),
 )

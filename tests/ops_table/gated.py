@@ -93,6 +93,11 @@ SWIGLU = Op(
     bad=_bad_gated("swiglu"),
     launches=("gated_fwd", "gated_bwd"),
     models=_SWIGLU_MODELS,
+    large=(
+        Case("flat", (1000, 4096)),
+        Case("packed", (1000, 4096), {}, {"packed": True}),
+        Case("packed, odd", (1000, 3001), {}, {"packed": True}),
+    ),
 )
 GEGLU = Op(
     name="geglu",
@@ -110,6 +115,7 @@ GEGLU = Op(
     ),
     launches=("gated_fwd", "gated_bwd"),
     models=(*_GATED_MODELS, Case("erf", (16384, 14336), {"approximate": "none"})),
+    large=(Case("flat", (1000, 4096)), Case("packed", (1000, 4096), {}, {"packed": True})),
 )
 REGLU = Op(
     name="reglu",
@@ -130,6 +136,7 @@ REGLU = Op(
     bad=_bad_gated("reglu"),
     launches=("gated_fwd", "gated_bwd"),
     models=(Case("Llama-3-8B", (16384, 14336)), Case("BitNet b1.58 2B4T", (16384, 6912), {"squared": True})),
+    large=(Case("flat", (1000, 4096)), Case("packed", (1000, 4096), {}, {"packed": True})),
 )
 RELU2 = Op(
     name="relu2",
@@ -147,6 +154,7 @@ RELU2 = Op(
     bad=(Bad(lambda: (torch.ones(2, dtype=torch.int32),), r"relu2: x must have a float dtype, got torch.int32"),),
     launches=("relu2_fwd", "relu2_bwd"),
     models=(Case("Nemotron-4-15B", (16384, 24576)),),
+    large=(Case("flat", (1000, 4096)),),
 )
 
 
@@ -204,4 +212,5 @@ GATED_LINEAR = Op(
         Case("packed, Phi-3", (16384, 8192, 3072), {}, {"packed": True}),
     ),
     products=True,
+    large=(Case("flat", (1000, 4096, 16)), Case("packed", (1000, 4096, 16), {}, {"packed": True})),
 )

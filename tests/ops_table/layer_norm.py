@@ -74,6 +74,12 @@ LAYER_NORM = Op(
         Case("neither", (32768, 4096), {}, {"weight": False, "bias": False}),
         Case("beyond one tile", (4096, 32768)),
     ),
+    large=(
+        Case("a row a tile", (1000, 4096), {}, {"weight_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+        Case("rows from the cache", (200, 12000)),
+        Case("beyond one tile", (100, 20000)),
+    ),
 )
 
 
@@ -133,5 +139,9 @@ GROUP_NORM = Op(
         Case("few slabs, its decoder", (1, 128, 1024, 1024), {}, {"groups": 32}),
         Case("one group", (4, 320, 64, 64), {}, {"groups": 1}),
         Case("neither", (8, 320, 64, 64), {}, {"groups": 32, "weight": False, "bias": False}),
+    ),
+    large=(
+        Case("a slab a program", (35, 64, 1000), {}, {"groups": 4, "weight_dtype": torch.float32}),
+        Case("no space", (1000, 4096), {}, {"groups": 4}),
     ),
 )

@@ -77,6 +77,11 @@ RMS_NORM = Op(
         Case("no weight", (32768, 4096), {}, {"weight": False}),
         Case("beyond one tile", (4096, 32768)),
     ),
+    large=(
+        Case("a row a tile", (1000, 4096), _GEMMA, {"weight_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+        Case("beyond one tile", (100, 20000)),
+    ),
 )
 
 
@@ -129,5 +134,10 @@ ADD_RMS_NORM = Op(
         Case("Gemma-2-2B", (16384, 2304), _GEMMA),
         Case("fp32 residual", (32768, 4096), {"cast": "none"}, {"residual_dtype": torch.float32}),
         Case("beyond one tile", (4096, 32768)),
+    ),
+    large=(
+        Case("a row a tile", (1000, 4096), _GEMMA, {"weight_dtype": torch.float32}),
+        Case("rows share tiles", (10000, 100)),
+        Case("beyond one tile", (100, 20000)),
     ),
 )

@@ -133,6 +133,10 @@ ROPE = Op(
         Case("one tensor", (4096, 4, 32, 8, 128), {}, {"alone": True}),
     ),
     fixed=(2, 3),
+    large=(
+        Case("heads after time", (100, 1, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
+        Case("time after heads", (100, 1, 32, 8, 128)),
+    ),
 )
 
 
@@ -206,4 +210,13 @@ QK_NORM_ROPE = Op(
         ),
     ),
     fixed=(4, 5),
+    large=(
+        Case(
+            "heads after time",
+            (100, 1, 32, 8, 128),
+            {**_GEMMA, "unsqueeze_dim": 2},
+            {"unsqueeze_dim": 2, "weight_dtype": torch.float32},
+        ),
+        Case("time after heads", (100, 1, 32, 8, 128)),
+    ),
 )

@@ -60,6 +60,9 @@ class Op:
     # Calls as models make them: what is compiled ahead of time. The first also in fp16 and fp32, and with each input
     # frozen in turn.
     models: tuple[Case, ...]
+    # Batches that test_large.py repeats until a tensor has 2³¹ elements: one for each way that a kernel finds its rows.
+    # Each has as many rows as it takes to be launched like more of them. Losses are left unreduced.
+    large: tuple[Case, ...] = ()
     # Floating-point inputs that get no gradient, by position.
     fixed: tuple[int, ...] = ()
     # Whether contiguous bf16 is read 16 bytes a thread and load.

@@ -90,6 +90,11 @@ SOFTMAX = Op(
         Case("odd width", (8192, 50257)),
     ),
     fixed=(1,),
+    large=(
+        Case("a row a tile", (1000, 4096)),
+        Case("attention", (70, 3, 100, 100), {"scale": 0.3, "causal": True}, {"mask": (70, 1, 100, 100)}),
+        Case("beyond one tile", (100, 40000)),
+    ),
 )
 
 
@@ -140,5 +145,10 @@ SPARSEMAX = Op(
         Case("attention", (4, 32, 1024, 1024)),
         Case("short attention", (16, 12, 128, 128)),
         Case("Llama-3-8B", (4096, 128256)),
+    ),
+    large=(
+        Case("a row a tile", (1000, 4096)),
+        Case("rows share tiles", (10000, 100)),
+        Case("beyond one tile", (100, 40000)),
     ),
 )

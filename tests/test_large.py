@@ -1,0 +1,217 @@
+"""Every operator beyond 2³¹ elements, where offsets no longer fit 32 bits, forward and backward.
+
+A small batch is repeated along its rows until a tensor is that large. Each repetition must give the bits of the small
+batch alone, and gradients that are summed over the rows must be so many times the small batch's. The number of elements
+in a batch does not divide a power of two: an offset that has wrapped around finds other numbers.
+
+On a CPU the same test runs with a limit of a few hundred elements, for its own sake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ops_table import OPS, Case, Op
+from torch import Tensor
+
+import tigon
+
+LIMIT = 2**31
+# Tensors of LIMIT bf16 numbers that may be there at once.
+TENSORS = 14
+LARGE = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.large]
+
+
+@pytest.fixture
+def memory(device) -> Iterator[None]:
+    needed = TENSORS * LIMIT * 2
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free device memory, there are {free / 2**30:.0f}")
+    # What an operator does not write shall not be right by chance: the memory that it gets holds NaN.
+    poison = [torch.full((LIMIT + LIMIT // 8,), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(8)]
+    del poison
+    yield
+    torch.cuda.empty_cache()
+
+
+def spread(t: Tensor) -> Tensor:
+    """The same numbers, as every second row's length of twice the memory."""
+    if t.dim() < 2:
+        return t
+    wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 77)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def repeat(t: Tensor, dim: int, times: int) -> Tensor:
+    return t.repeat([times if d == dim else 1 for d in range(t.dim())])
+
+
+def longer(large: Tensor, small: Tensor) -> int | None:
+    """The dimension along which one is a repetition of the other."""
+    return next((d for d in range(small.dim()) if large.shape[d] != small.shape[d]), None)
+
+
+def gradients(results: tuple[Tensor, ...], leaves: list[Any], wanted: list[int], upstream: list[Tensor]):
+    return torch.autograd.grad(results, [leaves[i] for i in wanted], upstream)
+
+
+def check_repeated(
+    op: Op,
+    case: Case,
+    device: torch.device,
+    *,
+    limit: int,
+    dtype: torch.dtype = torch.bfloat16,
+    gaps: bool = False,
+    exact: bool = True,
+    width: int = 0,
+) -> None:
+    """Compare a batch with as many repetitions of it as make a tensor of `limit` elements.
+
+    gaps: every row is followed by as much memory that does not belong to it, and counts.
+    exact: bits; else what two roundings in bf16 may differ by.
+    width: elements a row of the largest tensor, where that is no input or output.
+    """
+    inputs = op.draw(case, dtype, device)
+    rows, wanted = op.rows(case, inputs), op.differentiable(inputs)
+
+    def call(made: list[Any]) -> tuple[tuple[Tensor, ...], list[Any]]:
+        laid = [spread(t) if gaps and dim is not None else t for t, dim in zip(made, rows, strict=True)]
+        leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(laid)]
+        results = op.public(*leaves, **case.options)
+        return results if isinstance(results, tuple) else (results,), leaves
+
+    small, leaves = call(list(inputs))
+    upstream = [torch.randn_like(r) for r in small]
+    small_grads = gradients(small, leaves, wanted, upstream)
+    varying = [t for t, dim in zip(inputs, rows, strict=True) if dim is not None]
+    elements = max(t.numel() * (1 + gaps) for t in (*varying, *small))
+    if width:
+        elements = max(elements, case.shape[0] * width)
+    times = limit // elements + 3  # two more than it takes, since the batch across the limit is half below it
+
+    large, leaves = call([t if dim is None else repeat(t, dim, times) for t, dim in zip(inputs, rows, strict=True)])
+    dims = [longer(a, b) for a, b in zip(large, small, strict=True)]
+    assert None not in dims, "an output without rows: the case should leave the loss unreduced"
+    for i, pair in enumerate(zip(large, small, dims, strict=True)):
+        assert_repeated(*pair, times, exact, f"output {i}")
+    results, large = large, ()
+    large_grads = gradients(results, leaves, wanted, [repeat(u, d, times) for u, d in zip(upstream, dims, strict=True)])
+    del results
+    for i, a, b in zip(wanted, large_grads, small_grads, strict=True):
+        if rows[i] is None:
+            assert_summed(a, b, times, f"gradient of input {i}")
+        else:
+            assert_repeated(a, b, rows[i], times, exact, f"gradient of input {i}")
+
+
+def assert_repeated(large: Tensor, small: Tensor, dim: int, times: int, exact: bool, what: str) -> None:
+    assert large.shape[dim] == times * small.shape[dim]
+    parts = large.detach().unflatten(dim, (times, -1))
+    if exact:
+        same = parts == small.detach().unsqueeze(dim)
+        if not same.all():
+            wrong = [i for i in range(times) if not same.select(dim, i).all()]
+            raise AssertionError(f"{what}: {len(wrong)} of {times} repetitions differ, the first is {wrong[0]}")
+        return
+    for i in {0, times // 2, times - 3, times - 2, times - 1}:
+        torch.testing.assert_close(parts.select(dim, i), small, rtol=2**-6, atol=2**-7 * small.abs().max().item())
+
+
+def assert_summed(large: Tensor, small: Tensor, times: int, what: str) -> None:
+    assert large.shape == small.shape
+    expected = times * small.double()
+    error, size = (large.double() - expected).abs().max().item(), expected.abs().max().item()
+    # Both are rounded to their dtype. Between them lie sums in fp32 of up to 2³¹ products, in parts.
+    allowed = (2 * torch.finfo(large.dtype).eps + 1e-4) * size
+    assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}, for sums of up to {size:.3g}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+@pytest.mark.parametrize(("op", "case"), LARGE)
+def test_beyond_32_bits(op: Op, case: Case, gaps: bool, device, triton_backend, memory):
+    if gaps and case is not op.large[0]:
+        pytest.skip("gaps are tested once an operator")
+    check_repeated(op, case, device, limit=LIMIT, gaps=gaps, exact=not op.products)
+
+
+@pytest.mark.gpu
+def test_logits_of_one_chunk_beyond_32_bits(device, triton_backend, memory):
+    op = next(op for op in OPS if op.name == "linear_cross_entropy")
+    case = Case("one chunk", (100, 64, 20000), {"reduction": "none", "chunk_bytes": 2**34})
+    check_repeated(op, case, device, limit=LIMIT, exact=False, width=20000)
+
+
+@pytest.mark.gpu
+def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
+    """The embedding of the last ids of a weight beyond 2³¹ elements is that of a small one, and so is its gradient."""
+    small = torch.randn(1000, 4096, dtype=torch.bfloat16, device=device)
+    before = LIMIT // small.numel() * len(small) + 500  # so that the limit lies within the rows that are looked up
+    weight = torch.cat((small.new_full((before, 4096), 77), small)).requires_grad_()
+    small.requires_grad_()
+    ids = torch.randint(0, 1000, (3000,), device=device)
+    expected, got = tigon.embedding(ids, small), tigon.embedding(ids + before, weight)
+    assert torch.equal(got, expected)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    got.backward(dy)
+    assert torch.equal(weight.grad[before:], small.grad)
+    assert weight.grad[:before].count_nonzero() == 0
+
+
+# ------------------------------------------------------------------------------------------------- the test itself
+
+
+def scaled_down(case: Case) -> Case:
+    return Case(case.why, tuple(min(n, 8) for n in case.shape), case.options, case.inputs)
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+@pytest.mark.parametrize(("op", "case"), LARGE)
+def test_repetitions_of_a_small_batch(op: Op, case: Case, gaps: bool, backend, device):
+    case = scaled_down(case)
+    # torch's bits, unlike the kernels', depend on where a vector of its own begins; in bf16 it also sums in bf16.
+    kernels = backend == "triton"
+    dtype, exact = torch.bfloat16 if kernels else torch.float32, kernels and not op.products
+    check_repeated(op, case, device, limit=2 * math.prod(case.shape), dtype=dtype, gaps=gaps, exact=exact)
+
+
+def _stops_writing(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    y = tigon.rms_norm(x, weight, **options)
+    return torch.where(_below(y), y, 0.0)
+
+
+def _stops_writing_the_gradient(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return tigon.rms_norm(torch.where(_below(x), x, x.detach()), weight, **options)
+
+
+def _stops_summing(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    y = tigon.rms_norm(x, weight, **options)
+    return torch.where(_below(y), y, tigon.rms_norm(x, weight.detach(), **options))
+
+
+def _below(t: Tensor) -> Tensor:
+    """The first 2³¹ elements, were the limit of this test 2³¹."""
+    return (torch.arange(t.numel(), device=t.device) < 1000).view(t.shape)
+
+
+@pytest.mark.parametrize("broken", [_stops_writing, _stops_writing_the_gradient, _stops_summing])
+def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor], device, triton_backend):
+    op = next(op for op in OPS if op.name == "rms_norm")
+    case = Case("small", (7, 24), {"cast": "gemma"}, {"weight_dtype": torch.float32})
+    check_repeated(op, case, device, limit=1000)
+    with pytest.raises(AssertionError, match=r"repetitions differ, the first is|error"):
+        check_repeated(replace(op, public=broken), case, device, limit=1000)
+
+
+def test_every_operator_is_here():
+    assert [op.name for op in OPS if not op.large] == []
