@@ -107,6 +107,16 @@ def test_backward_runs_on_the_backend_of_its_forward(device):
 
 
 @needs_triton
+def test_nested_tensors_take_the_reference(device):
+    rows = [torch.randn(n, 8, device=device) for n in (2, 3)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for row, got in zip(rows, tigon.rms_norm(nested).unbind(), strict=True):
+        torch.testing.assert_close(got, tigon.rms_norm(row))
+    with use_backend("triton"), pytest.raises(RuntimeError, match="plain tensors, not NestedTensor"):
+        tigon.rms_norm(nested)
+
+
+@needs_triton
 def test_the_graph_names_the_operator(device):
     """What grad_fn prints and a profiler shows."""
     x = torch.randn(3, 8, device=device, requires_grad=True)

@@ -101,8 +101,8 @@ def why_not_triton(*tensors: Tensor | None) -> str | None:
             return f"the kernels run on CUDA and ROCm devices, not on {t.device.type!r}"
         if device is not None and t.device != device:
             return f"the tensors are on different devices ({device} and {t.device})"
-        if type(t) is not Tensor and hasattr(t, "device_mesh"):
-            return "the kernels take plain tensors, not DTensor"
+        if type(t) is not Tensor and hasattr(t, "__tensor_flatten__"):  # made of other tensors: no memory of its own
+            return f"the kernels take plain tensors, not {type(t).__name__}"
         device = t.device
     return None
 
