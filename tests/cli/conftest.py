@@ -1,6 +1,7 @@
 """The command line as a user runs it: a process of its own, its exit status, and what it says."""
 
 import random
+import signal
 import subprocess
 import sys
 
@@ -39,6 +40,8 @@ def start(request):
             text=True,
             cwd=cwd,
             env=environment(),
+            # Where the tests run in the background, as under nohup, Ctrl-C would be ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         request.addfinalizer(lambda: (process.kill(), process.communicate()) if process.poll() is None else None)
         return process

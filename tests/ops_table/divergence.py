@@ -97,7 +97,10 @@ def _bad(name: str) -> tuple[Bad, ...]:
         Bad(inputs(dtype=torch.int64), rf"{name}: target must be floats.*got \(3, 7\) torch.int64"),
         Bad(inputs((), ()), rf"{name}: input must be \(\.\.\., V\) floats, got \(\)"),
         Bad(inputs(grad=True), rf"{name}: target must not require a gradient.*detach"),
-        Bad(inputs(labels=torch.zeros(4).long()), rf"{name}: labels must be integers, one a row, \(3,\), got \(4,\)"),
+        Bad(
+            inputs(labels=torch.zeros(4).long()),
+            rf"{name}: labels must be integers on .*, one a row, \(3,\), got \(4,\)",
+        ),
         Bad(inputs(labels=torch.zeros(3)), rf"{name}: labels must be integers.*torch.float32"),
         Bad(inputs(), rf"{name}: temperature must be positive, and 1 without logits", {"temperature": 2.0}),
         Bad(inputs(), rf"{name}: temperature must be positive.*got 0", {"temperature": 0, "logits": True}),
