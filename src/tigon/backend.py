@@ -203,7 +203,15 @@ def differentiable(
             return result
         return result[0] if outputs == 1 else tuple(result[:outputs])
 
-    once = torch.autograd.function.once_differentiable(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        """The gradients as a graph that says what is missing when it is differentiated. torch's `once_differentiable`
+        says so only where the incoming gradient requires one; that of a plain sum does not, and all would be lost."""
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        error = torch._C._functions.DelayedError(
+            b"tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own.", 1
+        )
+        return tuple(g if g is None else error(g.detach().requires_grad_()) for g in found)
 
     class Eager(torch.autograd.Function):
         @staticmethod

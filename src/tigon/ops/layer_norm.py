@@ -86,30 +86,32 @@ def _sum2(a, b):
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # The widest rows: a persistent grid, whose next rows are on their way while this one is summed and stored.
     cols = tl.arange(0, BLOCK_N)
-    row_mask = rows < M
     col_mask = (cols < N)[None, :]
-    mask = row_mask[:, None] & col_mask
-    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
-    x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
-    x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # The mean of what is left corrects the rounding of the mean: a row of equal numbers has exactly their mean.
-    mean = tl.sum(x, 1) / N
-    centred = tl.where(col_mask, x - mean[:, None], 0.0)
-    left = tl.sum(centred, 1) / N
-    rstd = tl.rsqrt(tl.maximum(tl.sum(centred * centred, 1) / N - left * left, 0.0) + eps)
-    mean += left
-    tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
-    tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
-    y = (x - mean[:, None]) * rstd[:, None]
-    if w_ptr is not None:
-        y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    if b_ptr is not None:
-        y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = rows < M
+        mask = row_mask[:, None] & col_mask
+        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+        x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+        x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # The mean of what is left corrects the rounding of the mean: a row of equal numbers has exactly their mean.
+        mean = tl.sum(x, 1) / N
+        centred = tl.where(col_mask, x - mean[:, None], 0.0)
+        left = tl.sum(centred, 1) / N
+        rstd = tl.rsqrt(tl.maximum(tl.sum(centred * centred, 1) / N - left * left, 0.0) + eps)
+        mean += left
+        tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
+        tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
+        y = (x - mean[:, None]) * rstd[:, None]
+        if w_ptr is not None:
+            y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        if b_ptr is not None:
+            y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -304,10 +306,12 @@ def _layer_norm_wide_dw_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _fwd_tile(n: int) -> tuple[int, int, int]:
-    """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+def _fwd_tile(n: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
+    """Rows a tile, columns a tile, warps and stages. Narrow rows share a tile, so that every warp has 16-byte loads to
+    make; each further warp makes the three sums dearer. The widest rows have the next two on their way."""
     block_n = next_power_of_2(n)
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
+    stages = 3 if block_n > 8192 and 3 * block_n * itemsize + 4096 <= shared else 1
+    return max(1, 2048 // block_n), block_n, 4 if block_n <= 4096 else 8 if block_n <= 8192 else 16, stages
 
 
 def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int]:
@@ -338,8 +342,9 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
-        block_m, block_n, warps = _fwd_tile(N)
-        return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
+        block_m, block_n, warps, stages = _fwd_tile(N, x.element_size(), shared_memory(x.device))
+        grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
+        return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 
     kernel = _layer_norm_fwd_kernel if N <= MAX_TILE else _layer_norm_wide_fwd_kernel
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
