@@ -112,7 +112,7 @@ def test_strided_inputs(op: Op, layout, backend, device):
     strided = [layout(t) if isinstance(t, Tensor) else t for t in plain]
     assert any(not t.is_contiguous() or t.data_ptr() % 16 for t in strided if isinstance(t, Tensor))
     compare(op, op.public, case, strided)
-    if backend == "triton" and not (op.products and device.type == "cuda"):
+    if backend == "triton" and device.type != "cuda":  # whose compiler may sum another layout in another order
         assert_same_bits(run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
 
 
@@ -169,8 +169,22 @@ def test_inputs_saved_tensors_and_gradients_are_unchanged(op: Op, case: Case, ba
     # The graph is kept: another backward pass may come, and must find everything as it was.
     torch.autograd.backward(results, upstream, retain_graph=True)
     for name, t, before, version in kept:
-        assert torch.equal(t, before), f"{name} was overwritten"
+        # A saved tensor may have places that nobody wrote or reads, which hold anything, NaN included.
+        torch.testing.assert_close(t, before, rtol=0, atol=0, equal_nan=True, msg=f"{name} was overwritten")
         assert t._version == version, f"{name} was written to in place"
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_memory_that_nobody_wrote_is_not_read(op: Op, case: Case, device, triton_backend):
+    """torch fills what it allocates with NaN where it is told to be deterministic."""
+    inputs = op.draw(case, torch.float32, device)
+    expected = run(op, inputs, case.options)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        got = run(op, inputs, case.options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits(got, expected, "in memory full of NaN")
 
 
 @EVERY_OP
@@ -221,7 +235,10 @@ def test_frozen_inputs_cost_nothing(op: Op, backend, device):
         grads, work = gradients_and_work(op, case, inputs, wanted)
         assert grads[frozen] is None
         for i in wanted:
-            assert torch.equal(grads[i], full[i]), f"gradient {i} depends on whether input {frozen} is frozen"
+            # The compiler may round a kernel that has less to do in another order.
+            exact = {} if device.type == "cuda" else {"rtol": 0.0, "atol": 0.0}
+            message = f"gradient {i} depends on whether input {frozen} is frozen"
+            torch.testing.assert_close(grads[i], full[i], **exact, msg=message)
         assert work < full_work, f"input {frozen} is frozen, yet as much is written as for its gradient"
 
 

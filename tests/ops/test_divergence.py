@@ -34,7 +34,7 @@ def test_a_distribution_is_nothing_from_itself(op, classes, backend, device):
     rows = op(a, a.detach(), logits=True, reduction="rows")
     rows.sum().backward()
     assert rows.abs().max() < 1e-6
-    assert a.grad.abs().max() < 1e-7
+    assert a.grad.abs().max() < (1e-7 if backend == "triton" else 1e-6)
 
 
 @OF_LOGITS

@@ -111,7 +111,7 @@ def test_neighbours_are_halves_in_another_order(qk, backend, device):
         q[..., order], k[..., order], *(a[..., :6].repeat_interleave(2, -1) for a in (cos, sin)), interleaved=True
     )
     for a, b in zip(halves, neighbours, strict=True):
-        assert torch.equal(a[..., order], b)
+        torch.testing.assert_close(a[..., order], b)
 
 
 @pytest.mark.parametrize("section", [(2, 3, 3), (8, 0, 0), (0, 0, 8), (0, 5, 3)])

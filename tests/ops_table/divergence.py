@@ -190,6 +190,7 @@ JSD = Op(
         *(Case(f"reverse, {c.why}", c.shape, {**c.options, "beta": 1.0}, c.inputs) for c in _MODELS[:2]),
     ),
     fixed=(1,),
+    roundings=8,  # a difference of nearly equal terms: eager's error is luck
     large=_LARGE,
 )
 TVD = Op(

@@ -140,6 +140,7 @@ GROUP_NORM = Op(
         Case("one group", (4, 320, 64, 64), {}, {"groups": 1}),
         Case("neither", (8, 320, 64, 64), {}, {"groups": 32, "weight": False, "bias": False}),
     ),
+    roundings=8,  # of a few numbers, each the sum over a channel: eager's error is luck
     large=(
         Case("a slab a program", (35, 64, 1000), {}, {"groups": 4, "weight_dtype": torch.float32}),
         Case("no space", (1000, 4096), {}, {"groups": 4}),

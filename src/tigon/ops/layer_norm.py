@@ -306,11 +306,12 @@ def _layer_norm_wide_dw_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _fwd_tile(n: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
+def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int, int, int]:
     """Rows a tile, columns a tile, warps and stages. Narrow rows share a tile, so that every warp has 16-byte loads to
-    make; each further warp makes the three sums dearer. The widest rows have the next two on their way."""
+    make; each further warp makes the three sums dearer. The widest rows have the next on their way, if two of all that
+    is loaded (itemsizes: bytes an element of x, weight and bias) fit: the compiler buffers weight and bias too."""
     block_n = next_power_of_2(n)
-    stages = 3 if block_n > 8192 and 3 * block_n * itemsize + 4096 <= shared else 1
+    stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
     return max(1, 2048 // block_n), block_n, 4 if block_n <= 4096 else 8 if block_n <= 8192 else 16, stages
 
 
@@ -342,7 +343,8 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
-        block_m, block_n, warps, stages = _fwd_tile(N, x.element_size(), shared_memory(x.device))
+        itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
+        block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
         grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
         return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 

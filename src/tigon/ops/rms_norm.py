@@ -441,7 +441,7 @@ def _rms_norm_bwd(
     if M == 0:
         return dx, dw.zero_()
     # The forward walked the rows in the order of x's memory, and rstd came out in it.
-    order = memory_order(dx if need_dx else empty_rows(x))
+    order = None if x.is_contiguous() else memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)
     ds, *strides_ds = (None, 1, 0, 0) if ds is None else row_groups(ds, order)

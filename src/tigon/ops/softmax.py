@@ -283,9 +283,9 @@ def _tile(n: int) -> tuple[int, int, int]:
 
 
 def _prefetch(row_bytes: int, x: Tensor) -> int:
-    """Stages of the forward: a row of 64 KiB has a multiprocessor to itself, and the next ones on their way into shared
-    memory meanwhile. The backward, two such rows, is faster without."""
-    return min(3, 1 + (shared_memory(x.device) - 4096) // row_bytes) if row_bytes >= 65536 else 1
+    """Stages of the forward: a row of 64 KiB has a multiprocessor to itself, and the next two on their way into shared
+    memory meanwhile, where they fit. The backward, two such rows, is faster without."""
+    return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
 
 
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
