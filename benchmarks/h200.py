@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,15 +116,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
+def cases_of(options: argparse.Namespace, done: Collection[tuple[Any, ...]] = ()) -> list[Case]:
     names = options.only.split(",") if options.only else list(OPS)
     if options.record:
-        return [case for case in part_of(record(options.record), options.part) if case.op.name in names]
+        missing = [case for case in record(options.record) if case.op.name in names and case.key not in done]
+        return part_of(missing, options.part)
     cases = []
     for op in (OPS[name] for name in names):
         shapes = [parse_shape(op, options.shape)] if options.shape else op.small if options.small else op.shapes
         cases += [Case(op, shape, options.dtype) for shape in shapes]
-    return cases
+    return [case for case in cases if case.key not in done]
 
 
 def run_cases(options: argparse.Namespace) -> None:
@@ -146,11 +148,9 @@ def run_cases(options: argparse.Namespace) -> None:
     content = None
     compiling, compiled = 0.0, ""
     # What is quoted comes first: a budget that is too small leaves out the further shapes.
-    for case in sorted(cases_of(options), key=lambda case: not case.main):
+    for case in sorted(cases_of(options, done), key=lambda case: not case.main):
         began = time.monotonic()
         title = f"{case.op.name} {'×'.join(map(str, case.shape))} {case.dtype}"
-        if case.key in done:
-            continue
         if began - start > options.budget:
             late.append(title)
             continue

@@ -160,7 +160,7 @@ def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mine.setdefault(case_of(row), []).append(row)
         cases |= mine
         own = {key: content[key] for key in ("date", "command", "ceilings") if key in content}
-        runs += content.get("runs", [own])
+        runs += [run for run in content.get("runs", [own]) if run not in runs]
     rows = [row for members in cases.values() for row in members]
     return {**contents[-1], **{k: first[k] for k in ("ceilings",) if k in first}, "runs": runs, "rows": rows}
 
