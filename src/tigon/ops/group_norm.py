@@ -288,6 +288,7 @@ class _Cut(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
+@functools.cache
 def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
     """One program a slab; several where that would keep no more than a quarter of the device busy: cut by channels,
     which needs no further sums, and by space where there are too few of them. Tiles of 16 KiB, two on their way."""
