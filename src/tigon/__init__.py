@@ -29,6 +29,8 @@ _HOME = {
     "jsd": "tigon.ops.divergence",
     "tvd": "tigon.ops.divergence",
     "embedding": "tigon.ops.embedding",
+    "logprob": "tigon.ops.logprob",
+    "LogProb": "tigon.ops.logprob",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from tigon.ops.gated import geglu, reglu, swiglu
     from tigon.ops.group_norm import group_norm
     from tigon.ops.layer_norm import layer_norm
+    from tigon.ops.logprob import LogProb, logprob
     from tigon.ops.poly_norm import poly_norm
     from tigon.ops.qk_norm_rope import qk_norm_rope
     from tigon.ops.relu2 import relu2
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Fusion",
+    "LogProb",
     "add_rms_norm",
     "backend",
     "cross_entropy",
@@ -69,6 +73,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "logprob",
     "losses",
     "models",
     "nn",

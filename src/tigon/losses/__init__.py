@@ -1,1 +1,26 @@
-"""Losses that never build the logits: one loop over chunks of rows (`chunked`), one file per family on top of it."""
+"""Losses of a linear head that never build its logits. The names are imported on first use."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "ValidCount": "chunked",
+    "ValidLengths": "chunked",
+}
+
+if TYPE_CHECKING:
+    from tigon.losses.chunked import ValidCount, ValidLengths
+
+__all__ = ["ValidCount", "ValidLengths"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tigon.losses' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tigon.losses.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -62,24 +62,47 @@ class ValidCount:
 
     def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
         labels = target[..., 1:] if shift else target
-        count = (labels != ignore_index).sum()
-        self._event: torch.cuda.Event | None = None
-        if count.is_cuda:
-            host = torch.empty((), dtype=torch.int64, pin_memory=True)
-            host.copy_(count, non_blocking=True)
-            with torch.cuda.device(count.device):
-                self._event = torch.cuda.Event()
-                self._event.record()
-            count = host
-        self._count = count
+        self._arrival = _Arrival((labels != ignore_index).sum())
 
     def __int__(self) -> int:
+        return int(self._arrival.wait())
+
+    __index__ = __int__
+
+
+class ValidLengths:
+    """As `ValidCount`, one number a sequence: what the preference and policy losses leave masked tokens out by.
+
+    Args:
+        target: (S, T) labels.
+        ignore_index: what does not count.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
+        self._arrival = _Arrival((target != ignore_index).sum(-1))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._arrival.wait().tolist())
+
+
+class _Arrival:
+    """A small tensor on its way from the device to the host."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._value = value
+        if value.is_cuda:
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            with torch.cuda.device(value.device):
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def wait(self) -> Tensor:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        return int(self._count)
-
-    __index__ = __int__
+        return self._value
 
 
 @dataclass

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, is_traced, launch, launcher, tl, triton, use_triton
+from tigon.backend import differentiable, launcher
 from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
+from tigon.losses.early import scaled_gradients
 from tigon.ops.cross_entropy import (
     check_options,
     check_target,
@@ -118,21 +119,6 @@ def linear_cross_entropy_reference(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / (target != (options[0] if options else -100)).sum()
-
-
-# ---------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    # A loss at the end of the graph has upstream gradient 1. In place that is one load, and nothing to do.
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if not IN_PLACE or factor != 1.0:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        for start in range(first, N, tl.num_programs(0).to(tl.int64) * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-            tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -262,21 +248,6 @@ def _linear_cross_entropy_bwd(
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype) if need_db else x.new_empty(0)
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
-    """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
-    in_place = ours and gradient.dtype == dtype
-    if is_traced(gradient) or not use_triton(gradient):
-        if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
-            return gradient
-        return (gradient.to(factor.dtype) * factor).to(dtype)
-    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
-    n = gradient.numel()
-    plan = min(2048, cdiv(n, 4096)), (n, in_place, 4096), {"num_warps": 8}
-    key = (n, in_place, gradient.dtype, dtype, factor.dtype)
-    launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
-    return out
-
-
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
@@ -300,19 +271,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     else:
         *saved, inverse = ctx.saved_tensors
         factor = dloss if inverse is None else dloss * inverse
-        # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
-        ours = not is_traced(dloss) and not _graph_is_kept()
-        grads = [
-            _scaled(grad, factor, dtype, ours) if need else None
-            for grad, dtype, need in zip(saved, ctx.dtypes, ctx.needs, strict=True)
-        ]
+        grads = scaled_gradients(saved, factor, ctx.dtypes, ctx.needs)
     wanted = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
     return *wanted, *(None for _ in range(10 + len(ctx.options)))
-
-
-def _graph_is_kept() -> bool:
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if kept is None else kept()
 
 
 _linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward)

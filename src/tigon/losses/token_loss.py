@@ -1,0 +1,508 @@
+"""Losses that are plain PyTorch in the log-probabilities of tokens, without the logits those come from.
+
+    for each part, sequences that the loss has to see together:
+        logits ← x Wᵀ (+ bias)                       matrix product into the buffer
+        logprob, entropy ← logits                    one reading
+        loss, slopes ← f(logprob, entropy)           f in plain PyTorch, its autograd: some numbers a token
+        logits ← Σ slopes · d(logprob, entropy)/d(logits)
+        dx ← logits W;  dw += logitsᵀ x              two matrix products
+
+Three products a token, as many as with logits in memory, where a part's logits fit the budget. A longer part is walked
+twice, and costs a fourth. A reference model's head is one more product, through the same buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.backend import differentiable, launcher
+from tigon.losses.chunked import accumulate_weight_gradient, chunk_budget, chunk_rows
+from tigon.losses.early import scaled_gradients
+from tigon.ops.cross_entropy import check_target
+from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
+
+ALONE = 0  # every token by itself
+BATCH = -1  # the whole batch
+
+
+class Part(NamedTuple):
+    """Sequences that a loss sees together, or tokens: then each is a sequence of one.
+
+    sequences: (S',) int64, which ones; of tokens, their places in the flattened (S · T) batch.
+    logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None where the family does not ask for them.
+    reference: log-probabilities under the reference head, alike, or None.
+    mask: (S', T), True where a token counts.
+    sides: what else the family was given, (S', T) or (S', 1).
+    """
+
+    sequences: Tensor
+    logprob: Tensor
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    reference: Tensor | None
+    mask: Tensor
+    sides: tuple[Tensor, ...]
+
+
+class Family:
+    """A family of losses: how the loss of a part is computed, and what else comes out.
+
+    kinds, numbers: its options, as an operator of torch.library takes them.
+    """
+
+    # What else the loss returns, by name: one number in all (parts add up), one a sequence, one a token.
+    sums: tuple[str, ...] = ()
+    per_sequence: tuple[str, ...] = ()
+    per_token: tuple[str, ...] = ()
+    wants_entropy: bool = False
+    wants_mean_logit: bool = False
+
+    def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
+        self.kinds, self.numbers = kinds, numbers
+
+    def together(self) -> int:
+        """ALONE, BATCH, or into how many equal stacks the batch is split: sequence i of each is in one part."""
+        return ALONE
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        """1 / the size of a slope: what fp16 gradients are multiplied by, so that they do not underflow."""
+        return float(sequences * tokens)
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part's share of the loss, 0-d, and what else comes out, by name. Only the loss is differentiated."""
+        raise NotImplementedError
+
+
+FAMILIES: dict[str, type[Family]] = {}
+
+
+def _family(family: str, kinds: str, numbers: Sequence[float]) -> Family:
+    return FAMILIES[family](tuple(kinds.split(",")) if kinds else (), tuple(numbers[1:]))
+
+
+class Head(NamedTuple):
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def logits(self, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of x, and their logits in the buffer."""
+        x = self.x[rows] if isinstance(rows, slice) else self.x.index_select(0, rows)
+        logits = buffer[: x.shape[0]]
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        return x, logits
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+@dataclass
+class Rows:
+    """The rows of x that a part consists of.
+
+    rows: which of the (S · T), `count` of them. at: their places in the part's (S' · T), None where they are all there.
+    sequences: (S',) which sequences; with `alone` (S' = count) which tokens. tokens: T, or 1.
+    """
+
+    rows: Tensor | slice
+    count: int
+    at: Tensor | None
+    sequences: Tensor
+    tokens: int
+    alone: bool = False
+
+    def dense(self, values: Tensor) -> Tensor:
+        """(count,) as (S', T), zero elsewhere."""
+        if self.at is not None:
+            values = values.new_zeros(self.sequences.numel() * self.tokens).index_copy(0, self.at, values)
+        return values.view(-1, self.tokens)
+
+    def sparse(self, values: Tensor) -> Tensor:
+        """(S', T) as (count,)."""
+        values = values.reshape(-1)
+        return values if self.at is None else values.index_select(0, self.at)
+
+    def pieces(self, size: int) -> list[tuple[Tensor | slice, slice]]:
+        """At most `size` rows at a time: the rows, and where they are in (count,)."""
+        result: list[tuple[Tensor | slice, slice]] = []
+        for start in range(0, self.count, size):
+            here = slice(start, min(start + size, self.count))
+            if isinstance(self.rows, slice):
+                result.append((slice(self.rows.start + here.start, self.rows.start + here.stop), here))
+            else:
+                result.append((self.rows[here], here))
+        return result
+
+
+def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: int, most: int) -> Iterator[Rows]:
+    """The batch in parts. Rows that do not count are left out if the host knows their number.
+
+    Args:
+        target: (S, T).
+        together: of the family.
+        lengths: how many targets of each sequence count, or nothing.
+        most: rows that the buffer holds.
+    """
+    S, T = target.shape
+    device = target.device
+    if together == ALONE:
+        rows: Tensor | None = None
+        count = S * T
+        if lengths and sum(lengths) < count:
+            count = sum(lengths)
+            # A stable sort of a flag: valid rows first, in their order. Fixed shapes: nothing waits for the device.
+            rows = torch.argsort((target.reshape(-1) == ignore_index).to(torch.uint8), stable=True)[:count]
+        size = chunk_rows(count, 1, most) if count else 1
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            here = slice(start, stop) if rows is None else rows[start:stop]
+            sequences = torch.arange(start, stop, device=device) if rows is None else rows[start:stop]
+            yield Rows(here, stop - start, None, sequences, 1, alone=True)
+        return
+    stacks = S if together == BATCH else together
+    units = S // stacks
+    order = torch.arange(S, device=device).view(stacks, units).t().reshape(-1)
+    for first, last in _packed(_unit_rows(lengths, stacks, units, T), most):
+        sequences = order[first * stacks : last * stacks]
+        count = (last - first) * stacks * T
+        at = None
+        if lengths:
+            valid = sum(lengths[u + k * units] for u in range(first, last) for k in range(stacks))
+            if valid < count:
+                ignored = (target.index_select(0, sequences) == ignore_index).to(torch.uint8).view(-1)
+                at, count = torch.argsort(ignored, stable=True)[:valid], valid
+        if stacks == 1 and at is None:
+            yield Rows(slice(first * T, last * T), count, None, sequences, T)
+        elif at is None:
+            rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
+            yield Rows(rows, count, None, sequences, T)
+        else:
+            yield Rows(sequences.index_select(0, at // T) * T + at % T, count, at, sequences, T)
+
+
+def _unit_rows(lengths: Sequence[int], stacks: int, units: int, T: int) -> list[int]:
+    if not lengths:
+        return [stacks * T] * units
+    return [sum(lengths[u + k * units] for k in range(stacks)) for u in range(units)]
+
+
+def _packed(rows: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of units that fit the buffer together, about equally full; a unit that fits none is alone."""
+    parts = max(1, -(-sum(rows) // most))
+    aim = min(most, -(-sum(rows) // parts))
+    first = held = 0
+    for unit, own in enumerate(rows):
+        if held and (held + own > most or held >= aim):
+            yield first, unit
+            first = unit
+            held = 0
+        held += own
+    if rows:
+        yield first, len(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- public
+
+
+def token_loss(
+    family: str, kinds: Sequence[str], numbers: Sequence[float], x: Tensor, weight: Tensor, target: Tensor,
+    bias: Tensor | None = None, *, reference: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    sides: Sequence[Tensor] = (), lengths: Any = None, ignore_index: int = -100, temperature: float = 1.0,
+    softcap: float | None = None, scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32",
+    name: str | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The loss of a family, 0-d, and its other results, which have no gradient. What the public functions call.
+
+    Args:
+        family, kinds, numbers: which loss.
+        x: (S, T, H), weight: (V, H), bias: (V,) or None; target: (S, T), aligned with x: what x[s, t] predicts.
+        reference: x, weight and bias of the reference head; x (S, T, H'), no gradient.
+        sides: (S,) or (S, T) each, no gradient.
+        lengths: how many targets of each sequence count, as a list, a `ValidLengths`, or None: unknown. On a CPU they
+            are counted.
+    """
+    name = name or family
+    check_transform(name, temperature, softcap, scale)
+    if accumulate not in ("fp32", "weight"):
+        raise ValueError(f"{name}: accumulate must be 'fp32' or 'weight', got {accumulate!r}.")
+    if x.dim() != 3 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (S, T, H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    _check_head(name, "", x, weight, bias)
+    ref_x, ref_weight, ref_bias = reference
+    if (ref_x is None) != (ref_weight is None):
+        raise ValueError(f"{name}: ref_x and ref_weight go together.")
+    if ref_x is not None and ref_weight is not None:
+        if ref_x.shape[:2] != x.shape[:2] or ref_weight.shape != (weight.shape[0], ref_x.shape[-1]):
+            raise ValueError(
+                f"{name}: ref_x must be (S, T, H') and ref_weight (V, H') beside x {tuple(x.shape)} and weight "
+                f"{tuple(weight.shape)}, got {tuple(ref_x.shape)} and {tuple(ref_weight.shape)}."
+            )
+        _check_head(name, "ref_", ref_x, ref_weight, ref_bias)
+    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
+    for argument, t in (("weight", weight), ("bias", bias), ("ref_x", ref_x), ("ref_weight", ref_weight)):
+        if t is not None and t.dtype != compute and not autocast:
+            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
+    if len(sides) > SIDES:
+        raise ValueError(f"{name}: there is room for {SIDES} sides, got {len(sides)}.")
+    instance = _family(family, ",".join(kinds), [0.0, *numbers])
+    together = instance.together()
+    if together > 1 and x.shape[0] % together:
+        raise ValueError(f"{name}: x must hold {together} stacks of equal size, got {x.shape[0]} sequences.")
+    known = _lengths(name, lengths, target, ignore_index)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    loss, sums, per_sequence, per_token = _token_loss(
+        x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, *(s.detach() for s in sides),
+        *(None for _ in range(SIDES - len(sides))), len(sides), family, ",".join(kinds), [0.0, *map(float, numbers)],
+        [-1, *known], compute, chunk_budget(x.device, chunk_bytes), accumulate == "fp32", *needs, ignore_index,
+        temperature, softcap or 0.0, scale,
+    )  # fmt: skip
+    results = dict(zip(instance.sums, sums.detach().unbind(0), strict=True))
+    results |= dict(zip(instance.per_sequence, per_sequence.detach().unbind(0), strict=True))
+    results |= dict(zip(instance.per_token, per_token.detach().unbind(0), strict=True))
+    return loss, results
+
+
+def _check_head(name: str, prefix: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: {prefix}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{name}: {prefix}{argument} must be a plain tensor, got a DTensor: gather it with full_tensor()."
+            )
+
+
+def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
+    """A number a sequence, or nothing where the host does not know."""
+    if lengths is None:
+        looks = target.device.type == "cpu" and not torch.compiler.is_compiling()
+        return (target != ignore_index).sum(1).tolist() if looks else []
+    known = [int(n) for n in lengths]
+    if len(known) != target.shape[0] or any(not 0 <= n <= target.shape[1] for n in known):
+        raise ValueError(
+            f"{name}: lengths must hold a number from 0 to {target.shape[1]} for each of {target.shape[0]} sequences, "
+            f"got {known[:8]}{' …' if len(known) > 8 else ''}."
+        )
+    return known
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+# How many further tensors a family may be given.
+SIDES = 8
+# Numbers and lengths have something in front: torch.library mistakes an empty list for a list of tensors.
+
+
+def _token_loss_fake(x, weight, bias, target, *arguments):
+    _, family, kinds, numbers, _, compute, budget, fp32, need_dx, need_dw, need_db, *_ = arguments[3 + SIDES :]
+    (S, T, H), V = x.shape, weight.shape[0]
+    instance = _family(family, kinds, numbers)
+    acc = torch.promote_types(compute, torch.float32)
+    loss = x.new_empty((), dtype=acc)
+    results = (
+        x.new_empty(len(instance.sums), dtype=acc),
+        x.new_empty((len(instance.per_sequence), S), dtype=acc),
+        x.new_empty((len(instance.per_token), S, T), dtype=acc),
+    )
+    dx = x.new_empty((S * T, H) if need_dx else (0,), dtype=compute)
+    # In one chunk nothing is summed: the product is rounded once, to its place.
+    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and S * T * V * compute.itemsize > budget)
+    dw = x.new_empty((V, H) if need_dw else (0,), dtype=acc if wide else compute)
+    return loss, *results, dx, dw, x.new_empty(V if need_db else 0, dtype=acc)
+
+
+@launcher(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? ref_x, Tensor? ref_weight, Tensor? ref_bias, "
+    + "".join(f"Tensor? side{i}, " for i in range(SIDES))
+    + "int sides, str family, str kinds, float[] numbers, int[] lengths, ScalarType compute, int budget, bool fp32,"
+    " bool need_dx, bool need_dw, bool need_db, int ignore_index, float temperature, float softcap, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _token_loss_fake,
+)
+def _token_loss_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
+    ref_bias: Tensor | None, *arguments: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    number, family, kinds, numbers, lengths, compute, budget, *rest = arguments[SIDES:]
+    (_, need_dx, need_dw, need_db), options = rest[:4], rest[4:]
+    sides, lengths = arguments[:number], lengths[1:]
+    loss, sums, per_sequence, per_token, dx, dw, db = _token_loss_fake(
+        x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments
+    )
+    results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
+    for t in (loss, *results.values(), dx, db):
+        t.zero_()
+    instance = _family(family, kinds, numbers)
+    boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
+    walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options)
+    most = max(128, budget // max(1, weight.shape[0] * compute.itemsize) // 128 * 128)
+    parts = list(split(target, instance.together(), lengths, options[0], most))
+    sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
+    buffer = x.new_empty(max(sizes, default=0), weight.shape[0], dtype=compute)
+    # Leaving out what counts would be silent, so it is made loud, without looking at the device from here.
+    enough = torch.ones((), dtype=torch.bool, device=x.device)
+    if lengths and instance.together() == ALONE:
+        enough = (target != options[0]).sum() <= sum(lengths)
+    first = True
+    for part, size in zip(parts, sizes, strict=True):
+        pieces = part.pieces(size)
+        seen, stats, last = walk.forward(instance, part, pieces, buffer)
+        if part.at is not None:
+            enough &= seen.mask.sum() <= part.count
+        slopes: list[Tensor | None] = [None, None]
+        if need_dx or need_dw or need_db:
+            share, found, slopes = _with_slopes(instance, seen)
+        else:
+            share, found = instance(seen)
+        loss += share.detach()
+        _keep(instance, found, part, results)
+        if all(s is None for s in slopes):
+            continue
+        flat = [None if s is None else part.sparse(s) * boost for s in slopes]
+        # The logits of the last piece are still in the buffer.
+        for rows, here in reversed(pieces):
+            x_rows, logits = last if last is not None else walk.head.logits(rows, buffer)
+            last = None
+            dlogprob, dentropy = (None if s is None else s[here] for s in flat)
+            logprob_gradient_rows(logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options)
+            if need_dx and isinstance(rows, slice):
+                torch.mm(logits, walk.head.weight, out=dx[rows])
+            elif need_dx:
+                dx.index_copy_(0, rows, torch.mm(logits, walk.head.weight))
+            if need_dw:
+                accumulate_weight_gradient(dw, logits, x_rows, first)
+            if need_db:
+                db += logits.sum(0, dtype=db.dtype)
+            first = False
+    if first:
+        dw.zero_()
+    loss.copy_(torch.where(enough, loss, float("nan")))
+    return loss, sums, per_sequence, per_token, dx, dw, db
+
+
+def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
+    """The family's loss and its derivatives along logprob and entropy, by PyTorch's autograd."""
+    # As an operator of torch.library this runs below autograd, which has to be asked in again.
+    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with above, torch.enable_grad():
+        logprob = part.logprob.detach().requires_grad_()
+        entropy = None if part.entropy is None else part.entropy.detach().requires_grad_()
+        share, found = family(part._replace(logprob=logprob, entropy=entropy))
+        slopes: list[Tensor | None] = [None, None]
+        if share.requires_grad:
+            leaves = [logprob] if entropy is None else [logprob, entropy]
+            slopes[: len(leaves)] = torch.autograd.grad(share, leaves, allow_unused=True)
+    return share, found, slopes
+
+
+def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
+    for i, name in enumerate(family.sums):
+        results["sums"][i] += found[name].detach()
+    for i, name in enumerate(family.per_sequence):
+        place = results["per_sequence"][i]
+        place.index_copy_(0, part.sequences, found[name].detach().reshape(-1).to(place.dtype))
+    for i, name in enumerate(family.per_token):
+        place = results["per_token"][i]
+        values = found[name].detach().to(place.dtype)
+        if part.alone:
+            place.view(-1).index_copy_(0, part.sequences, values.reshape(-1))
+        else:
+            place.index_copy_(0, part.sequences, values)
+
+
+class _Walk:
+    """What the walk over a batch needs of it, in the compute dtype."""
+
+    def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options) -> None:
+        def cast(t: Tensor | None) -> Any:
+            return t if t is None else t.to(compute)
+
+        self.head = Head(cast(x.reshape(target.numel(), x.shape[-1])), cast(weight), cast(bias))
+        self.reference = None
+        if ref_x is not None:
+            self.reference = Head(
+                cast(ref_x.reshape(target.numel(), ref_x.shape[-1])), cast(ref_weight), cast(ref_bias)
+            )
+        self.target, self.options, self.sides = target, options, sides
+        self.acc = torch.promote_types(compute, torch.float32)
+
+    def labels(self, rows: Tensor | slice) -> Tensor:
+        flat = self.target.view(-1)
+        return flat[rows] if isinstance(rows, slice) else flat.index_select(0, rows)
+
+    def of(self, part: Rows, t: Tensor) -> Tensor:
+        """(S,) or (S, T) of the batch as (S', 1) or (S', T) of the part; (S', 1) of its tokens."""
+        t = t.view(t.shape[0], -1)
+        if part.alone:
+            return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
+        return t.index_select(0, part.sequences)
+
+    def forward(
+        self, family: Family, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor
+    ) -> tuple[Part, Tensor, tuple[Tensor, Tensor] | None]:
+        """The part as the family sees it, its rows' statistics, and the last piece's x and logits (in the buffer)."""
+        count = part.count
+        one = self.head.x.new_empty(count, dtype=self.acc)
+        logprob = torch.empty_like(one)
+        entropy = torch.empty_like(one) if family.wants_entropy else None
+        mean = torch.empty_like(one) if family.wants_mean_logit else None
+        reference = torch.empty_like(one) if self.reference is not None else None
+        stats = self.head.x.new_empty((count, 3), dtype=torch.float32)
+        if self.reference is not None and reference is not None:
+            for rows, here in pieces:
+                _, logits = self.reference.logits(rows, buffer)
+                places: tuple[Tensor | None, ...] = (reference[here], None, None, None, None)
+                logprob_rows(logits, self.labels(rows), places, None, *self.options)
+        last = None
+        for rows, here in pieces:
+            last = self.head.logits(rows, buffer)
+            places = (logprob[here], *(None if t is None else t[here] for t in (entropy, None, None, mean)))
+            logprob_rows(last[1], self.labels(rows), places, stats[here], *self.options)
+        dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference)]
+        mask = self.of(part, self.target) != self.options[0]
+        sides = tuple(self.of(part, side) for side in self.sides)
+        return Part(part.sequences, part.dense(logprob), dense[0], dense[1], dense[2], mask, sides), stats, last
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+_HEADS = 7  # x, weight, bias, target and the reference's three
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target = inputs[:4]
+    _, family, kinds, numbers, _, compute, _, _, *ctx.needs = inputs[_HEADS + SIDES : _HEADS + SIDES + 11]
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.shape, ctx.arguments = x.shape, len(inputs)
+    ctx.boost = _family(family, kinds, numbers).boost(*target.shape) if compute == torch.float16 else 1.0
+    ctx.save_for_backward(*output[4:])
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * ctx.arguments
+    factor = dloss if ctx.boost == 1.0 else dloss / ctx.boost
+    dx, dw, db = scaled_gradients(ctx.saved_tensors, factor, ctx.dtypes, ctx.needs)
+    return None if dx is None else dx.view(ctx.shape), dw, db, *(None for _ in range(ctx.arguments - 3))
+
+
+_token_loss = differentiable(_token_loss_fwd, _setup_context, _backward, outputs=4)

@@ -1,0 +1,386 @@
+"""What preference tuning and reinforcement learning need of a token's logits: with z = softcap(scale · logits) / τ,
+
+    logsumexp = log Σ exp z;   logprob = z[target] − logsumexp;   p = exp(z − logsumexp);   entropy = −Σ p · log p
+
+    d logprob / dz = 1[target] − p;   d entropy / dz = −p · (log p + entropy)
+
+Source: the definitions; all of a row from one reading by running maxima, Milakov & Gimelshein 2018,
+https://arxiv.org/abs/1805.02867
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.backend import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.ops.cross_entropy import check_target
+
+
+class LogProb(NamedTuple):
+    """What `logprob` and `linear_logprob` return: (...) each, 0 (False) for targets that are ignore_index.
+
+    logprob: of the target, in nats. entropy: of the row's distribution, in nats. These two have gradients.
+    logsumexp: of z. is_top1: whether no class is likelier than the target. mean_logit: of softcap(scale · logits),
+        before the temperature. These have none.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    is_top1: Tensor
+    mean_logit: Tensor
+
+
+def logprob(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> LogProb:
+    """Log-probability of each target, and entropy, log-sum-exp, rank and mean of its logits, in one reading.
+
+    Args:
+        logits: (..., V), any float dtype.
+        target: (...), integer class indices.
+        ignore_index: rows with this target are not read; their results and gradients are 0.
+        temperature: τ > 0, divides the capped logits.
+        softcap: c > 0 for c · tanh(scale · logits / c); None for none.
+        scale: multiplies the logits, before the softcap; positive.
+    Returns: `LogProb` of (...), fp32 (fp64 for fp64 logits), is_top1 bool.
+    Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives NaN on the GPU, and
+        a ValueError on the CPU or with TIGON_CHECKS=1.
+
+    Replaces::
+
+        logp = F.log_softmax(logits.float() / temperature, dim=-1)
+        logprob = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+    """
+    check_transform("logprob", temperature, softcap, scale)
+    if not logits.dtype.is_floating_point or logits.dim() == 0:
+        raise ValueError(f"logprob: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
+    check_target("logprob", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
+    options = (ignore_index, temperature, softcap or 0.0, scale)
+    if not use_triton(logits):
+        result = logprob_reference(logits, target, *options)
+    else:
+        result = LogProb(*_logprob(logits, target, *options))
+    return LogProb(*result[:2], *(t.detach() for t in result[2:]))
+
+
+def check_transform(name: str, temperature: float, softcap: float | None, scale: float) -> None:
+    for argument, value in (("temperature", temperature), ("softcap", softcap), ("scale", scale)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: {argument} must be positive, got {value}.")
+
+
+def logprob_reference(
+    logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float
+) -> LogProb:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    valid = target != ignore_index
+    at = torch.where(valid, target, 0).long().unsqueeze(-1)
+    mean = z.mean(-1)
+    z = z / temperature
+    logp = torch.log_softmax(z, -1)
+    of_target = logp.gather(-1, at).squeeze(-1)
+    p = logp.exp()
+    entropy = -torch.where(p == 0, 0.0, p * logp).sum(-1)  # a class without probability adds nothing
+    results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= z.amax(-1), mean
+    return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
+
+
+def _gradient_reference(
+    logits: Tensor, target: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
+    temperature: float, softcap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """The kernel's formula on other devices, (M, V): it has to do without autograd inside an operator."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    slope: Tensor | float = scale / temperature
+    if softcap:
+        t = torch.tanh(z / softcap)
+        z, slope = softcap * t, slope * (1 - t * t)
+    logp = torch.log_softmax(z / temperature, -1)
+    p = logp.exp()
+    valid = (target != ignore_index).unsqueeze(-1)
+    dz = torch.zeros_like(p)
+    if dlogprob is not None:
+        d = dlogprob.to(p.dtype).unsqueeze(-1)
+        dz = (-d * p).scatter_add_(-1, torch.where(valid.squeeze(-1), target, 0).long().unsqueeze(-1), d)
+    if dentropy is not None:
+        terms = torch.where(p == 0, 0.0, p * logp)
+        dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms - p * terms.sum(-1, keepdim=True))
+    return torch.where(valid, dz * slope, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _cap(x, scale, softcap):
+    """softcap · tanh(scale · x / softcap) and its slope, from exp(-2|u|), which neither overflows nor cancels."""
+    z = x * scale
+    e = tl.exp(-2.0 * tl.abs(z / softcap))
+    t = tl.where(z >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
+    return softcap * t, scale * (1.0 - t * t)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _logprob_fwd_kernel(
+    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
+    V, stride_m, ignore_index, softcap, unit, k,
+    SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row. unit: of what is read, or capped, in logits before the temperature; k: in powers of two."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        tl.store(logprob_ptr + row, 0.0)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, 0.0)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, 0.0)
+        if top1_ptr is not None:
+            tl.store(top1_ptr + row, 0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, 0.0)
+        if stats_ptr is not None:
+            for i in tl.static_range(3):
+                tl.store(stats_ptr + 3 * row + i, 0.0)
+        return
+    lane = tl.arange(0, BLOCK)
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    along = tl.zeros((BLOCK,), tl.float32)  # Σ e · log₂ e, of the exponentials e of total
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        mask = start + tile < V
+        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        if SOFTCAP:
+            z, _ = _cap(z, unit, softcap)
+            z = tl.where(mask, z, float("-inf"))
+        if mean_ptr is not None:
+            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        new = tl.maximum(top, tl.max(z, 0))
+        # Bounded: the first maximum is that far from the start that the distance would be infinite.
+        step = tl.maximum((top - new) * k, -1000.0)
+        shrink = tl.exp2(step)
+        power = (z - new[None, :]) * k
+        e = tl.exp2(power)
+        if entropy_ptr is not None:
+            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
+        total = total * shrink + tl.sum(e, 0)
+        top = new
+    row_top = tl.max(top, 0)
+    step = tl.maximum((top - row_top) * k, -1000.0)
+    shrink = tl.exp2(step)
+    row_total = tl.sum(total * shrink, 0)
+    log2_sum = tl.log2(row_total)
+    # A target out of range reads nothing and turns results and gradient of its row into NaN.
+    valid = (target >= 0) & (target < V)
+    log2_sum = tl.where(valid, log2_sum, float("nan"))
+    z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        z_target, _ = _cap(z_target, unit, softcap)
+    tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
+    entropy = 0.0
+    if entropy_ptr is not None:
+        entropy = (log2_sum - tl.sum(shrink * (along + total * step), 0) / row_total) * LN2
+        tl.store(entropy_ptr + row, entropy)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
+    if top1_ptr is not None:
+        tl.store(top1_ptr + row, (z_target >= row_top).to(tl.int8))
+    if mean_ptr is not None:
+        mean = tl.sum(sum_z, 0) / V
+        if not SOFTCAP:
+            mean = mean * unit
+        tl.store(mean_ptr + row, mean)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + 3 * row, row_top)
+        tl.store(stats_ptr + 3 * row + 1, log2_sum)
+        tl.store(stats_ptr + 3 * row + 2, entropy)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _logprob_bwd_kernel(
+    logits_ptr, target_ptr, dlogprob_ptr, dentropy_ptr, stats_ptr, dlogits_ptr,
+    V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dlogits may be logits: every element is read and written by one thread."""
+    blocks = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    counts = target != ignore_index
+    mask = (cols < V) & counts
+    top = tl.load(stats_ptr + 3 * row)
+    log2_sum = tl.load(stats_ptr + 3 * row + 1)
+    z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
+    slope = k * LN2
+    if SOFTCAP:
+        z, steep = _cap(z, unit, softcap)
+        slope = slope * steep
+    log2_p = (z - top) * k - log2_sum
+    p = tl.exp2(log2_p)
+    dz = tl.zeros((BLOCK,), tl.float32)
+    if dlogprob_ptr is not None:
+        dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
+        dz += dlogprob * (tl.where(cols == target, 1.0, 0.0) - p)
+    if dentropy_ptr is not None:
+        dentropy = tl.load(dentropy_ptr + row * stride_e).to(tl.float32)
+        entropy = tl.load(stats_ptr + 3 * row + 2)
+        dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
+    dx = tl.where(counts, dz * slope, 0.0)
+    tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
+    """Blocks folded at a time, columns of one, and warps: as deep as registers allow."""
+    block = min(1024, next_power_of_2(V))
+    return max(1, min(2 if softcap else 4, next_power_of_2(V) // block)), block, 4
+
+
+def _bwd_tile(V: int) -> tuple[int, int]:
+    return min(2048, next_power_of_2(V)), 4
+
+
+def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
+    """softcap, what a number that is read counts in logits, and k: what one that is compared counts in powers of 2."""
+    return softcap, scale, (1.0 if softcap else scale) / temperature * LOG2E.value
+
+
+def logprob_rows(
+    logits: Tensor, target: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None,
+    ignore_index: int, temperature: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """Write logprob, and each of entropy, logsumexp, is_top1 and mean_logit that there is a place for, of (M, V) rows.
+
+    stats: (M, 3) fp32 that `logprob_gradient_rows` wants, with the entropy only where there is a place for it.
+    """
+    M, V = logits.shape
+    if M == 0:
+        return
+    if not use_triton(logits):
+        found = logprob_reference(logits, target, ignore_index, temperature, softcap, scale)
+        for place, value in zip(results, found, strict=True):
+            if place is not None:
+                place.copy_(value)
+        return
+    values: list[Tensor | None] = list(results)
+    if values[3] is not None:
+        values[3] = values[3].view(torch.int8)
+    arguments = (V, logits.stride(0), ignore_index, *_units(temperature, softcap, scale), softcap != 0.0)
+    key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
+
+    def plan():
+        depth, block, warps = _fwd_tile(V, softcap)
+        return M, (*arguments, depth, block), {"num_warps": warps}
+
+    launch(_logprob_fwd_kernel, key, (logits, target, *values, stats), plan)
+
+
+def logprob_gradient_rows(
+    logits: Tensor, target: Tensor, stats: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None,
+    dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
+) -> None:  # fmt: skip
+    """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits), of (M, V) rows; may be the logits.
+
+    dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None without Triton.
+    """
+    M, V = logits.shape
+    if M * V == 0:
+        return
+    if not use_triton(logits):
+        dlogits.copy_(
+            _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale)
+        )
+        return
+    strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
+    units = _units(temperature, softcap, scale)
+    arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0)
+    dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
+    key = (M, arguments, logits.dtype, target.dtype, *dtypes)
+
+    def plan():
+        block, warps = _bwd_tile(V)
+        return M * -(-V // block), (*arguments, block), {"num_warps": warps}
+
+    launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
+
+
+def _logprob_fwd_fake(logits, target, ignore_index, temperature, softcap, scale):
+    one = logits.new_empty(target.shape, dtype=torch.float32)
+    top1 = logits.new_empty(target.shape, dtype=torch.bool)
+    stats = logits.new_empty((target.numel(), 3), dtype=torch.float32)
+    return one, torch.empty_like(one), torch.empty_like(one), top1, torch.empty_like(one), stats
+
+
+@launcher(
+    "(Tensor logits, Tensor target, int ignore_index, float temperature, float softcap, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _logprob_fwd_fake,
+)
+def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    *results, stats = _logprob_fwd_fake(logits, target, *options)
+    if logits.numel():
+        logprob_rows(rows_of(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
+    return *results, stats
+
+
+def _logprob_bwd_fake(logits, target, stats, dlogprob, dentropy, ignore_index, temperature, softcap, scale):
+    return logits.new_empty(logits.shape)
+
+
+@launcher(
+    "(Tensor logits, Tensor target, Tensor stats, Tensor? dlogprob, Tensor? dentropy, int ignore_index,"
+    " float temperature, float softcap, float scale) -> Tensor",
+    _logprob_bwd_fake,
+)
+def _logprob_bwd(
+    logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
+) -> Tensor:
+    dlogits = logits.new_empty(logits.shape)
+    if logits.numel():
+        rows = dlogits.view(-1, logits.shape[-1])
+        dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))
+        labels = target.reshape(-1).contiguous()
+        logprob_gradient_rows(rows_of(logits), labels, stats, dlogprob, dentropy, rows, *options)
+    return dlogits
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    logits, target, *ctx.options = inputs
+    ctx.save_for_backward(logits, target, output[5])
+
+
+def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dlogits = None
+    if (dlogprob is not None or dentropy is not None) and ctx.needs_input_grad[0]:
+        dlogits = _logprob_bwd(*ctx.saved_tensors, dlogprob, dentropy, *ctx.options)
+    return dlogits, None, None, None, None, None
+
+
+_logprob = differentiable(_logprob_fwd, _setup_context, _backward, outputs=5)

@@ -1,0 +1,156 @@
+"""The walk behind losses of log-probabilities: whatever the parts, the answer of whole logits, to fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tigon.losses import ValidLengths
+from tigon.losses import token_loss as module
+from tigon.losses.token_loss import BATCH, Family, split, token_loss
+
+S, T, H, V = 6, 50, 16, 70
+
+
+class Toy(Family):
+    """numbers: how sequences go together. Every number of a part has a share in the loss."""
+
+    sums = ("count",)
+    per_token = ("logprob",)
+    wants_entropy = True
+    wants_mean_logit = True
+
+    def together(self):
+        return int(self.numbers[0])
+
+    @property
+    def per_sequence(self):
+        return ("total",) if self.together() else ()
+
+    def __call__(self, part):
+        sequence, token = part.sides
+        found = {"count": part.mask.sum(), "logprob": part.logprob}
+        loss = 0.1 * (part.entropy * part.mask).sum()
+        if self.together() == 0:
+            loss = loss + (sequence * part.logprob.exp() * token * part.mask).sum()
+        else:
+            found["total"] = total = (part.logprob * token).sum(1, keepdim=True)
+            if self.together() == 2:  # the two of a pair are neighbours
+                total = total.view(-1, 2)
+                loss = loss + F.logsigmoid(total[:, 0] - total[:, 1]).sum()
+            else:
+                loss = loss + F.logsigmoid(sequence * total).sum()
+        if part.reference is not None:
+            loss = loss + (part.reference * part.logprob).sum()
+        return loss, found
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch):
+    monkeypatch.setitem(module.FAMILIES, "toy", Toy)
+
+
+def batch(device):
+    x, weight, bias = (torch.randn(s, device=device, dtype=torch.float64) for s in ((S, T, H), (V, H), (V,)))
+    target = torch.randint(0, V, (S, T), device=device)
+    target[:, :12] = -100
+    target[2] = -100  # a sequence without anything that counts
+    target[4, 20:] = -100
+    sides = torch.randn(S, device=device, dtype=torch.float64), torch.rand(S, T, device=device, dtype=torch.float64)
+    reference = tuple(torch.randn(s, device=device, dtype=torch.float64) for s in ((S, T, 8), (V, 8)))
+    return x, weight, bias, target, sides, reference
+
+
+def whole(x, weight, bias, target, sides, reference, together):
+    """The toy with all logits in memory."""
+    at, mask = target.clamp(min=0).unsqueeze(-1), target != -100
+    logp = F.log_softmax((x @ weight.t() + bias) / 0.8, -1)
+    logprob = torch.where(mask, logp.gather(-1, at).squeeze(-1), 0.0)
+    loss = 0.1 * -torch.where(mask, (logp.exp() * logp).sum(-1), 0.0).sum()
+    sequence, token = sides[0].unsqueeze(1), sides[1]
+    total = (logprob * token).sum(1, keepdim=True)
+    if together == 0:
+        loss = loss + (sequence * logprob.exp() * token * mask).sum()
+    elif together == 2:
+        loss = loss + F.logsigmoid(total[: S // 2] - total[S // 2 :]).sum()
+    else:
+        loss = loss + F.logsigmoid(sequence * total).sum()
+    if reference is not None:
+        theirs = F.log_softmax(reference[0] @ reference[1].t() / 0.8, -1).gather(-1, at).squeeze(-1)
+        loss = loss + (torch.where(mask, theirs, 0.0) * logprob).sum()
+    return loss, logprob, total
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("chunk_bytes", [1, 40000, None])  # parts in several pieces, several parts, one part
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("with_reference", [False, True])
+@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+def test_parts_change_nothing(together, with_reference, known, chunk_bytes, dtype, backend, device):
+    if backend == "triton" and (dtype == torch.float64 or (device.type == "cpu" and chunk_bytes == 40000)):
+        pytest.skip("the kernels take no fp64; and time in the interpreter is dear")
+    x, weight, bias, target, sides, reference = batch(device)
+    leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    loss, found = token_loss(
+        "toy", [], [together], leaves[0], leaves[1], target, leaves[2],
+        reference=(*(t.to(dtype) for t in reference), None) if with_reference else (None, None, None),
+        sides=[s.to(dtype) for s in sides], lengths=ValidLengths(target) if known else [T] * S, temperature=0.8,
+        chunk_bytes=chunk_bytes,
+    )  # fmt: skip
+    grads = torch.autograd.grad(3 * loss, leaves)
+    exact = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    answer, logprob, total = whole(*exact, target, sides, reference if with_reference else None, together)
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
+    torch.testing.assert_close(loss.double(), answer, **close)
+    torch.testing.assert_close(found["logprob"].double(), logprob, **close)
+    if together:
+        torch.testing.assert_close(found["total"].double(), total.squeeze(1), **close)
+    for got, expected in zip(grads, torch.autograd.grad(3 * answer, exact), strict=True):
+        torch.testing.assert_close(got.double(), expected, **close)
+
+
+@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+@pytest.mark.parametrize("lengths", [[], [38, 38, 0, 38, 8, 38]])
+def test_every_row_that_counts_is_in_one_part(lengths, together, device):
+    target = batch(device)[3]
+    seen = []
+    for part in split(target, together, lengths, -100, 128):
+        rows = torch.arange(S * T, device=device)[part.rows]
+        assert rows.numel() == part.count
+        seen += rows.tolist()
+        sequences = {int(r) // T for r in rows}
+        if together == 2:
+            assert {(s + 3) % 6 for s in sequences if target[s].max() >= 0} <= set(part.sequences.tolist())
+        if not part.alone:
+            assert sequences <= set(part.sequences.tolist())
+    counts = (target.view(-1) != -100).nonzero().flatten().tolist() if lengths else list(range(S * T))
+    assert sorted(seen) == counts
+
+
+@pytest.mark.parametrize("together", [0, 1])
+def test_a_length_that_is_too_short_is_loud(together, device):
+    x, weight, bias, target, sides, _ = batch(device)
+    lengths = [38, 38, 0, 38, 7, 38]
+    loss, _ = token_loss("toy", [], [together], x, weight, target, bias, sides=sides, lengths=lengths)
+    assert loss.isnan()
+
+
+def test_lengths_that_do_not_fit_are_refused(device):
+    x, weight, _, target, sides, _ = batch(device)
+    for lengths in ([1], [51] * S):
+        with pytest.raises(ValueError, match=r"toy: lengths must hold a number from 0 to 50 for each of 6 sequences"):
+            token_loss("toy", [], [0], x, weight, target, sides=sides, lengths=lengths)
+
+
+@pytest.mark.parametrize("together", [0, 2])
+def test_compiles_whole(together, device):
+    x, weight, bias, target, sides, _ = batch(device)
+
+    def call(x, weight, bias):
+        return token_loss("toy", [], [together], x, weight, target, bias, sides=sides, lengths=None)[0]
+
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    loss = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    expected = call(*leaves)
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b)
