@@ -32,6 +32,7 @@ _HOME = {
     "logprob": "tigon.ops.logprob",
     "LogProb": "tigon.ops.logprob",
     "linear_cross_entropy": "tigon.losses.linear_cross_entropy",
+    "linear_logprob": "tigon.losses.linear_logprob",
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
 }
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tigon import backend, losses, models, nn, ops
     from tigon.backend import use_backend
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
+    from tigon.losses.linear_logprob import linear_logprob
     from tigon.models.fusion import Fusion, fuse
     from tigon.ops.cross_entropy import cross_entropy
     from tigon.ops.divergence import jsd, kl_div, tvd
@@ -73,6 +75,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprob",
     "logprob",
     "losses",
     "models",

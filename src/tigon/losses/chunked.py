@@ -149,19 +149,28 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Chunk]:
         buffer = self.x.new_empty(self.size, self.weight.shape[0])
-        for start in range(0, self.visited, self.size or 1):
-            stop = min(start + self.size, self.visited)
-            if self.index is None:
-                x, target = self.x[start:stop], self.target[start:stop]
-            else:
-                here = self.index[start:stop]
-                x, target = self.x.index_select(0, here), self.target.index_select(0, here)
-            logits = buffer[: stop - start]
-            if self.bias is None:
-                torch.mm(x, self.weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias, x, self.weight.t(), out=logits)
-            yield Chunk(start, stop, logits, x, target)
+        for start, stop in self.spans():
+            yield self.compute(start, stop, buffer[: stop - start])
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the chunks start and stop."""
+        return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
+
+    def rows_of(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """x and target of a chunk."""
+        if self.index is None:
+            return self.x[start:stop], self.target[start:stop]
+        here = self.index[start:stop]
+        return self.x.index_select(0, here), self.target.index_select(0, here)
+
+    def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
+        """The chunk, its logits written to (stop − start, V)."""
+        x, target = self.rows_of(start, stop)
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        return Chunk(start, stop, logits, x, target)
 
     def in_batch_order(self, results: Tensor) -> Tensor:
         """Per-row results (visited, ...) as (N, ...), zero for the rows that were left out."""
@@ -174,12 +183,14 @@ class Chunks:
         if self.index is not None:
             dx.zero_()
 
-    def add_input_gradient(self, dx: Tensor, chunk: Chunk) -> None:
-        """Rows of dx = dlogits W, where chunk.logits hold dlogits."""
-        if self.index is None:
-            torch.mm(chunk.logits, self.weight, out=dx[chunk.rows])
-        else:
-            dx.index_copy_(0, self.index[chunk.rows], torch.mm(chunk.logits, self.weight))
+    def add_input_gradient(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
+        """Rows of dx = dlogits W, where chunk.logits hold dlogits; and `more` = (a, b, alpha): + alpha · a b."""
+        here = dx[chunk.rows] if self.index is None else torch.empty_like(chunk.x)
+        torch.mm(chunk.logits, self.weight, out=here)
+        if more is not None:
+            here.addmm_(more[0], more[1], alpha=more[2])
+        if self.index is not None:
+            dx.index_copy_(0, self.index[chunk.rows], here)
 
 
 def accumulate_weight_gradient(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:

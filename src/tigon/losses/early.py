@@ -19,7 +19,7 @@ def scaled_gradients(
 ) -> list[Tensor | None]:
     """Each gradient that is needed, times the 0-d factor, in its dtype. To be called in a backward pass."""
     # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
-    ours = not is_traced(factor) and not _graph_is_kept()
+    ours = not is_traced(factor) and not graph_is_kept()
     return [
         _scaled(gradient, factor, dtype, ours) if need and dtype is not None else None
         for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
@@ -53,6 +53,6 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) ->
     return out
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if kept is None else kept()

@@ -1,0 +1,297 @@
+"""Log-probabilities of a linear head without its logits: what preference tuning and reinforcement learning start from.
+
+    logits = softcap(scale · (x Wᵀ + bias + s · (x Aᵀ) Bᵀ)) / temperature;   results as in tigon.logprob
+
+A gradient of the weight is a sum over tokens, each times what comes from above, which the forward pass cannot know. So
+the backward pass computes logits again: four matrix products a token in all, where a loss that is a function of its own
+(`tigon.losses`) takes three. The last logits of the forward pass are still in their buffer; `keep_bytes` keeps more.
+
+Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+from typing import Any, SupportsInt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.backend import differentiable, is_traced, launcher
+from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows
+from tigon.losses.early import graph_is_kept
+from tigon.ops.cross_entropy import check_target
+from tigon.ops.logprob import LogProb, check_transform, logprob_gradient_rows, logprob_reference, logprob_rows
+
+
+def linear_logprob(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    num_valid: SupportsInt | None = None,
+    chunk_bytes: int | None = None,
+    keep_bytes: int = 0,
+    accumulate: str = "fp32",
+) -> LogProb:
+    """Log-probability of each target and entropy, log-sum-exp, rank and mean of its logits, which are never all there.
+
+    Args:
+        x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
+        weight: (V, H), x's dtype; under autocast all are cast as `F.linear` casts them.
+        target: (...), integer class indices: what x predicts.
+        bias: (V,) or None.
+        lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
+        ignore_index, temperature, softcap, scale: as in `tigon.logprob`.
+        num_valid, chunk_bytes, accumulate: as in `tigon.linear_cross_entropy`.
+        keep_bytes: logits kept from the forward to the backward pass, beyond those of the last chunk: what is kept is
+            not computed again. As many as there are take a fourth of the products away.
+    Returns: `LogProb` of (...), fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy, exact for
+        any gradient from above.
+    Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.logprob` for targets.
+
+    Replaces::
+
+        logp = F.log_softmax(F.linear(x, weight, bias).float() / temperature, dim=-1)
+        logprob = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+    """
+    name = "linear_logprob"
+    check_transform(name, temperature, softcap, scale)
+    if accumulate not in ("fp32", "weight"):
+        raise ValueError(f"{name}: accumulate must be 'fp32' or 'weight', got {accumulate!r}.")
+    if keep_bytes < 0:
+        raise ValueError(f"{name}: keep_bytes must not be negative, got {keep_bytes}.")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{name}: x must be (..., H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    V, H = weight.shape
+    if bias is not None and bias.shape != (V,):
+        raise ValueError(f"{name}: bias must have shape ({V},), got {tuple(bias.shape)}.")
+    lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
+    if lora_a is not None and lora_b is not None:
+        r = lora_a.shape[0]
+        if lora_a.shape != (r, H) or lora_b.shape != (V, r):
+            raise ValueError(
+                f"{name}: lora must be (A, B, s), A (r, {H}) and B ({V}, r), got {tuple(lora_a.shape)} and "
+                f"{tuple(lora_b.shape)}."
+            )
+    tensors = {"x": x, "weight": weight, "bias": bias, "lora A": lora_a, "lora B": lora_b}
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
+    if not compute.is_floating_point:
+        raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
+    for argument, t in tensors.items():
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: gather it with full_tensor().")
+        if t is not None and t.dtype != compute and not autocast:
+            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
+    check_target(name, target, x.shape[:-1], V, ignore_index, x.device)
+
+    labels = target.reshape(-1).contiguous()
+    valid = -1 if num_valid is None else int(num_valid)
+    if valid < 0 and device == "cpu" and not torch.compiler.is_compiling():
+        valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
+    results = _linear_logprob(
+        x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
+        chunk_budget(x.device, chunk_bytes), keep_bytes, accumulate == "fp32", float(lora_scale), ignore_index,
+        temperature, softcap or 0.0, scale,
+    )  # fmt: skip
+    logprob, entropy, *rest = (r.view(target.shape) for r in results)
+    if valid >= 0:
+        # A count that is too small would silently drop rows: make it loud, without looking at the device from here.
+        guard = torch.where((labels != ignore_index).sum() <= valid, 1.0, float("nan")).to(logprob.dtype)
+        logprob, entropy = logprob * guard, entropy * guard
+    return LogProb(logprob, entropy, *(r.detach() for r in rest))
+
+
+def linear_logprob_reference(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora: tuple[Tensor, Tensor, float] | None,
+    *options: Any,
+) -> LogProb:  # fmt: skip
+    """The specification: real logits. `options` as in `logprob_reference`."""
+    logits = F.linear(x, weight, bias)
+    if lora is not None:
+        logits = logits + lora[2] * F.linear(F.linear(x, lora[0]), lora[1])
+    return logprob_reference(logits, target, *options)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+class _Head:
+    """The walk over chunks, with an adapter on the head, in the compute dtype."""
+
+    def __init__(self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index):
+        def cast(t: Tensor | None) -> Any:
+            return t if t is None else t.to(compute)
+
+        number = None if valid < 0 else valid
+        self.chunks = Chunks(cast(x), cast(weight), cast(bias), target, ignore_index, number, budget)
+        self.lora_a, self.lora_b, self.lora_scale = cast(lora_a), cast(lora_b), lora_scale
+
+    def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
+        chunk = self.chunks.compute(start, stop, logits)
+        if self.lora_a is not None:
+            logits.addmm_(chunk.x @ self.lora_a.t(), self.lora_b.t(), alpha=self.lora_scale)
+        return chunk
+
+
+def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int) -> tuple[int, int]:
+    """Rows of which the logits are kept, whole chunks from the end, at least one; and rows of the buffer for them."""
+    size = chunk_rows(rows, V * compute.itemsize, budget) if rows else 0
+    chunks = -(-rows // size) if rows else 0
+    number = min(chunks, 1 + keep // max(1, size * V * compute.itemsize))
+    kept = rows - (chunks - number) * size
+    return kept, max(kept, size)
+
+
+def _fwd_fake(
+    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, ignore_index, *options
+):
+    acc = torch.promote_types(compute, torch.float32)
+    rows = x.shape[0] if valid < 0 else min(valid, x.shape[0])
+    one = x.new_empty(x.shape[0], dtype=acc)
+    others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
+    _, room = _kept_chunks(rows, weight.shape[0], compute, budget, keep)
+    stats = x.new_empty((rows, 3), dtype=torch.float32)
+    return one, *others, torch.empty_like(one), stats, x.new_empty((room, weight.shape[0]), dtype=compute)
+
+
+@launcher(
+    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, int valid,"
+    " ScalarType compute, int budget, int keep, bool fp32, float lora_scale, int ignore_index, float temperature,"
+    " float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fwd_fake,
+)
+def _linear_logprob_fwd(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+    valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *_, stats, logits = _fwd_fake(
+        x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options
+    )
+    head = _Head(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    chunks = head.chunks
+    acc = torch.promote_types(compute, torch.float32)
+    found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
+    first_kept = chunks.visited - _kept_chunks(chunks.visited, weight.shape[0], compute, budget, keep)[0]
+    for start, stop in chunks.spans():
+        at = max(0, start - first_kept)
+        chunk = head.compute(start, stop, logits[at : at + stop - start])
+        places = tuple(f[start:stop] for f in found)
+        logprob_rows(chunk.logits, chunk.target, places, stats[start:stop], *options)
+    return *(chunks.in_batch_order(f) for f in found), stats, logits
+
+
+def _bwd_fake(
+    x, weight, target, bias, lora_a, lora_b, stats, logits, dlogprob, dentropy, valid, compute, budget, keep, fp32,
+    ours, needs, *options,
+):  # fmt: skip
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else x.new_empty(0)
+        for t, need in zip((x, weight, bias, lora_a, lora_b), needs, strict=True)
+    )
+
+
+@launcher(
+    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor stats,"
+    " Tensor logits, Tensor? dlogprob, Tensor? dentropy, int valid, ScalarType compute, int budget, int keep,"
+    " bool fp32, bool ours, bool[] needs, float lora_scale, int ignore_index, float temperature, float softcap,"
+    " float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _bwd_fake,
+)
+def _linear_logprob_bwd(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+    stats: Tensor, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int, compute: torch.dtype,
+    budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float, *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """From the end, where the logits are still there; `ours`: they may be overwritten, and their room used again."""
+    head = _Head(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    chunks = head.chunks
+    acc = torch.promote_types(compute, torch.float32)
+    dx, dw, db, da, dlb = (x.new_zeros(0) for _ in range(5))
+    if needs[0]:
+        dx = x.new_empty(x.shape, dtype=compute)
+        chunks.clear_unvisited(dx)
+    if needs[1]:
+        wide = weight.dtype != compute or (fp32 and chunks.count > 1)
+        dw = x.new_empty(weight.shape, dtype=acc if wide else compute)
+        if chunks.count == 0:
+            dw.zero_()
+    if needs[2]:
+        db = x.new_zeros(weight.shape[0], dtype=acc)
+    if lora_a is not None and lora_b is not None:
+        da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
+    upstream = [
+        d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
+    ]
+    first_kept = chunks.visited - _kept_chunks(chunks.visited, weight.shape[0], compute, budget, keep)[0]
+    scratch = None if ours else torch.empty_like(logits[: chunks.size])
+    for start, stop in reversed(chunks.spans()):
+        if start >= first_kept:
+            here = logits[start - first_kept : stop - first_kept]
+            chunk = Chunk(start, stop, here, *chunks.rows_of(start, stop))
+        else:
+            room = logits if scratch is None else scratch
+            chunk = head.compute(start, stop, room[: stop - start])
+        slopes = [d if d is None else d[start:stop] for d in upstream]
+        dlogits = chunk.logits if scratch is None else scratch[: stop - start]
+        place = stats[start:stop]
+        logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options)
+        chunk.logits = dlogits
+        last, more = stop == chunks.visited, None
+        if head.lora_a is not None:
+            through = dlogits @ head.lora_b  # (n, r)
+            more = through, head.lora_a, lora_scale
+            if needs[3]:
+                accumulate_weight_gradient(da, through, chunk.x, first=last)
+            if needs[4]:
+                accumulate_weight_gradient(dlb, dlogits, chunk.x @ head.lora_a.t(), first=last)
+        if needs[0]:
+            chunks.add_input_gradient(dx, chunk, more)
+        if needs[1]:
+            accumulate_weight_gradient(dw, dlogits, chunk.x, first=last)
+        if needs[2]:
+            db += dlogits.sum(0, dtype=acc)
+    found = (dx, dw, db, da.mul_(lora_scale), dlb.mul_(lora_scale))
+    return tuple(
+        g.to(t.dtype) if need and t is not None else x.new_empty(0)
+        for g, t, need in zip(found, (x, weight, bias, lora_a, lora_b), needs, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
+    ctx.arguments = valid, compute, budget, keep, fp32
+    ctx.save_for_backward(x, weight, target, bias, lora_a, lora_b, *output[5:])
+
+
+def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    none = (None,) * 16
+    wanted = ctx.needs_input_grad
+    needs = [wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]]
+    if (dlogprob is None and dentropy is None) or not any(needs):
+        return none
+    upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
+    given = dlogprob if dlogprob is not None else dentropy
+    ours = not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
+    saved = ctx.saved_tensors
+    grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options)
+    dx, dw, db, da, dlb = (g if need else None for g, need in zip(grads, needs, strict=True))
+    return dx, dw, None, db, da, dlb, *none[6:]
+
+
+_linear_logprob = differentiable(_linear_logprob_fwd, _setup_context, _backward, outputs=5)
