@@ -157,3 +157,21 @@ def test_compiles_whole(together, device):
     torch.testing.assert_close(loss, expected)
     for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0), (4, 3)])  # (4, 3): nothing counts
+@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+def test_a_batch_without_anything_that_counts(together, shape, known, device):
+    x = torch.randn(*shape, H, device=device, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, H, device=device, dtype=torch.float64, requires_grad=True)
+    target = torch.full(shape, -100, device=device)
+    sides = torch.ones(shape[0], device=device), torch.ones(shape, device=device)
+    lengths = [0] * shape[0] if known else [shape[1]] * shape[0]
+    loss, _ = token_loss("toy", [], [together], x, weight, target, sides=sides, lengths=lengths)
+    loss.backward()
+    # A pair of empty sequences, and a batch of them, have a loss: that of equal sums.
+    pairs = {0: 0, 1: shape[0], 2: shape[0] // 2, BATCH: shape[0]}[together]
+    torch.testing.assert_close(loss, pairs * F.logsigmoid(torch.zeros_like(loss)))
+    assert x.grad.abs().sum() == 0
+    assert weight.grad.abs().sum() == 0

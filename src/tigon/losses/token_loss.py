@@ -125,7 +125,7 @@ class Rows:
         """(count,) as (S', T), zero elsewhere."""
         if self.at is not None:
             values = values.new_zeros(self.sequences.numel() * self.tokens).index_copy(0, self.at, values)
-        return values.view(-1, self.tokens)
+        return values.view(self.sequences.numel(), self.tokens)
 
     def sparse(self, values: Tensor) -> Tensor:
         """(S', T) as (count,)."""
@@ -135,7 +135,7 @@ class Rows:
     def pieces(self, size: int) -> list[tuple[Tensor | slice, slice]]:
         """At most `size` rows at a time: the rows, and where they are in (count,)."""
         result: list[tuple[Tensor | slice, slice]] = []
-        for start in range(0, self.count, size):
+        for start in range(0, self.count, size or 1):
             here = slice(start, min(start + size, self.count))
             if isinstance(self.rows, slice):
                 result.append((slice(self.rows.start + here.start, self.rows.start + here.stop), here))
@@ -169,7 +169,7 @@ def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: i
             sequences = torch.arange(start, stop, device=device) if rows is None else rows[start:stop]
             yield Rows(here, stop - start, None, sequences, 1, alone=True)
         return
-    stacks = S if together == BATCH else together
+    stacks = max(1, S) if together == BATCH else together
     units = S // stacks
     order = torch.arange(S, device=device).view(stacks, units).t().reshape(-1)
     for first, last in _packed(_unit_rows(lengths, stacks, units, T), most):
@@ -451,7 +451,7 @@ class _Walk:
 
     def of(self, part: Rows, t: Tensor) -> Tensor:
         """(S,) or (S, T) of the batch as (S', 1) or (S', T) of the part; (S', 1) of its tokens."""
-        t = t.view(t.shape[0], -1)
+        t = t.unsqueeze(1) if t.dim() == 1 else t
         if part.alone:
             return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
         return t.index_select(0, part.sequences)
