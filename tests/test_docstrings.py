@@ -17,7 +17,8 @@ import tigon
 from tigon.ops.gated_linear import gated_linear
 
 HOMES = {n: home for n, home in tigon._HOME.items() if home.startswith(("tigon.ops.", "tigon.losses."))}
-OPERATORS = {**{name: getattr(tigon, name) for name in HOMES}, "gated_linear": gated_linear}
+FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
+OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear}
 
 
 class Replaced(NamedTuple):
@@ -94,6 +95,14 @@ REPLACED = [
     Replaced(
         "linear_cross_entropy(x, weight, target, bias=bias)", "loss",
         {"x": randn(3, 8), "weight": randn(5, 8), "bias": randn(5), "target": TARGET},
+    ),
+    Replaced(
+        "logprob(logits, target, temperature=temperature)[:2]", "logprob, entropy",
+        {"logits": randn(2, 8), "target": TARGET[:2], "temperature": 2.0},
+    ),
+    Replaced(
+        "linear_logprob(x, weight, target, bias=bias, temperature=temperature)[:2]", "logprob, entropy",
+        {"x": randn(2, 8), "weight": randn(5, 8), "bias": randn(5), "target": TARGET[:2], "temperature": 2.0},
     ),
     Replaced("kl_div(input, target, logits=True, temperature=temperature)", "loss", LOGITS),
     Replaced("jsd(log_q, log_p, beta=beta)", "loss", LOGS),
