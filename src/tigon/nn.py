@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.losses.policy import grpo, rloo
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -408,3 +409,28 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         num_valid: SupportsInt | None = None,
     ) -> Tensor:
         return linear_cross_entropy(x, weight, target, bias=bias, divisor=divisor, num_valid=num_valid, **self.options)
+
+
+class _PolicyLoss(torch.nn.Module):
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, bias: Tensor | None = None, **given: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.function(x, weight, target, bias=bias, advantages=advantages, **self.options, **given)
+
+
+class GRPOLoss(_PolicyLoss):
+    """`tigon.losses.grpo` with its options fixed: forward(x, weight, target, advantages, bias, old_logprob=…, …)."""
+
+    function = staticmethod(grpo)
+
+
+class RLOOLoss(_PolicyLoss):
+    """`tigon.losses.rloo` with its options fixed: forward(x, weight, target, advantages, bias, old_logprob=…)."""
+
+    function = staticmethod(rloo)

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ValidCount": "chunked",
     "ValidLengths": "chunked",
+    "grpo": "policy",
+    "rloo": "policy",
 }
 
 if TYPE_CHECKING:
     from tigon.losses.chunked import ValidCount, ValidLengths
+    from tigon.losses.policy import grpo, rloo
 
-__all__ = ["ValidCount", "ValidLengths"]
+__all__ = ["ValidCount", "ValidLengths", "grpo", "rloo"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,482 @@
+"""Policy gradients: the formulas on whole logits in fp64, and TRL's own code, whatever the parts."""
+
+import inspect
+import re
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.losses import ValidLengths, grpo, rloo
+from tigon.losses.policy import LOSS_TYPES, MODES, grpo_reference
+from tigon.nn import GRPOLoss, RLOOLoss
+
+S, T, H, V = 6, 40, 8, 30
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def batch(device="cpu", dtype=torch.float64, S=S, T=T):
+    """Completions, one of them without anything that counts, and what a trainer has of them. Padding is NaN."""
+
+    def randn(*shape):
+        return torch.randn(shape, device=device, dtype=torch.float64)
+
+    x, weight, bias = randn(S, T, H), randn(V, H), randn(V)
+    target = torch.randint(0, V, (S, T), device=device)
+    target[:, : T // 5] = -100
+    target[S // 3] = -100
+    target[S - 1, T // 2 :] = -100
+    logp = F.log_softmax(x @ weight.t() + bias, -1)
+    logprob = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    mask = target != -100
+    # Ratios on both sides of every bound.
+    near = {name: torch.where(mask, logprob + 0.4 * randn(S, T), float("nan")) for name in ("old", "ref", "sampler")}
+    return (
+        tuple(t.to(dtype).requires_grad_() for t in (x, weight, bias)),
+        target,
+        randn(S).to(dtype),
+        {name: t.to(dtype) for name, t in near.items()},
+    )
+
+
+def grads(loss, leaves):
+    return torch.autograd.grad(loss, [t for t in leaves if t.requires_grad], retain_graph=True)
+
+
+def compare(ours, theirs, leaves, **close):
+    """Loss, gradients, and the metrics that both have."""
+    torch.testing.assert_close(ours[0].double(), theirs[0].double(), **close)
+    for a, b in zip(grads(ours[0], leaves), grads(theirs[0], leaves), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), **close)
+    for name in theirs[1]:
+        torch.testing.assert_close(ours[1][name].double(), theirs[1][name].double(), **close, equal_nan=True)
+
+
+# Options, and which of old, ref and sampler log-probabilities go with them.
+CASES = [
+    *(({"loss_type": t}, "old") for t in LOSS_TYPES if t != "dr_grpo"),
+    *(({"loss_type": t}, "") for t in ("dapo", "sapo", "cispo", "vespo")),
+    ({"loss_type": "dr_grpo", "max_completion_length": 50, "epsilon_high": 0.28}, "old"),
+    ({"loss_type": "cispo", "epsilon_high": 1.1}, "old"),
+    ({"loss_type": "sapo", "sapo_temperature_pos": 1.3, "sapo_temperature_neg": 0.7}, "old"),
+    ({"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 1.5}, "old"),
+    ({"num_items_in_batch": 77.0}, "old"),
+    ({"num_items_in_batch": torch.tensor(77)}, "old"),
+    ({"delta": 1.5}, "old"),
+    *(
+        ({"loss_type": t, "importance_sampling_level": "sequence", "epsilon": 0.01}, "old")
+        for t in ("grpo", "dapo", "luspo", "cispo", "sapo")
+    ),
+    *(({"loss_type": "grpo", "importance_sampling_level": level}, "") for level in ("token", "sequence")),
+    ({"beta": 0.1}, "old ref"),
+    ({"beta": 0.1}, "ref"),
+    ({"beta": 0.1, "use_bias_correction_kl": False}, "old ref"),
+    ({"beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo"}, "old ref"),
+    ({"beta": 0.0}, "ref"),
+    ({"entropy_coefficient": 0.3}, "old"),
+    ({"entropy_coefficient": torch.tensor(0.3), "loss_type": "grpo", "importance_sampling_level": "sequence"}, "old"),
+    ({"top_entropy_quantile": 0.2, "entropy_coefficient": 0.3}, "old"),
+    ({"top_entropy_quantile": 0.2, "beta": 0.1, "loss_type": "luspo"}, "old ref"),
+    ({"off_policy_mask_threshold": 0.01}, "old"),
+    ({"off_policy_mask_threshold": 0.01, "importance_sampling_mode": None}, "old sampler"),
+    *(({"importance_sampling_mode": m, "importance_sampling_clip_max": 1.3}, "old sampler") for m in MODES),
+    *(({"importance_sampling_mode": m, "importance_sampling_clip_min": 0.8}, "sampler") for m in MODES),
+    ({"loss_type": "vespo", "importance_sampling_mode": "token_mask", "beta": 0.2}, "old ref sampler"),
+    ({"loss_type": "vespo", "importance_sampling_mode": "token_truncate"}, "sampler"),
+    ({"temperature": 0.7, "softcap": 3.0, "scale": 0.5, "loss_type": "bnpo", "entropy_coefficient": 0.1}, "old"),
+]
+
+
+def call(fn, leaves, target, advantages, near, options, which, **more):
+    x, weight, bias = leaves
+    given = {f"{name}_logprob": near[name] for name in which.split()}
+    return fn(x, weight, target, bias=bias, advantages=advantages, **given, **options, **more)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, None])  # parts of 128 tokens, some in pieces; one part
+@pytest.mark.parametrize(("options", "which"), CASES, ids=str)
+def test_formulas(options, which, chunk_bytes):
+    leaves, target, advantages, near = batch()
+    for A in (advantages, advantages.unsqueeze(1) * torch.rand(S, T).add(0.5).double()):
+        ours = call(grpo, leaves, target, A, near, options, which, chunk_bytes=chunk_bytes)
+        compare(ours, call(grpo_reference, leaves, target, A, near, options, which), leaves, **EXACT)
+
+
+@pytest.mark.parametrize("case", [7, 13, 22, 26, 30])
+def test_kernels(case, triton_backend, device):
+    options, which = CASES[case]
+    options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    leaves, target, advantages, near = batch(device, S=3, T=24)
+    exact = call(grpo_reference, leaves, target, advantages, near, options, which)
+    expected = grads(exact[0], leaves)
+    leaves = [t.detach().float().requires_grad_() for t in leaves]
+    loss, found = call(grpo, leaves, target, advantages, near, options, which, lengths=ValidLengths(target))
+    torch.testing.assert_close(loss.double(), exact[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["logprob"].double(), exact[1]["logprob"], rtol=1e-4, atol=1e-5)
+    for a, b in zip(grads(loss, leaves), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- TRL
+
+
+def accelerator():
+    return SimpleNamespace(
+        num_processes=1, sync_gradients=False, gather=lambda t: t, gather_for_metrics=lambda t: t,
+        reduce=lambda t, reduction: t, pad_across_processes=lambda t, dim, pad_index: t,
+    )  # fmt: skip
+
+
+def trl(leaves, target, advantages, near, options, which):
+    """The loss of TRL's GRPOTrainer, whole logits in place of its model, and what it logs."""
+    module = pytest.importorskip("trl.trainer.grpo_trainer")
+    options = dict(options)
+    trainer = module.GRPOTrainer
+    mask = target != -100
+    logp = F.log_softmax(F.linear(*leaves) / options.pop("temperature", 1.0), -1)
+    logprob = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    near = {name: torch.where(mask, t, 0.0) for name, t in near.items()}
+    inputs = {
+        "prompt_ids": target[:, :0], "prompt_mask": target[:, :0], "completion_ids": target,
+        "completion_mask": mask.to(logp.dtype), "advantages": advantages,
+        "num_items_in_batch": torch.as_tensor(options.pop("num_items_in_batch", mask.sum())),
+    }  # fmt: skip
+    if "old" in which:
+        inputs["old_per_token_logps"] = near["old"]
+    if "ref" in which:
+        inputs["ref_per_token_logps"] = near["ref"]
+    mode = options.pop("importance_sampling_mode", "sequence_mask")
+    bounds = options.pop("importance_sampling_clip_max", 3.0), options.pop("importance_sampling_clip_min", None)
+    if "sampler" in which:
+        inputs["sampling_per_token_logps"] = near["sampler"]
+        if mode is not None:
+            old = near["old"] if "old" in which else logprob.detach()
+            inputs["importance_sampling_ratio"] = trl_ratio(trainer, old, near["sampler"], mask, mode, bounds)
+    coefficient = options.pop("entropy_coefficient", 0.0)
+    args = {
+        "delta": None, "use_bias_correction_kl": True, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+    }  # fmt: skip
+    epsilon = options.pop("epsilon", 0.2)
+    self = SimpleNamespace(
+        aux_loss_enabled=False, top_entropy_quantile=options.pop("top_entropy_quantile", 1.0),
+        off_policy_mask_threshold=options.pop("off_policy_mask_threshold", None),
+        importance_sampling_level=options.pop("importance_sampling_level", "token"), beta=options.pop("beta", 0.0),
+        loss_type=options.pop("loss_type", "dapo"), epsilon_low=epsilon,
+        epsilon_high=options.pop("epsilon_high", epsilon), use_vllm="importance_sampling_ratio" in inputs,
+        vllm_importance_sampling_correction=True, model=SimpleNamespace(training=False), accelerator=accelerator(),
+        current_gradient_accumulation_steps=1, max_completion_length=options.pop("max_completion_length", 1),
+        _entropy_bonus_enabled=bool(coefficient), entropy_coef=coefficient, use_adaptive_entropy=False,
+        _metrics={"eval": defaultdict(list)}, get_off_policy_mask=trainer.get_off_policy_mask,
+        get_gamma_weights=trainer.get_gamma_weights,
+        args=SimpleNamespace(**{k: options.pop(k, v) for k, v in args.items()}),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprob, entropy, None),
+    )  # fmt: skip
+    self.get_high_entropy_mask = trainer.get_high_entropy_mask.__get__(self)
+    assert not options
+    loss = trainer._compute_loss(self, None, inputs)
+    return loss, {name: torch.tensor(values[-1]) for name, values in self._metrics["eval"].items()}
+
+
+def trl_ratio(trainer, old, sampler, mask, mode, bounds):
+    """Its importance ratio, which is a stretch of a long method: the stretch is run."""
+    source = inspect.getsource(trainer._generate_and_score_completions)
+    found = re.search(r"( +per_token_logps_diff = .*?)\n +# Compute the per-token log prob", source, re.DOTALL)
+    if found is None:
+        pytest.skip("TRL computes the importance ratio elsewhere")
+    self = SimpleNamespace(
+        vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=bounds[0],
+        vllm_importance_sampling_clip_min=bounds[1],
+    )  # fmt: skip
+    names = {"self": self, "torch": torch, "math": __import__("math"), "mask": mask, "old_per_token_logps": old}
+    exec(textwrap.dedent(found[1]), names | {"sampling_per_token_logps": sampler}, places := {})
+    return places["vllm_importance_sampling_ratio"]
+
+
+@pytest.fixture
+def double():
+    """Numbers that TRL writes out are then as exact as ours."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "which"), [c for c in CASES if "softcap" not in c[0] and c[0] != {"beta": 0.0}], ids=str
+)
+def test_the_loss_and_the_metrics_of_trl(options, which, double):
+    leaves, target, advantages, near = batch()
+    for A in (advantages, advantages.unsqueeze(1) * torch.rand(S, T).add(0.5)):
+        ours = call(grpo, leaves, target, A, near, options, which, chunk_bytes=1)
+        compare(ours, trl(leaves, target, A, near, options, which), leaves, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.2])
+@pytest.mark.parametrize("known", ["tokens", "sequences", "nothing"])
+def test_rloo_of_trl(known, entropy_coefficient, double):
+    module = pytest.importorskip("trl.trainer.rloo_trainer")
+    leaves, target, advantages, near = batch()
+    target[S // 3, -2:] = 3  # TRL gives sequences without tokens a value
+    mask = target != -100
+    logp = F.log_softmax(F.linear(*leaves), -1)
+    logprob = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    near["old"] = torch.where(mask, logprob.detach() + 0.1 * torch.randn(S, T), float("nan"))
+    old = {"tokens": near["old"], "sequences": near["old"].nansum(1), "nothing": None}[known]
+    total = (logprob.detach() * mask).sum(1) if old is None else near["old"].nansum(1)
+    self = SimpleNamespace(
+        aux_loss_enabled=False, epsilon_low=0.2, epsilon_high=0.3, model=SimpleNamespace(training=True),
+        accelerator=accelerator(), _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprob, entropy, None),
+    )  # fmt: skip
+    theirs = module.RLOOTrainer._compute_loss(self, None, {
+        "prompt_ids": target[:, :0], "prompt_mask": target[:, :0], "completion_ids": target,
+        "completion_mask": mask.double(), "advantages": advantages, "old_logps": total,
+    })  # fmt: skip
+    metrics = {name: torch.tensor(values[-1]) for name, values in self._metrics["train"].items()}
+    if entropy_coefficient:
+        theirs = theirs - entropy_coefficient * (entropy * mask).sum() / mask.sum()
+    ours = rloo(leaves[0], leaves[1], target, bias=leaves[2], advantages=advantages, old_logprob=old, epsilon_high=0.3,
+                entropy_coefficient=entropy_coefficient, chunk_bytes=1)  # fmt: skip
+    compare(ours, (theirs, metrics), leaves, rtol=1e-6, atol=1e-9)  # its shares of clipped sequences are fp32
+
+
+# ------------------------------------------------------------------------------------------------- what holds besides
+
+
+def test_a_reference_head_is_its_log_probabilities():
+    leaves, target, advantages, near = batch()
+    head = torch.randn(S, T, 5).double(), torch.randn(V, 5).double(), torch.randn(V).double()
+    logprob = F.log_softmax(F.linear(*head) / 0.9, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    options = {"beta": 0.1, "temperature": 0.9}
+    with_head = call(grpo, leaves, target, advantages, near, options, "old", ref_x=head[0], ref_weight=head[1],
+                     ref_bias=head[2], chunk_bytes=1)  # fmt: skip
+    compare(
+        with_head, call(grpo, leaves, target, advantages, near, options, "old", ref_logprob=logprob), leaves, **EXACT
+    )
+
+
+def test_the_logprob_returned_is_the_next_old_logprob():
+    leaves, target, advantages, near = batch()
+    first = call(grpo, leaves, target, advantages, near, {}, "")
+    second = call(grpo, leaves, target, advantages, near, {}, "", old_logprob=first[1]["logprob"])
+    compare(second, first, leaves, **EXACT)
+    assert second[1]["clip_ratio/region_mean"] == 0
+
+
+def test_the_importance_ratio_may_be_given():
+    leaves, target, advantages, near = batch()
+    ratio = torch.rand(S).double()
+    expected = call(grpo, leaves, target, advantages * ratio, near, {"loss_type": "sapo"}, "old")
+    for given in (ratio, ratio.unsqueeze(1), ratio.unsqueeze(1).expand(S, T)):
+        ours = call(
+            grpo, leaves, target, advantages, near, {"loss_type": "sapo"}, "old", importance_sampling_ratio=given
+        )
+        compare(ours, (expected[0], {}), leaves, **EXACT)
+        if given.shape != (S, T):
+            assert ours[1]["sampling/importance_sampling_ratio/max"] == ratio.max()
+
+
+def test_a_sampler_that_does_not_know_a_token():
+    leaves, target, advantages, near = batch()
+    mode = {"importance_sampling_mode": "token_truncate"}
+    near["sampler"] = near["old"].clone()
+    expected = call(grpo, leaves, target, advantages, near, mode, "old sampler")
+    near["sampler"][0, -3:] = float("nan")
+    compare(call(grpo, leaves, target, advantages, near, mode, "old sampler"), expected, leaves, **EXACT)
+
+
+def test_what_the_metrics_count(double):
+    """Without TRL: by hand."""
+    x, weight = torch.zeros(2, 2, 1), torch.zeros(4, 1)
+    target = torch.tensor([[0, 1], [2, -100]])
+    # Every token has probability 1/4. Of the positive advantage, one ratio is inside and one above; of the negative one
+    # the bound above is none.
+    old = -torch.log(4 * torch.tensor([[0.9, 1.5], [1.5, 1.0]]))
+    loss, found = grpo(x, weight, target, advantages=torch.tensor([2.0, -3.0]), old_logprob=old)
+    torch.testing.assert_close(loss, torch.tensor(-(2 * 0.9 + 2 * 1.2 - 3 * 1.5) / 3))
+    third = torch.tensor(1 / 3)
+    torch.testing.assert_close(found["clip_ratio/high_mean"], third)
+    torch.testing.assert_close(found["clip_ratio/region_mean"], third)
+    torch.testing.assert_close(found["clip_ratio/high_max"], torch.tensor(0.5))
+    torch.testing.assert_close(found["entropy"], torch.tensor(4.0).log())
+    assert found["clip_ratio/low_mean"] == found["clip_ratio/low_min"] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4}]
+)
+def test_completions_beyond_65536_tokens(options, device):
+    T = 70_000
+    x, weight = torch.randn(2, T, 2, device=device), torch.randn(3, 2, device=device)
+    target = torch.randint(0, 3, (2, T), device=device)
+    target[0, : T - 9] = -100  # only positions that 16 bits do not hold
+    advantages = torch.tensor([1.0, -2.0], device=device)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    loss, found = grpo(*leaves, target, advantages=advantages, chunk_bytes=2**18, **options)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected, theirs = grpo_reference(*exact, target, advantages=advantages.double(), **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["logprob"].double(), theirs["logprob"], rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads(loss, leaves), grads(expected, exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "vespo"},
+    {"top_entropy_quantile": 0.5, "entropy_coefficient": 0.1},
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])  # no sequences, no tokens, none that counts
+def test_nothing_to_learn_from(shape, options, device):
+    x = torch.randn(*shape, H, device=device, requires_grad=True)
+    weight = torch.randn(V, H, device=device, requires_grad=True)
+    target = torch.full(shape, -100, device=device)
+    loss, _ = grpo(x, weight, target, advantages=torch.ones(shape[0], device=device), **options)
+    assert loss == 0
+    assert all((g == 0).all() for g in grads(loss, (x, weight)))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen(frozen):
+    leaves, target, advantages, near = batch()
+    leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(leaves)]
+    options = {"entropy_coefficient": 0.1}
+    ours = call(grpo, leaves, target, advantages, near, options, "old", chunk_bytes=1)
+    compare(ours, call(grpo_reference, leaves, target, advantages, near, options, "old"), leaves, **EXACT)
+
+
+def test_evaluation_has_the_same_value():
+    leaves, target, advantages, near = batch()
+    loss, found = call(grpo, leaves, target, advantages, near, {}, "old")
+    with torch.no_grad():
+        again, metrics = call(grpo, leaves, target, advantages, near, {}, "old")
+    assert again == loss
+    assert not again.requires_grad
+    assert not any(t.requires_grad for t in found.values())
+    assert metrics.keys() == found.keys()
+
+
+def test_twice_through_one_graph():
+    leaves, target, advantages, near = batch()
+    loss, _ = call(grpo, leaves, target, advantages, near, {}, "old")
+    for a, b in zip(grads(loss, leaves), grads(2 * loss, leaves), strict=True):
+        torch.testing.assert_close(2 * a, b, **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_numbers_stay_visible_and_where_they_are(value, options):
+    leaves, target, advantages, near = batch()
+    leaves[0].data[0, -1] = value
+    loss, _ = call(grpo, leaves, target, advantages, near, options, "old", chunk_bytes=1)
+    assert loss.isnan()
+    dx, dweight, _ = grads(loss, leaves)
+    assert dx[0, -1].isnan().all()
+    assert dweight.isnan().any()
+    assert dx[1:].isfinite().all()
+    leaves, target, advantages, near = batch()
+    advantages[0] = value
+    assert not call(grpo, leaves, target, advantages, near, options, "old")[0].isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [0, 13, 22])
+def test_half_precision_is_as_exact_as_eager(case, dtype):
+    """At most twice the error of the same formula on whole logits in the dtype, in mean and in maximum."""
+    options, which = CASES[case]
+    ours, eager = [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        leaves, target, advantages, near = batch(dtype=dtype)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        # Ratios of which none is near a bound, where a rounding would decide on which side.
+        near = {"old": call(grpo_reference, exact, target, advantages.double(), near, options, "")[1]["logprob"] + 0.05}
+        near["ref"] = near["old"] - 0.1
+        args = target, advantages.double(), near, options, which
+        truth = grads(call(grpo_reference, exact, *args)[0], exact)
+        for fn, errors in ((grpo, ours), (grpo_reference, eager)):
+            found = grads(call(fn, leaves, *args)[0], leaves)
+            errors.append([(a.double() - b).abs() / b.abs().max() for a, b in zip(found, truth, strict=True)])
+    for a, b in zip(zip(*ours, strict=True), zip(*eager, strict=True), strict=True):
+        a, b = torch.stack(a), torch.stack(b)
+        assert a.mean() <= 2 * b.mean() + 1e-7
+        assert a.max() <= 2 * b.max() + torch.finfo(dtype).eps / 2
+
+
+def test_fp16_gradients_do_not_underflow():
+    """Slopes of 1e-5 a token, times probabilities, are below what fp16 holds."""
+    S, T = 8, 2048
+    x, weight = torch.randn(S, T, 4).half().requires_grad_(), torch.randn(50, 4).half().requires_grad_()
+    target = torch.randint(0, 50, (S, T))
+    target[0, 1:] = -100  # and one completion of a single token must not overflow
+    for options in ({}, {"loss_type": "grpo"}, {"loss_type": "luspo"}, {"num_items_in_batch": 1.0}):
+        loss, _ = grpo(x, weight, target, advantages=torch.full((S,), 3.0), **options)
+        exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+        expected, _ = grpo_reference(*exact, target, advantages=torch.full((S,), 3.0).double(), **options)
+        dweight, truth = grads(loss, [weight])[0], grads(expected, [exact[1]])[0]
+        assert (dweight.double() - truth).norm() < 2e-3 * truth.norm(), options
+
+
+def test_compiles_whole():
+    leaves, target, advantages, near = batch()
+    for options, which in (
+        CASES[15],
+        ({"top_entropy_quantile": 0.3, "beta": 0.1, "entropy_coefficient": 0.1}, "ref sampler"),
+    ):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        ours = compiled(grpo, leaves, target, advantages, near, options, which)
+        compare(ours, call(grpo, leaves, target, advantages, near, options, which), leaves, **EXACT)
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"loss_type": "ppo"}, "grpo: loss_type must be one of 'grpo', .*, got 'ppo'"),
+    ({"importance_sampling_level": "word"}, "grpo: importance_sampling_level must be one of 'token', 'sequence', got"),
+    ({"importance_sampling_mode": "mask"}, "grpo: importance_sampling_mode must be one of 'token_truncate'"),
+    ({"beta": 0.1}, "grpo: beta = 0.1 wants a reference: ref_logprob, or ref_x and ref_weight"),
+    ({"loss_type": "dr_grpo"}, "grpo: dr_grpo wants a positive max_completion_length, got None"),
+    ({"top_entropy_quantile": 1.5}, "grpo: top_entropy_quantile must be from 0 to 1, got 1.5"),
+    ({"sapo_temperature_pos": 0.0}, "grpo: sapo's temperatures must be positive, got 0.0 and 1.05"),
+    ({"old_logprob": torch.zeros(S)}, r"grpo: old_logprob must be \(S, T\), here S = 6 and T = 40, got \(6,\)"),
+    ({"advantages": torch.zeros(5)}, r"grpo: advantages must be \(S,\) or \(S, T\), here S = 6 and T = 40, got \(5,\)"),
+    ({"sampler_logprob": torch.zeros(S, T), "loss_type": "vespo"}, "grpo: vespo wants an importance_sampling_mode"),
+    ({"importance_sampling_ratio": torch.ones(S), "loss_type": "vespo"}, "grpo: vespo wants importance_sampling_ratio"),
+    ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_mode": "token_truncate",
+      "importance_sampling_clip_max": None}, "grpo: importance_sampling_mode 'token_truncate' wants one"),
+    ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_clip_min": 4.0}, "clip_min must be less than"),
+    ({"ref_logprob": torch.zeros(S, T), "ref_x": torch.zeros(S, T, H)}, "grpo: the reference is either ref_logprob or"),
+    ({"target": torch.zeros(S, 3)}, r"grpo: x must be \(S, T, H\) and target \(S, T\), got \(6, 40, 8\) and \(6, 3\)"),
+    ({"temperature": 0.0}, "grpo: temperature must be positive, got 0.0"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_gets_a_sentence(options, sentence):
+    leaves, target, advantages, _ = batch()
+    given = {"x": leaves[0], "weight": leaves[1], "target": target, "advantages": advantages} | options
+    with pytest.raises(ValueError, match=sentence):
+        grpo(**given)
+
+
+def test_modules_are_their_functions():
+    (x, weight, bias), target, advantages, near = batch()
+    ours = GRPOLoss(loss_type="grpo", beta=0.1)(
+        x, weight, target, advantages, bias, old_logprob=near["old"], ref_logprob=near["ref"]
+    )
+    expected = grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"],
+                    ref_logprob=near["ref"], loss_type="grpo", beta=0.1)  # fmt: skip
+    compare(ours, expected, (x, weight, bias), **EXACT)
+    ours = RLOOLoss(epsilon=0.1)(x, weight, target, advantages, bias, old_logprob=near["old"])
+    expected = rloo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
+    compare(ours, expected, (x, weight, bias), **EXACT)
+
+
+def test_the_documentation_runs():
+    page = Path(__file__).parents[2] / "docs" / "losses" / "policy.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert code
+    names: dict = {}
+    for block in code:
+        exec(block, names)
