@@ -48,6 +48,23 @@ def test_logits_are_never_whole(backend, device):
     assert sizes.largest == 512 * 200
 
 
+def test_logits_take_the_place_of_an_fp32_sum(device, monkeypatch):
+    """Two chunks and an fp32 dW are as large as one chunk and dW in bf16, which rounds once as well."""
+    x, weight, target = head(device, rows=384, H=128, V=600, dtype=torch.bfloat16, ignored=0.0)
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", str(256 * 600 * 2))
+    with Sizes() as sizes:
+        loss = tigon.linear_cross_entropy(x, weight, target)
+    assert sizes.largest == 384 * 600
+    whole = tigon.linear_cross_entropy(x, weight, target, chunk_bytes=10**9)
+    assert torch.equal(*(torch.autograd.grad(each, weight)[0] for each in (loss, whole)))
+    with Sizes() as sizes:  # what is asked for is kept to
+        tigon.linear_cross_entropy(x, weight, target, chunk_bytes=256 * 600 * 2)
+    assert sizes.largest == 256 * 600
+    with Sizes() as sizes:  # beyond the trade
+        tigon.linear_cross_entropy(torch.cat([x] * 2), weight, torch.cat([target] * 2))
+    assert sizes.largest == 256 * 600
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_chunks_change_nothing(reduction, backend, device):
     x, weight, target = head(device)

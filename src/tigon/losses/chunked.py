@@ -41,7 +41,9 @@ def chunk_budget(device: torch.device, chunk_bytes: int | None = None) -> int:
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Rows a chunk: what the budget holds, balanced over the chunks, a multiple of 128 (the tiles of the products)."""
+    """Rows a chunk: all if the budget holds them, else balanced over the chunks, in the products' tiles of 128."""
+    if rows * row_bytes <= budget:
+        return max(1, rows)
     most = max(128, budget // max(1, row_bytes) // 128 * 128)
     chunks = max(1, -(-rows // most))
     balanced = -(-rows // chunks)

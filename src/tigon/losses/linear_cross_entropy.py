@@ -55,7 +55,8 @@ def linear_cross_entropy(
         num_valid: how many targets are not ignore_index, when the host knows (an int or a
             `tigon.losses.chunked.ValidCount`). The other rows are then left out: time and memory follow the valid
             tokens. Too small a number gives a NaN loss. On a CPU it is counted.
-        chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES.
+        chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By default as
+            many more as make do with one chunk, if they take no more memory than the fp32 sum of several would.
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
             dtype, at half the memory and n roundings for n chunks.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
@@ -104,6 +105,8 @@ def linear_cross_entropy(
         guard = torch.where(enough, 1.0, float("nan")).to(loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
+    if chunk_bytes is None and needs[1] and reduction == "mean" and accumulate == "fp32" and compute == weight.dtype:
+        budget = _traded_budget(rows.shape[0] if valid < 0 else valid, weight, budget)
     loss = _linear_cross_entropy(
         rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs,
         ignore_index, label_smoothing, z_loss, softcap or 0.0, scale,
@@ -132,9 +135,18 @@ def _forward_fake(
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=acc)
     early = reduction != "none"
     dx = x.new_empty(x.shape, dtype=compute) if need_dx and early else x.new_empty(0)
-    wide = _wide_weight_gradient(x.shape[0], V, x.device, reduction, compute, budget, fp32, weight.dtype)
+    visited = x.shape[0] if valid < 0 or valid > x.shape[0] else valid
+    wide = _wide_weight_gradient(visited, V, x.device, reduction, compute, budget, fp32, weight.dtype)
     dw = x.new_empty((V, H), dtype=acc if wide else compute) if need_dw and early else x.new_empty(0)
     return loss, dx, dw, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
+
+
+def _traded_budget(rows: int, weight: Tensor, budget: int) -> int:
+    """One chunk has nothing to sum: what an fp32 dW takes beyond one in the weight's dtype may be logits instead."""
+    if torch.compiler.is_compiling() or weight.dtype != torch.bfloat16:
+        return budget
+    whole = rows * weight.shape[0] * weight.element_size()
+    return whole if budget < whole <= budget + weight.numel() * (4 - weight.element_size()) else budget
 
 
 def _wide_weight_gradient(

@@ -354,7 +354,8 @@ def _token_loss_fwd(
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options)
-    most = max(128, budget // max(1, weight.shape[0] * compute.itemsize) // 128 * 128)
+    held = budget // max(1, weight.shape[0] * compute.itemsize)
+    most = held if target.numel() <= held else max(128, held // 128 * 128)
     parts = list(split(target, instance.together(), lengths, options[0], most))
     sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
     buffer = x.new_empty(max(sizes, default=0), weight.shape[0], dtype=compute)
