@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.losses import ValidLengths, grpo, rloo
+from tigon.losses import ValidLengths, grpo, rloo, token_loss
 from tigon.losses.policy import LOSS_TYPES, MODES, grpo_reference
 from tigon.nn import GRPOLoss, RLOOLoss
 
@@ -360,6 +361,48 @@ def test_evaluation_has_the_same_value():
     assert not again.requires_grad
     assert not any(t.requires_grad for t in found.values())
     assert metrics.keys() == found.keys()
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses whatever reads a number of the device, or has a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim")
+        if name == "index":
+            assert not any(t is not None and t.dtype == torch.bool for t in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("options", "which"), CASES, ids=str)
+def test_nothing_waits_for_the_device(options, which, monkeypatch):
+    monkeypatch.setattr(token_loss, "check_target", lambda *_: None)  # on a CPU it looks at the targets
+    leaves, target, advantages, near = batch()
+    lengths = (target != -100).sum(1).tolist()
+    with NothingWaits():
+        call(grpo, leaves, target, advantages, near, options, which, lengths=lengths, chunk_bytes=1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_host_knows_how_many_tokens_count(known):
+    """As on a GPU: all tokens are walked, or those that count."""
+    leaves, target, advantages, near = batch()
+    lengths = (target != -100).sum(1).tolist() if known else [T] * S
+    for options, which in (CASES[0], CASES[15], CASES[7]):
+        ours = call(grpo, leaves, target, advantages, near, options, which, lengths=lengths, chunk_bytes=1)
+        compare(ours, call(grpo_reference, leaves, target, advantages, near, options, which), leaves, **EXACT)
+
+
+def test_under_autocast():
+    leaves, target, advantages, near = batch(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = call(grpo, leaves, target, advantages, near, {"beta": 0.1}, "old ref")
+    half = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    expected, _ = call(grpo, half, target, advantages, near, {"beta": 0.1}, "old ref")
+    assert loss == expected
+    for a, b in zip(grads(loss, leaves), grads(expected, half), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.bfloat16(), b)
 
 
 def test_twice_through_one_graph():

@@ -549,7 +549,8 @@ def _share(loss_type: str, counts: Tensor, tokens: Tensor, items: float | Tensor
     if loss_type == "bnpo" or items is None:
         return torch.ones_like(counts) / tokens
     if isinstance(items, Tensor):
-        return torch.ones_like(counts) / items.detach().to(counts).clamp(min=1)
+        # A 0-d tensor of the host goes with those of the device, without a copy.
+        return torch.ones_like(counts) / items.detach().reshape(()).clamp(min=1)
     return torch.full_like(counts, 1 / max(1.0, items))
 
 
