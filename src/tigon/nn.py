@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.policy import grpo, rloo
+from tigon.losses.preference import cpo, dpo, kto, orpo, simpo
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -434,3 +435,51 @@ class RLOOLoss(_PolicyLoss):
     """`tigon.losses.rloo` with its options fixed: forward(x, weight, target, advantages, bias, old_logprob=…)."""
 
     function = staticmethod(rloo)
+
+
+class _PreferenceLoss(torch.nn.Module):
+    """A preference loss with its options fixed: forward(x, weight, target, bias=…, …) → (loss, metrics)."""
+
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, *given: Tensor, **inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return type(self).function(x, weight, target, *given, **inputs, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class DPOLoss(_PreferenceLoss):
+    """`tigon.losses.dpo` with its options fixed: forward(x, weight, target, bias=…, ref_chosen_logps=…, …)."""
+
+    function = staticmethod(dpo)
+
+
+class ORPOLoss(_PreferenceLoss):
+    """`tigon.losses.orpo` with its options fixed: forward(x, weight, target, bias=…, completion_mask=…)."""
+
+    function = staticmethod(orpo)
+
+
+class CPOLoss(_PreferenceLoss):
+    """`tigon.losses.cpo` with its options fixed: forward(x, weight, target, bias=…)."""
+
+    function = staticmethod(cpo)
+
+
+class SimPOLoss(_PreferenceLoss):
+    """`tigon.losses.simpo` with its options fixed: forward(x, weight, target, bias=…)."""
+
+    function = staticmethod(simpo)
+
+
+class KTOLoss(_PreferenceLoss):
+    """`tigon.losses.kto` with its options fixed: forward(x, weight, target, label, bias=…, ref_logps=…, kl=…, …)."""
+
+    function = staticmethod(kto)

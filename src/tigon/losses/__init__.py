@@ -6,15 +6,21 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ValidCount": "chunked",
     "ValidLengths": "chunked",
+    "cpo": "preference",
+    "dpo": "preference",
     "grpo": "policy",
+    "kto": "preference",
+    "orpo": "preference",
     "rloo": "policy",
+    "simpo": "preference",
 }
 
 if TYPE_CHECKING:
     from tigon.losses.chunked import ValidCount, ValidLengths
     from tigon.losses.policy import grpo, rloo
+    from tigon.losses.preference import cpo, dpo, kto, orpo, simpo
 
-__all__ = ["ValidCount", "ValidLengths", "grpo", "rloo"]
+__all__ = ["ValidCount", "ValidLengths", "cpo", "dpo", "grpo", "kto", "orpo", "rloo", "simpo"]
 
 
 def __getattr__(name: str) -> Any:

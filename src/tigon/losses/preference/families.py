@@ -1,0 +1,362 @@
+"""What the preference losses do with the log-probabilities of whole sequences, in forms that are stable in fp32.
+
+The walk of `tigon.losses.token_loss` hands them a part of the batch; each part returns its share of the loss, so the
+means over the batch are sums here, weighted by the shares that come in as the first sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.losses.token_loss import BATCH, FAMILIES, Family, Part
+
+PAIR_METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    "logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected",
+)  # fmt: skip
+
+
+class Pairs(Family):
+    """Chosen sequences, then as many rejected ones.
+
+    sides: of each sequence, first 1 / pairs, then 1 / how many tokens of the chosen (of the rejected) count.
+    """
+
+    sums: tuple[str, ...] = PAIR_METRICS
+    wants_mean_logit = True
+
+    def together(self) -> int:
+        return 2
+
+    def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen's and the rejected's of (S', ...): stacked in the whole batch, neighbours in a part of it."""
+        if self.together() == BATCH:
+            return t[: t.shape[0] // 2], t[t.shape[0] // 2 :]
+        return t[0::2], t[1::2]
+
+    def metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
+        """logps, rewards: (S', 1)."""
+        with torch.no_grad():
+            pair, token = part.sides[:2]
+            assert part.mean_logit is not None
+            logits = (part.mean_logit * part.mask * token).sum(1)
+            (r_w, r_l), (share, _) = self.halves(rewards.detach()), self.halves(pair)
+            found = {"rewards/accuracies": ((r_w > r_l) * share).sum(), "rewards/margins": ((r_w - r_l) * share).sum()}
+            for name, values in (("rewards", rewards * pair), ("logps", logps * pair), ("logits", logits)):
+                chosen, rejected = self.halves(values.detach())
+                found |= {f"{name}/chosen": chosen.sum(), f"{name}/rejected": rejected.sum()}
+            return found
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        return max(1.0, sequences / 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- dpo
+
+
+class Pair(NamedTuple):
+    """What the types of DPO are made of, (n, 1) each: w of the chosen (winner), l of the rejected.
+
+    ratio: log πθ(y) / π_ref(y). score: f'(ratio), the ratio itself for the reverse KL. margin: β · difference of
+    scores. count: tokens. delta: what bco_pair takes off the rewards.
+    """
+
+    ratio_w: Tensor
+    ratio_l: Tensor
+    score_w: Tensor
+    score_l: Tensor
+    margin: Tensor
+    logps: tuple[Tensor, Tensor]
+    reference: tuple[Tensor, Tensor]
+    count_w: Tensor
+    count_l: Tensor
+    delta: Tensor | float
+    beta: float
+    smoothing: float
+    tau: float
+
+    def per_token(self) -> Tensor:
+        return self.score_w / self.count_w - self.score_l / self.count_l
+
+
+def _smoothed(z: Tensor, smoothing: float) -> Tensor:
+    loss = -F.logsigmoid(z)
+    return torch.lerp(loss, -F.logsigmoid(-z), smoothing) if smoothing else loss
+
+
+def _sorted(t: Tensor) -> Tensor:
+    return torch.sort(t, dim=0, stable=True).values
+
+
+def _exo_pair(p: Pair) -> Tensor:
+    q = torch.sigmoid(p.margin)
+    log_p, log_rest = math.log1p(-p.smoothing), math.log(p.smoothing)
+    return q * (F.logsigmoid(p.margin) - log_p) + torch.sigmoid(-p.margin) * (F.logsigmoid(-p.margin) - log_rest)
+
+
+def _robust(p: Pair) -> Tensor:
+    flipped = p.smoothing * F.logsigmoid(-p.margin)
+    return (flipped - (1 - p.smoothing) * F.logsigmoid(p.margin)) / (1 - 2 * p.smoothing)
+
+
+def _nca_pair(p: Pair) -> Tensor:
+    chosen, rejected = p.beta * p.ratio_w, p.beta * p.ratio_l
+    return -F.logsigmoid(chosen) - 0.5 * (F.logsigmoid(-chosen) + F.logsigmoid(-rejected))
+
+
+def _aot(p: Pair) -> Tensor:
+    between = _sorted(p.logps[0] - p.logps[1]) - _sorted(p.reference[0] - p.reference[1])
+    return _smoothed(p.beta * between, p.smoothing)
+
+
+def _discopop(p: Pair) -> Tensor:
+    of = p.margin / p.tau
+    # exp(-margin) · sigmoid(of) as one exponential: far below 0 the first overflows where the product is 0.
+    return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
+
+
+# By TRL's names; "sft" is added in the family, since it needs the tokens.
+DPO_LOSSES: dict[str, Callable[[Pair], Tensor]] = {
+    "sigmoid": lambda p: -F.logsigmoid(p.margin),
+    "hinge": lambda p: torch.relu(1 - p.margin),
+    "ipo": lambda p: (p.per_token() - 1 / (2 * p.beta)).square(),
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.ratio_w - p.delta) - F.logsigmoid(p.delta - p.beta * p.ratio_l),
+    "sppo_hard": lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square(),
+    "aot": _aot,
+    "aot_unpaired": lambda p: _smoothed(p.beta * (_sorted(p.ratio_w) - _sorted(p.ratio_l)), p.smoothing),
+    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l),
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * (p.ratio_l - p.ratio_w)),
+    "discopop": _discopop,
+    "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.per_token()),
+}
+DPO_TYPES = (*DPO_LOSSES, "sft")
+# Types that compare sequences across pairs, and those that are defined for other divergences than the reverse KL:
+# elsewhere log Z(x) of the prompt does not cancel.
+WHOLE_BATCH = ("aot", "aot_unpaired")
+ANY_DIVERGENCE = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm", "sft")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(u) of u = exp(ratio)."""
+    if divergence == "forward_kl":
+        return -torch.expm1(-ratio)
+    if divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(ratio)
+    if divergence == "alpha_divergence" and abs(alpha - 1) >= 1e-6:
+        # As TRL has it: exp(80) is near fp32's largest number.
+        return torch.expm1(((alpha - 1) * ratio).clamp(max=80.0)) / (alpha - 1)
+    return ratio
+
+
+class DPO(Pairs):
+    """kinds: where the reference comes from ("given", "head", "free"), the divergence, what there is of "weighted" and
+    "delta", and the types. numbers: β, label smoothing, α of the divergence, τ of discopop, a weight for each type.
+
+    sides, after those of all pairs: 1 / all tokens; of "given" the reference's logps; of "weighted" the tokens' weights
+    (S, T); of "delta" that.
+    """
+
+    sums = (*PAIR_METRICS, "entropy")
+    wants_entropy = True
+
+    def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
+        super().__init__(kinds, numbers)
+        self.source, self.divergence, self.extra = kinds[0], kinds[1], kinds[2]
+        self.losses = list(zip(kinds[3:], numbers[4:], strict=True))
+
+    def together(self) -> int:
+        return BATCH if any(name in WHOLE_BATCH for name in self.kinds[3:]) else 2
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        # "sft" divides by tokens as well: half-way between its slopes' size and the others'.
+        return super().boost(sequences, tokens) * (max(1, tokens) ** 0.5 if "sft" in self.kinds[3:] else 1.0)
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        beta, smoothing, alpha, tau, *_ = self.numbers
+        pair, token, all_tokens, *more = part.sides
+        given = more.pop(0) if self.source == "given" else None
+        weights = more.pop(0) if "weighted" in self.extra else part.mask
+        delta = self.halves(more.pop(0))[0] if "delta" in self.extra else 0.0
+        logps = (part.logprob * weights).sum(1, keepdim=True)
+        reference = torch.zeros_like(logps) if given is None else given
+        if part.reference is not None:
+            reference = (part.reference * weights).sum(1, keepdim=True)
+        ratio = logps - reference
+        ratio_w, ratio_l = self.halves(ratio)
+        score_w, score_l = self.halves(f_score(ratio, self.divergence, alpha))
+        count_w, count_l = self.halves(part.mask.sum(1, keepdim=True).clamp(min=1))
+        margin = beta * (score_w - score_l)
+        of_pair = Pair(
+            ratio_w, ratio_l, score_w, score_l, margin, self.halves(logps), self.halves(reference), count_w, count_l,
+            delta, beta, smoothing, tau,
+        )  # fmt: skip
+        share = self.halves(pair)[0]
+        loss = torch.zeros_like(logps[:0]).sum()
+        for name, weight in self.losses:
+            if name == "sft":
+                loss = loss - weight * self.halves(part.logprob * part.mask * token)[0].sum()
+            else:
+                loss = loss + weight * (DPO_LOSSES[name](of_pair) * share).sum()
+        found = self.metrics(part, logps, beta * ratio)
+        assert part.entropy is not None
+        found["entropy"] = (part.entropy.detach() * part.mask * all_tokens).sum()
+        return loss, found
+
+
+# ------------------------------------------------------------------------------------------------- without reference
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 − exp(x)) of x < 0, exact on both sides of −log 2, with gradients that stay finite.
+
+    An x that rounds to 0, a probability of 1, counts as half a unit in the last place below.
+    """
+    x = x.clamp(max=-torch.finfo(x.dtype).eps / 2)
+    half = -math.log(2)
+    # Each side computed where it is taken only: its derivative is infinite at the other's end, and 0 · inf is NaN.
+    return torch.where(x < half, torch.log1p(-torch.exp(x.clamp(max=half))), torch.log(-torch.expm1(x.clamp(min=half))))
+
+
+def _average(logprob: Tensor, mask: Tensor) -> Tensor:
+    return (logprob * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+class ORPO(Pairs):
+    """kinds: "completion" if a third side (S, T) says which tokens the odds are of, or "". numbers: β."""
+
+    sums = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        return max(1.0, sequences * tokens / 2)
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        beta = self.numbers[0]
+        pair, token, *more = part.sides
+        mask = part.mask & more[0].bool() if more else part.mask
+        logps = _average(part.logprob, mask)
+        nll = -self.halves(part.logprob * part.mask * token)[0].sum()
+        log_odds_w, log_odds_l = self.halves(logps - log1mexp(logps))
+        log_odds = log_odds_w - log_odds_l
+        ratio = F.logsigmoid(log_odds)
+        share = self.halves(pair)[0]
+        of_ratio = (ratio * share).sum()
+        found = self.metrics(part, logps, beta * logps)
+        found |= {"nll_loss": nll, "log_odds_ratio": of_ratio, "log_odds_chosen": (log_odds * share).sum()}
+        return nll - beta * of_ratio, found
+
+
+CPO_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
+AVERAGED = ("ipo", "simpo", "alphapo")
+
+
+class CPO(Pairs):
+    """kinds: the type, and "average" or "sum" of a sequence's log-probabilities.
+
+    numbers: β, γ / β, label smoothing, weight of the NLL, α of AlphaPO.
+    """
+
+    sums = (*PAIR_METRICS, "nll_loss")
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        average, nll = self.kinds[1] == "average", self.numbers[3] != 0
+        return super().boost(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0)
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        beta, gamma, smoothing, nll_weight, alpha = self.numbers
+        pair, token = part.sides
+        average = self.kinds[1] == "average"
+        logps = _average(part.logprob, part.mask) if average else (part.logprob * part.mask).sum(1, keepdim=True)
+        # (1 − p^−α) / α, which is log p at α = 0.
+        reward = logps if alpha == 0 else -torch.expm1(-alpha * logps) / alpha
+        reward_w, reward_l = self.halves(reward)
+        margin = reward_w - reward_l - gamma
+        if self.kinds[0] == "hinge":
+            losses = torch.relu(1 - beta * margin)
+        elif self.kinds[0] == "ipo":
+            losses = (margin - 1 / (2 * beta)).square()
+        else:
+            losses = _smoothed(beta * margin, smoothing)
+        nll = -self.halves(part.logprob * part.mask * token)[0].sum()
+        loss = (losses * self.halves(pair)[0]).sum()
+        if nll_weight:
+            loss = loss + nll_weight * nll
+        return loss, {**self.metrics(part, logps, beta * reward), "nll_loss": nll}
+
+
+# -------------------------------------------------------------------------------------------------------------- kto
+
+KTO_TYPES = ("kto", "apo_zero_unpaired")
+KTO_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "logps/chosen",
+    "logps/rejected",
+    "logits/chosen",
+    "logits/rejected",
+)
+
+
+class KTO(Family):
+    """kinds: where the reference comes from. numbers: β.
+
+    sides: of each sequence its weight in the loss, whether it is desirable, the KL term; of "given" the reference's
+    logps. Results are sums over sequences, or over tokens.
+    """
+
+    sums = (*KTO_METRICS, "entropy")
+    wants_entropy = True
+    wants_mean_logit = True
+
+    def together(self) -> int:
+        return 1
+
+    def boost(self, sequences: int, tokens: int) -> float:
+        return max(1.0, float(sequences))
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        weight, label, kl, *more = part.sides
+        logps = (part.logprob * part.mask).sum(1, keepdim=True)
+        ratio = logps - _sequence_reference(part, more)
+        away = self.numbers[0] * (ratio - kl)
+        loss = (weight * torch.sigmoid(torch.where(label, -away, away))).sum()
+        with torch.no_grad():
+            found = {}
+            assert part.mean_logit is not None
+            assert part.entropy is not None
+            logits = (part.mean_logit * part.mask).sum(1, keepdim=True)
+            for name, values in (("rewards", self.numbers[0] * ratio), ("logps", logps), ("logits", logits)):
+                found[f"{name}/chosen"] = torch.where(label, values, 0.0).sum()
+                found[f"{name}/rejected"] = torch.where(label, 0.0, values).sum()
+            found["entropy"] = (part.entropy * part.mask).sum()
+        return loss, found
+
+
+class Divergence(Family):
+    """Σ weight · log πθ(y) / π_ref(y), the estimate of KTO's KL term. sides: weight; the reference's logps if given."""
+
+    def together(self) -> int:
+        return 1
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        weight, *more = part.sides
+        logps = (part.logprob * part.mask).sum(1, keepdim=True)
+        return (weight * (logps - _sequence_reference(part, more))).sum(), {}
+
+
+def _sequence_reference(part: Part, given: list[Tensor]) -> Tensor | float:
+    if part.reference is not None:
+        return (part.reference * part.mask).sum(1, keepdim=True)
+    return given[0] if given else 0.0
+
+
+FAMILIES.update(dpo=DPO, orpo=ORPO, cpo=CPO, kto=KTO, kto_kl=Divergence)

@@ -1,0 +1,163 @@
+"""The preference losses of logits that are all there: their specification, in plain PyTorch and as the papers write it.
+
+Options as in the public functions; logits and ref_logits (S, T, V) after softcap, scale and temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def token_logps(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
+    """(S, T), 0 where the target does not count."""
+    logp = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    mask = target != ignore_index
+    return torch.where(mask, logp.gather(-1, torch.where(mask, target, 0).unsqueeze(-1)).squeeze(-1), 0.0)
+
+
+def dpo_reference(
+    logits: Tensor, target: Tensor, *, loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None, beta: float = 0.1, label_smoothing: float = 0.0,
+    ref_chosen_logps: Tensor | None = None, ref_rejected_logps: Tensor | None = None,
+    ref_logits: Tensor | None = None, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None, discopop_tau: float = 0.05, bco_delta: Tensor | float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    logps = token_logps(logits, target, ignore_index)
+    mask = target != ignore_index
+    weights = mask.to(logps.dtype)
+    if ld_alpha is not None:
+        shared = torch.minimum(*mask.sum(1).chunk(2)).repeat(2)
+        weights = torch.where(mask.cumsum(1) > shared.unsqueeze(1), weights * ld_alpha, weights)
+    w, l = (logps * weights).sum(1).chunk(2)  # noqa: E741
+    ref_w, ref_l = ref_chosen_logps, ref_rejected_logps
+    if ref_logits is not None:
+        ref_w, ref_l = (token_logps(ref_logits, target, ignore_index) * weights).sum(1).detach().chunk(2)
+    ref_w, ref_l = (torch.zeros_like(w) if r is None else r for r in (ref_w, ref_l))
+    r_w, r_l = w - ref_w, l - ref_l
+    a = f_alpha_divergence_coef
+    scores = {
+        "reverse_kl": lambda r: r,
+        "forward_kl": lambda r: 1 - torch.exp(-r),
+        "js_divergence": lambda r: math.log(2) + torch.log(torch.sigmoid(r)),
+        "alpha_divergence": lambda r: (torch.exp((a - 1) * r) - 1) / (a - 1),
+    }[f_divergence_type]
+    s_w, s_l = scores(r_w), scores(r_l)
+    n_w, n_l = mask.sum(1).clamp(min=1).chunk(2)
+    z, per_token = beta * (s_w - s_l), s_w / n_w - s_l / n_l
+    e, sigma = label_smoothing, torch.sigmoid
+
+    def smoothed(z: Tensor) -> Tensor:
+        return -(1 - e) * sigma(z).log() - e * sigma(-z).log()
+
+    def of(name: str) -> Tensor:
+        if name == "sigmoid":
+            return -sigma(z).log()
+        if name == "hinge":
+            return torch.relu(1 - z)
+        if name == "ipo":
+            return (per_token - 1 / (2 * beta)) ** 2
+        if name == "exo_pair":
+            return sigma(z) * (sigma(z) / (1 - e)).log() + sigma(-z) * (sigma(-z) / e).log()
+        if name == "nca_pair":
+            return -sigma(beta * r_w).log() - 0.5 * sigma(-beta * r_w).log() - 0.5 * sigma(-beta * r_l).log()
+        if name == "robust":
+            return (-(1 - e) * sigma(z).log() + e * sigma(-z).log()) / (1 - 2 * e)
+        if name == "bco_pair":
+            return -sigma(beta * r_w - bco_delta).log() - sigma(-(beta * r_l - bco_delta)).log()
+        if name == "sppo_hard":
+            return (r_w - 0.5 / beta) ** 2 + (r_l + 0.5 / beta) ** 2
+        if name == "aot":
+            return smoothed(beta * ((w - l).sort().values - (ref_w - ref_l).sort().values))
+        if name == "aot_unpaired":
+            return smoothed(beta * (r_w.sort().values - r_l.sort().values))
+        if name == "apo_zero":
+            return 1 - sigma(beta * r_w) + sigma(beta * r_l)
+        if name == "apo_down":
+            return sigma(beta * r_w) + 1 - sigma(beta * (r_w - r_l))
+        if name == "discopop":
+            mix = sigma(z / discopop_tau)
+            return -sigma(z).log() * (1 - mix) + torch.exp(-z) * mix
+        if name == "sigmoid_norm":
+            return -sigma(beta * per_token).log()
+        assert name == "sft"
+        return -logps.chunk(2)[0].sum() / n_w_total
+
+    n_w_total = mask.chunk(2)[0].sum().clamp(min=1)
+    losses = [weight * of(name).mean() for name, weight in zip(types, loss_weights or [1.0] * len(types), strict=True)]
+    return torch.stack(losses).sum()
+
+
+def _averages(logps: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    return ((logps * mask).sum(1) / mask.sum(1).clamp(min=1)).chunk(2)
+
+
+def _nll(logps: Tensor, mask: Tensor) -> Tensor:
+    return -logps.chunk(2)[0].sum() / mask.chunk(2)[0].sum().clamp(min=1)
+
+
+def orpo_reference(
+    logits: Tensor, target: Tensor, *, beta: float = 0.1, completion_mask: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    logps, mask = token_logps(logits, target, ignore_index), target != ignore_index
+    among = mask if completion_mask is None else mask & completion_mask
+    # A probability that rounds to 1 counts as the next below.
+    log_p = [p.clamp(max=-torch.finfo(p.dtype).eps / 2) for p in _averages(logps, among)]
+    odds_w, odds_l = (p.exp() / -torch.expm1(p) for p in log_p)
+    return _nll(logps, mask) - beta * torch.log(torch.sigmoid(torch.log(odds_w / odds_l))).mean()
+
+
+def cpo_reference(
+    logits: Tensor, target: Tensor, *, loss_type: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
+    cpo_alpha: float = 1.0, simpo_gamma: float = 0.5, alpha: float = 0.0, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    logps, mask = token_logps(logits, target, ignore_index), target != ignore_index
+    averaged = loss_type in ("ipo", "simpo", "alphapo")
+    w, l = _averages(logps, mask) if averaged else logps.sum(1).chunk(2)  # noqa: E741
+    if alpha != 0:
+        w, l = ((1 - torch.exp(-alpha * p)) / alpha for p in (w, l))  # noqa: E741
+    if loss_type == "hinge":
+        losses = torch.relu(1 - beta * (w - l))
+    elif loss_type == "ipo":
+        losses = (w - l - 1 / (2 * beta)) ** 2
+    else:
+        z = beta * (w - l) - (simpo_gamma if loss_type in ("simpo", "alphapo") else 0.0)
+        e = label_smoothing
+        losses = -(1 - e) * torch.sigmoid(z).log() - e * torch.sigmoid(-z).log()
+    return losses.mean() + (0.0 if loss_type == "alphapo" else cpo_alpha) * _nll(logps, mask)
+
+
+def simpo_reference(
+    logits: Tensor, target: Tensor, *, loss_type: str = "sigmoid", beta: float = 2.0, gamma_beta_ratio: float = 0.25,
+    label_smoothing: float = 0.0, sft_weight: float = 0.0, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    logps, mask = token_logps(logits, target, ignore_index), target != ignore_index
+    w, l = _averages(logps, mask)  # noqa: E741
+    z, e = beta * (w - l - gamma_beta_ratio), label_smoothing
+    losses = -(1 - e) * torch.sigmoid(z).log() - e * torch.sigmoid(-z).log()
+    if loss_type == "hinge":
+        losses = torch.relu(1 - z)
+    return losses.mean() + sft_weight * _nll(logps, mask)
+
+
+def kto_reference(
+    logits: Tensor, target: Tensor, label: Tensor, *, kl: Tensor | float = 0.0, ref_logps: Tensor | None = None,
+    ref_logits: Tensor | None = None, loss_type: str = "kto", beta: float = 0.1, desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """kl: the mean over mismatched completions of log π(y) / π_ref(y)."""
+    logps = token_logps(logits, target, ignore_index).sum(1)
+    if ref_logits is not None:
+        ref_logps = token_logps(ref_logits, target, ignore_index).sum(1).detach()
+    assert ref_logps is not None
+    kl = torch.as_tensor(kl, dtype=logps.dtype).detach().clamp(min=0) if loss_type == "kto" else 0.0
+    z = beta * (logps - ref_logps - kl)
+    desirable, undesirable = desirable_weight * (1 - torch.sigmoid(z)), undesirable_weight * (1 - torch.sigmoid(-z))
+    return torch.where(label, desirable, undesirable).mean()
