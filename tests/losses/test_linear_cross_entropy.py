@@ -173,3 +173,49 @@ def test_a_gradient_is_the_callers(backend, device):
         g.zero_()
     for a, b in zip(torch.autograd.grad(loss, (x, weight)), kept, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_weight_gradient_is_added_to_main_grad(reduction, upstream, backend, device):
+    x, weight, target = head(device)
+    bias = torch.randn(60, device=device, requires_grad=True)
+    expected = tigon.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)
+    dx, dw, db = grads(expected * upstream, x, weight, bias)
+    kept = torch.randn_like(weight).detach()
+    main_grad = kept.clone()
+    for steps in (1, 2):
+        loss = tigon.linear_cross_entropy(
+            x, weight, target, bias=bias, reduction=reduction, chunk_bytes=1, main_grad=main_grad,
+            main_grad_scale=upstream if steps == 1 else torch.tensor(upstream, device=device),
+        )  # fmt: skip
+        torch.testing.assert_close(loss, expected)
+        found = torch.autograd.grad(loss * upstream, (x, weight, bias), allow_unused=True)
+        assert found[1] is None
+        torch.testing.assert_close(found[0], dx)
+        torch.testing.assert_close(found[2], db)
+        torch.testing.assert_close(main_grad, kept + steps * dw, rtol=1e-4, atol=1e-5)
+    loss = tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad)
+    assert torch.autograd.grad(3 * loss, x)[0].isnan().all()
+
+
+def test_main_grad_is_left_alone_without_gradients(device):
+    x, weight, target = head(device)
+    main_grad = torch.zeros_like(weight)
+    with torch.no_grad():
+        tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad)
+    assert not main_grad.any()
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "options", "message"),
+    [
+        (torch.zeros(60, 16).bfloat16(), {}, r"main_grad must be \(60, 16\) torch.float32 on cpu, got .*bfloat16"),
+        (torch.zeros(16, 60).t(), {}, "main_grad must be contiguous"),
+        (torch.zeros(60, 16), {"reduction": "none"}, "main_grad goes with reduction='mean' and 'sum'"),
+    ],
+)
+def test_a_main_grad_that_does_not_fit_is_refused(main_grad, options, message):
+    x, weight, target = head("cpu")
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
+        tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad, **options)

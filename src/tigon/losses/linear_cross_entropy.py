@@ -43,6 +43,8 @@ def linear_cross_entropy(
     num_valid: SupportsInt | None = None,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    main_grad: Tensor | None = None,
+    main_grad_scale: Tensor | float = 1.0,
 ) -> Tensor:
     """Cross entropy of the logits x Wᵀ + bias, which are never all in memory at once.
 
@@ -59,6 +61,10 @@ def linear_cross_entropy(
             many more as make do with one chunk, if they take no more memory than the fp32 sum of several would.
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
             dtype, at half the memory and n roundings for n chunks.
+        main_grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place; the weight gets no
+            other gradient. For optimizers that keep fp32 gradients of several steps, and not under torch.compile.
+        main_grad_scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since main_grad
+            cannot wait for it: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is NaN.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 
@@ -107,11 +113,33 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     if chunk_bytes is None and needs[1] and reduction == "mean" and accumulate == "fp32" and compute == weight.dtype:
         budget = _traded_budget(rows.shape[0] if valid < 0 else valid, weight, budget)
+    options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
+    if main_grad is not None:
+        _check_main_grad(main_grad, weight, loss_dtype, reduction)
+        if torch.is_grad_enabled():
+            upstream = torch.as_tensor(main_grad_scale, dtype=loss_dtype, device=x.device).detach()
+            arguments = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options
+            return _IntoMainGrad.apply(rows, weight.detach(), bias, *arguments)  # type: ignore[no-any-return]
     loss = _linear_cross_entropy(
         rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs,
-        ignore_index, label_smoothing, z_loss, softcap or 0.0, scale,
+        *options,
     )  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _check_main_grad(main_grad: Tensor, weight: Tensor, dtype: torch.dtype, reduction: str) -> None:
+    name = "linear_cross_entropy"
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name}: main_grad is written to in place, which is not for torch.compile.")
+    if reduction == "none":
+        raise ValueError(f"{name}: main_grad goes with reduction='mean' and 'sum', got 'none'.")
+    if main_grad.shape != weight.shape or main_grad.dtype != dtype or main_grad.device != weight.device:
+        raise ValueError(
+            f"{name}: main_grad must be {tuple(weight.shape)} {dtype} on {weight.device}, got "
+            f"{tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}."
+        )
+    if not main_grad.is_contiguous():
+        raise ValueError(f"{name}: main_grad must be contiguous, got strides {main_grad.stride()}.")
 
 
 def linear_cross_entropy_reference(
@@ -184,26 +212,35 @@ def _linear_cross_entropy_fwd(
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
     # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
-    if need_dx:
-        chunks.clear_unvisited(dx)
-    if need_db or chunks.count == 0:
-        db.zero_()
-    if chunks.count == 0:
-        dw.zero_()
-    gradient = need_dx or need_dw or need_db
-    for chunk in chunks:
-        cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, folded, gradient, *options)
-        if need_dx:
-            chunks.add_input_gradient(dx, chunk)
-        if need_dw:
-            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
-        if need_db:
-            db += chunk.logits.sum(0, dtype=db.dtype)
+    gradients = (dx if need_dx else None, dw if need_dw else None, db if need_db else None)
+    _walk(chunks, losses, folded, *gradients, False, *options)
     if reduction == "none":
         loss = chunks.in_batch_order(losses)
         return loss if inverse is None else loss * inverse, dx, dw, db
     total = losses.sum()
     return total if inverse is None else total * inverse, dx, dw, db
+
+
+def _walk(
+    chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None,
+    add: bool, *options: Any,
+) -> None:  # fmt: skip
+    """Write the rows' losses, and of the gradients, times factor, those there is a place for. add: to what dw holds."""
+    if dx is not None:
+        chunks.clear_unvisited(dx)
+    if db is not None:
+        db.zero_()
+    if dw is not None and chunks.count == 0 and not add:
+        dw.zero_()
+    gradient = dx is not None or dw is not None or db is not None
+    for chunk in chunks:
+        cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, factor, gradient, *options)
+        if dx is not None:
+            chunks.add_input_gradient(dx, chunk)
+        if dw is not None:
+            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0 and not add)
+        if db is not None:
+            db += chunk.logits.sum(0, dtype=db.dtype)
 
 
 def _chunks(
@@ -289,3 +326,35 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 _linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward)
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """dW goes where the caller keeps it, times the gradient from above that the caller foretells."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
+        reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor, options: tuple,
+    ) -> Tensor:  # fmt: skip
+        chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+        losses = x.new_empty(chunks.visited, dtype=main_grad.dtype)
+        dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
+        db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
+        factor = upstream if inverse is None else upstream * inverse
+        _walk(chunks, losses, factor, dx, main_grad, db, True, *options)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(dx, db, upstream)
+        total = losses.sum()
+        return total if inverse is None else total * inverse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx, db, upstream = ctx.saved_tensors
+        # main_grad has its gradient already: another one from above is made loud, without looking at the device.
+        factor = torch.where(dloss == upstream, 1.0, float("nan")).to(dloss.dtype)
+        found = [t for t in (dx, db) if t is not None]
+        dtypes = [d for t, d in zip((dx, db), ctx.dtypes, strict=True) if t is not None]
+        scaled = iter(scaled_gradients(found, factor, dtypes, [True] * len(found)))
+        dx, db = (None if t is None else next(scaled) for t in (dx, db))
+        return dx, None, db, *(None for _ in range(9))
