@@ -10,9 +10,11 @@ import numerics
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon import nn
 from tigon.losses import ValidLengths, cpo, dpo, kto, orpo, simpo
+from tigon.losses import token_loss as walk
 from tigon.losses.preference import reference
 from tigon.losses.preference.families import log1mexp
 
@@ -492,6 +494,31 @@ def test_only_what_is_asked_is_computed(name, options, device):
         assert not value.requires_grad
     with torch.no_grad():
         assert not LOSSES[name](*whole[:2], target, bias=whole[2], **ours)[0].requires_grad
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what reads a number of the device, or has a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+        assert name != "index" or not any(t is not None and t.dtype == torch.bool for t in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
+def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
+    monkeypatch.setattr(walk, "check_target", lambda *_: None)  # on a CPU it looks at the targets
+    x, weight, bias, target = batch()
+    ours, _ = arguments(name, options, "given")
+    lengths = (target != -100).sum(1).tolist() if known else [T] * S
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    if name == "kto" and "kl" in ours:
+        ours |= {"kl": None, "kl_x": x.detach(), "kl_target": target, "ref_kl_logps": ours["ref_logps"]}
+        monkeypatch.setattr(walk, "_lengths", lambda *_: lengths)
+    with NothingWaits():
+        LOSSES[name](*leaves[:2], target, bias=leaves[2], lengths=lengths, chunk_bytes=1, **ours)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -38,6 +38,7 @@ class Part(NamedTuple):
     reference: log-probabilities under the reference head, alike, or None.
     mask: (S', T), True where a token counts.
     sides: what else the family was given, (S', T) or (S', 1).
+    is_top1: (S', T) bool, whether no token is likelier, or None where the family does not ask for it.
     """
 
     sequences: Tensor
@@ -47,6 +48,7 @@ class Part(NamedTuple):
     reference: Tensor | None
     mask: Tensor
     sides: tuple[Tensor, ...]
+    is_top1: Tensor | None = None
 
 
 class Family:
@@ -61,6 +63,7 @@ class Family:
     per_token: tuple[str, ...] = ()
     wants_entropy: bool = False
     wants_mean_logit: bool = False
+    wants_is_top1: bool = False
 
     def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
         self.kinds, self.numbers = kinds, numbers
@@ -466,6 +469,7 @@ class _Walk:
         logprob = torch.empty_like(one)
         entropy = torch.empty_like(one) if family.wants_entropy else None
         mean = torch.empty_like(one) if family.wants_mean_logit else None
+        top1 = torch.empty_like(one, dtype=torch.bool) if family.wants_is_top1 else None
         reference = torch.empty_like(one) if self.reference is not None else None
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32)
         if self.reference is not None and reference is not None:
@@ -476,12 +480,13 @@ class _Walk:
         last = None
         for rows, here in pieces:
             last = self.head.logits(rows, buffer)
-            places = (logprob[here], *(None if t is None else t[here] for t in (entropy, None, None, mean)))
+            places = (logprob[here], *(None if t is None else t[here] for t in (entropy, None, top1, mean)))
             logprob_rows(last[1], self.labels(rows), places, stats[here], *self.options)
-        dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference)]
+        dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]
         mask = self.of(part, self.target) != self.options[0]
         sides = tuple(self.of(part, side) for side in self.sides)
-        return Part(part.sequences, part.dense(logprob), dense[0], dense[1], dense[2], mask, sides), stats, last
+        seen = Part(part.sequences, part.dense(logprob), dense[0], dense[1], dense[2], mask, sides, dense[3])
+        return seen, stats, last
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

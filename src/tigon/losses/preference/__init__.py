@@ -95,7 +95,8 @@ def dpo(
         bco_delta: what "bco_pair" subtracts from the rewards, a number or 0-d tensor: the running mean of
             (rewards/chosen + rewards/rejected) / 2. 0 by default, as in TRL.
     Returns: the loss, and rewards/chosen, /rejected, /accuracies, /margins (β r), logps/chosen, /rejected (sums),
-        logits/chosen, /rejected (means over tokens that count, before the temperature), entropy (in nats a token).
+        logits/chosen, /rejected (means over tokens that count, before the temperature), entropy (in nats a token),
+        mean_token_accuracy (share of the chosen's tokens than which none is likelier).
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Types that sort the batch, "aot" and "aot_unpaired", need the log-probabilities of all of it before the first
@@ -181,7 +182,7 @@ def orpo(
         beta: β > 0, the paper's λ.
         completion_mask: (2B, T) bool, the tokens that the odds are of, among those of `target`; all of them by default.
             The NLL is over all of the chosen's: TRL has it over prompt and completion, the odds over the completion.
-    Returns: the loss, and the metrics of `dpo` but entropy, with rewards β · mean log-probability and logps means;
+    Returns: the loss, and the metrics of `dpo` but its last two, with rewards β · mean log-probability and logps means;
         nll_loss, log_odds_ratio (mean of log σ), log_odds_chosen (mean of the difference of log odds).
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
@@ -236,7 +237,7 @@ def cpo(
         cpo_alpha: weight of the chosen's NLL.
         simpo_gamma: the margin that "simpo" wants.
         alpha: not 0 for AlphaPO's r = (1 − π(y)^−alpha) / alpha.
-    Returns: the loss, and the metrics of `dpo` but entropy, with rewards β r; nll_loss.
+    Returns: the loss, and the metrics of `dpo` but its last two, with rewards β r; nll_loss.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Sources: Xu et al. 2024, https://arxiv.org/abs/2401.08417; AlphaPO, https://arxiv.org/abs/2501.03884

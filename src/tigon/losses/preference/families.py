@@ -166,8 +166,9 @@ class DPO(Pairs):
     (S, T); of "delta" that.
     """
 
-    sums = (*PAIR_METRICS, "entropy")
+    sums = (*PAIR_METRICS, "entropy", "mean_token_accuracy")
     wants_entropy = True
+    wants_is_top1 = True
 
     def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
         super().__init__(kinds, numbers)
@@ -209,7 +210,9 @@ class DPO(Pairs):
                 loss = loss + weight * (DPO_LOSSES[name](of_pair) * share).sum()
         found = self.metrics(part, logps, beta * ratio)
         assert part.entropy is not None
+        assert part.is_top1 is not None
         found["entropy"] = (part.entropy.detach() * part.mask * all_tokens).sum()
+        found["mean_token_accuracy"] = self.halves(part.is_top1 * part.mask * token)[0].sum()
         return loss, found
 
 
@@ -221,10 +224,9 @@ def log1mexp(x: Tensor) -> Tensor:
 
     An x that rounds to 0, a probability of 1, counts as half a unit in the last place below.
     """
+    # So neither side's derivative is infinite where the other is taken, which torch.where would make NaN of.
     x = x.clamp(max=-torch.finfo(x.dtype).eps / 2)
-    half = -math.log(2)
-    # Each side computed where it is taken only: its derivative is infinite at the other's end, and 0 · inf is NaN.
-    return torch.where(x < half, torch.log1p(-torch.exp(x.clamp(max=half))), torch.log(-torch.expm1(x.clamp(min=half))))
+    return torch.where(x < -math.log(2), torch.log1p(-torch.exp(x)), torch.log(-torch.expm1(x)))
 
 
 def _average(logprob: Tensor, mask: Tensor) -> Tensor:
