@@ -297,11 +297,10 @@ def test_what_the_metrics_count(double):
     """Without TRL: by hand."""
     x, weight = torch.zeros(2, 2, 1), torch.zeros(4, 1)
     target = torch.tensor([[0, 1], [2, -100]])
-    # Every token has probability 1/4. Of the positive advantage, one ratio is inside and one above; of the negative one
-    # the bound above is none.
-    old = -torch.log(4 * torch.tensor([[0.9, 1.5], [1.5, 1.0]]))
+    # Every token has probability 1/4. A positive advantage is clipped above, not below; a negative one not above.
+    old = -torch.log(4 * torch.tensor([[0.7, 1.5], [1.5, 1.0]]))
     loss, found = grpo(x, weight, target, advantages=torch.tensor([2.0, -3.0]), old_logprob=old)
-    torch.testing.assert_close(loss, torch.tensor(-(2 * 0.9 + 2 * 1.2 - 3 * 1.5) / 3))
+    torch.testing.assert_close(loss, torch.tensor(-(2 * 0.7 + 2 * 1.2 - 3 * 1.5) / 3))
     third = torch.tensor(1 / 3)
     torch.testing.assert_close(found["clip_ratio/high_mean"], third)
     torch.testing.assert_close(found["clip_ratio/region_mean"], third)
@@ -452,18 +451,29 @@ def test_half_precision_is_as_exact_as_eager(case, dtype):
         assert a.max() <= 2 * b.max() + torch.finfo(dtype).eps / 2
 
 
-def test_fp16_gradients_do_not_underflow():
-    """Slopes of 1e-5 a token, times probabilities, are below what fp16 holds."""
-    S, T = 8, 2048
-    x, weight = torch.randn(S, T, 4).half().requires_grad_(), torch.randn(50, 4).half().requires_grad_()
-    target = torch.randint(0, 50, (S, T))
-    target[0, 1:] = -100  # and one completion of a single token must not overflow
-    for options in ({}, {"loss_type": "grpo"}, {"loss_type": "luspo"}, {"num_items_in_batch": 1.0}):
-        loss, _ = grpo(x, weight, target, advantages=torch.full((S,), 3.0), **options)
-        exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-        expected, _ = grpo_reference(*exact, target, advantages=torch.full((S,), 3.0).double(), **options)
-        dweight, truth = grads(loss, [weight])[0], grads(expected, [exact[1]])[0]
-        assert (dweight.double() - truth).norm() < 2e-3 * truth.norm(), options
+@pytest.mark.parametrize(
+    ("T", "options"),
+    [
+        (256, {"num_items_in_batch": 1e6}),  # slopes times probabilities are 3e-8: less than fp16 holds
+        (16384, {"num_items_in_batch": 1.0}),  # slopes of 20, not to be multiplied by the tokens there are
+        (16384, {"loss_type": "luspo"}),
+        (16384, {"loss_type": "grpo"}),  # and of a sequence of one token among long ones
+    ],
+    ids=str,
+)
+def test_fp16_gradients_neither_underflow_nor_overflow(T, options):
+    S, V = 4, 50
+    x, weight = torch.randn(S, T, 2).half().requires_grad_(), torch.randn(V, 2).half().requires_grad_()
+    target = torch.randint(0, V, (S, T))
+    target[0, 1:] = -100
+    advantages = torch.full((S,), 3.0 if T == 256 else 20.0)
+    loss, _ = grpo(x, weight, target, advantages=advantages, **options)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected, _ = grpo_reference(*exact, target, advantages=advantages.double(), **options)
+    # Scaled as by a GradScaler.
+    factor = 1e6 / 64 if T == 256 else 1e-3
+    for a, b in zip(grads(factor * loss, (x, weight)), grads(factor * expected, exact), strict=True):
+        assert (a.double() - b).norm() < 2e-3 * b.norm()
 
 
 def test_compiles_whole():
@@ -514,6 +524,25 @@ def test_modules_are_their_functions():
     ours = RLOOLoss(epsilon=0.1)(x, weight, target, advantages, bias, old_logprob=near["old"])
     expected = rloo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
     compare(ours, expected, (x, weight, bias), **EXACT)
+
+
+def test_the_code_that_is_replaced():
+    (x, weight, bias), target, advantages, near = batch(dtype=torch.float32)
+    names = {
+        "F": F, "torch": torch, "x": x, "weight": weight, "bias": bias, "target": target, "advantages": advantages,
+        "old_logprob": near["old"].nan_to_num(0.0), "epsilon": 0.1,
+    }  # fmt: skip
+    exec(textwrap.dedent(inspect.getdoc(grpo).partition("loss_type::\n\n")[2]), names)
+    ours = grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
+    compare(ours, (names["loss"], {}), (x, weight, bias), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [grpo, rloo])
+def test_the_docstrings_name_every_argument(function):
+    text = inspect.getdoc(function).partition("Args:\n")[2].partition("\nReturns: ")[0]
+    described = re.findall(r"^    (\w+(?:, \w+)*): |\. (\w+): ", text, re.MULTILINE)
+    named = {word for pair in described for word in re.split(", ", pair[0] or pair[1])}
+    assert set(inspect.signature(function).parameters) <= named
 
 
 def test_the_documentation_runs():

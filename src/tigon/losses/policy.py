@@ -61,13 +61,14 @@ def grpo(
 
     Args:
         x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
-        weight: (V, H), the head; bias: (V,) or None.
+        weight: (V, H), the head. bias: (V,) or None.
         target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
         advantages: (S,) or (S, T).
         old_logprob: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an
             earlier call. None: this policy's own.
-        ref_logprob: (S, T) under the reference model; or ref_x (S, T, H'), ref_weight (V, H') and ref_bias (V,) or
-            None, its hidden states and head. Wanted for beta; with beta = 0, "kl" is still reported.
+        ref_logprob: (S, T) under the reference model, or instead
+        ref_x, ref_weight, ref_bias: (S, T, H'), (V, H') and (V,) or None, its hidden states and head. One of these is
+            wanted for beta; with beta = 0, "kl" is still reported.
         loss_type: one of "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo".
         importance_sampling_level: "token", or "sequence": one ratio, exp of the mean difference, for all its tokens.
         epsilon: how far below 1 a ratio counts. epsilon_high: how far above, None for the same; with "cispo", which
@@ -103,6 +104,15 @@ def grpo(
         "vespo/phi_seq_mean"; "policy_loss", without the entropy bonus, where there is one;
         "sampling/importance_sampling_ratio/min", "/mean" and "/max" with a sampler.
     Raises: ValueError for options that are unknown or do not go together, and shapes that do not fit.
+
+    Replaces, of the default loss_type::
+
+        logits = F.linear(x, weight, bias).float()
+        logprob = -F.cross_entropy(logits.transpose(1, 2), target, reduction="none")  # 0 where target is -100
+        ratio = (logprob - old_logprob).exp()
+        A, mask = advantages.unsqueeze(1), target != -100
+        loss = -torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)
+        loss = (loss * mask).sum() / mask.sum()
     """
     name = "grpo"
     _one_of(name, "loss_type", loss_type, LOSS_TYPES)
@@ -163,7 +173,7 @@ def rloo(
     """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
 
     Args:
-        x: (S, T, H), weight: (V, H), bias: (V,) or None; target: (S, T), ignore_index where a token does not count.
+        x: (S, T, H). weight: (V, H). bias: (V,) or None. target: (S, T), ignore_index where a token does not count.
         advantages: (S,), each reward less the mean of the others of its prompt.
         old_logprob: (S, T) of the tokens, or (S,) of the sequences; None: this policy's own.
         epsilon, epsilon_high, entropy_coefficient: as in `grpo`.
