@@ -4,6 +4,7 @@ Tests over all operators (test_invariants.py, test_kernels_compile.py) read this
 """
 
 from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
@@ -38,6 +39,8 @@ OPS: tuple[Op, ...] = (
     JSD,
     TVD,
     EMBEDDING,
+    DISTILL,
+    DISTILL_TOPK,
 )
 
 __all__ = ["OPS", "Case", "Op"]

@@ -7,6 +7,8 @@ _HOME = {
     "ValidCount": "chunked",
     "ValidLengths": "chunked",
     "cpo": "preference",
+    "distill": "distillation",
+    "distill_topk": "distillation",
     "dpo": "preference",
     "grpo": "policy",
     "kto": "preference",
@@ -17,10 +19,23 @@ _HOME = {
 
 if TYPE_CHECKING:
     from tigon.losses.chunked import ValidCount, ValidLengths
+    from tigon.losses.distillation import distill, distill_topk
     from tigon.losses.policy import grpo, rloo
     from tigon.losses.preference import cpo, dpo, kto, orpo, simpo
 
-__all__ = ["ValidCount", "ValidLengths", "cpo", "dpo", "grpo", "kto", "orpo", "rloo", "simpo"]
+__all__ = [
+    "ValidCount",
+    "ValidLengths",
+    "cpo",
+    "distill",
+    "distill_topk",
+    "dpo",
+    "grpo",
+    "kto",
+    "orpo",
+    "rloo",
+    "simpo",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,361 @@
+"""The kernels of distillation: a row's losses, and the student's logits turned into the gradient in place.
+
+One program a row, which reads it two or three times: for the normalisers, for the mean slope (forward KL has none),
+and to write the gradient over the logits, scratch of our own. Logarithms are to the base 2, as in tigon.ops.divergence,
+whose formulas these are: k = log2(e) / temperature turns differences of logits into them.
+
+HARD: 0 without cross entropy, 1 with, of the same softmax, 2 with, of a softmax of its own at temperature 1.
+"""
+
+from __future__ import annotations
+
+from tigon.backend import tl, triton
+from tigon.ops.divergence import _fold, _sides
+from tigon.ops.logprob import _cap
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# A norm below this counts as this, as in torch.nn.functional.cosine_similarity.
+LEAST_NORM = tl.constexpr(1e-8)
+# The least probability of all that a teacher did not give: what it gave is not known more exactly.
+LEAST_REST = tl.constexpr(1e-7)
+
+
+@triton.jit
+def _logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
+    """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
+    x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
+    slope = scale
+    if SOFTCAP:
+        z, slope = _cap(x, scale, softcap)
+        z = tl.where(mask, z, other)
+    else:
+        z = x * scale
+    return z, slope
+
+
+@triton.jit
+def _fold_at_one(z, before, top, total):
+    """A lane's sum at temperature 1, along with the one at the temperature, whose maximum went from before to top."""
+    return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
+
+
+@triton.jit
+def _hard_loss(z_target, label, top, log2_sum, V):
+    """A row's cross entropy, and log₂ Σ exp(z − max): NaN for a label out of range, which reads nothing."""
+    log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
+    return (top - z_target) + log2_sum * LN2, log2_sum
+
+
+@triton.jit
+def _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """A row that does not count."""
+    tl.store(soft_ptr + row, 0.0)
+    if hard_ptr is not None:
+        tl.store(hard_ptr + row, 0.0)
+    if GRADIENT:
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, V, BLOCK):
+            zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + start + lane, zeros, mask=start + lane < V)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _distill_kernel(
+    logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
+    V, stride_m, stride_tm, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale, teacher_softcap,
+    teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A divergence of two softmaxes. soft_weight, hard_weight: of the gradients, by logits before their temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    teacher_ptr += row * stride_tm
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
+            return
+    none = float("-inf")
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(V, DEPTH * BLOCK)
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top_a = tl.full((BLOCK,), LOWEST, tl.float32)
+    top_b = tl.full((BLOCK,), LOWEST, tl.float32)
+    sum_a = tl.zeros((BLOCK,), tl.float32)
+    sum_b = tl.zeros((BLOCK,), tl.float32)
+    sum_h = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        at = start + tile
+        a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        before = top_a
+        top_a, sum_a, _, _ = _fold(a, top_a, sum_a, k)
+        top_b, sum_b, _, _ = _fold(b, top_b, sum_b, k)
+        if HARD == 2:
+            sum_h = _fold_at_one(a, before, top_a, sum_h)
+    row_a = tl.max(top_a, 0)
+    row_b = tl.max(top_b, 0)
+    # A maximum and a log-sum are kept apart: their sum would be rounded at its own size, and every probability with it.
+    log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
+    log_b = tl.log2(tl.sum(sum_b * tl.exp2((top_b - row_b) * k), 0))
+    log_h = log_a
+    if HARD:
+        if HARD == 2:
+            log_h = tl.log2(tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0))
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+        hard, log_h = _hard_loss(z_target, label, row_a, log_h, V)
+        if HARD == 1:
+            hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))  # NaN where the label is out of range
+        tl.store(hard_ptr + row, hard)
+
+    value = tl.zeros((BLOCK,), tl.float32)
+    mean_u = 0.0
+    if KIND != "kl" or not GRADIENT:
+        sum_u = tl.zeros((BLOCK,), tl.float32)
+        for i in range(blocks):
+            # From the end, which was read last and may still be in the cache.
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+            terms, q, u = _sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+            value += tl.sum(terms, 0)
+            if KIND != "kl":
+                sum_u += tl.sum(q * u, 0)
+        mean_u = tl.sum(sum_u, 0)
+    if GRADIENT:
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
+        if KIND == "reverse" or KIND == "jsd":
+            soft_weight *= LN2
+        # The target's logit is read above by every thread and overwritten below by one.
+        tl.debug_barrier()
+        for start in range(0, V, DEPTH * BLOCK):
+            at = start + tile
+            a, slope = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+            lq = (a - row_a) * k - log_a
+            terms, q, u = _sides(lq, (b - row_b) * k - log_b, beta, KIND)
+            if KIND == "kl":
+                value += tl.sum(terms, 0)
+                dz = (q - u) * soft_weight
+            else:
+                dz = q * (u - mean_u) * soft_weight
+            if HARD:
+                of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
+                dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
+    tl.store(soft_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _distill_cosine_kernel(
+    logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
+    V, stride_m, stride_tm, ignore_index, soft_weight, hard_weight, softcap, scale, teacher_softcap, teacher_scale,
+    HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """1 − a·b / (|a| |b|) of the logits themselves."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    teacher_ptr += row * stride_tm
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
+            return
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(V, DEPTH * BLOCK)
+    sum_aa = tl.zeros((BLOCK,), tl.float32)
+    sum_ab = tl.zeros((BLOCK,), tl.float32)
+    sum_bb = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        at = start + tile
+        a, _ = _logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        sum_aa += tl.sum(a * a, 0)
+        sum_ab += tl.sum(a * b, 0)
+        sum_bb += tl.sum(b * b, 0)
+        if HARD:
+            top, total, _, _ = _fold(tl.where(at < V, a, float("-inf")), top, total, LOG2E)
+    # What is large is divided before it is multiplied by what is large.
+    over_a = 1.0 / _at_least(tl.sqrt(tl.sum(sum_aa, 0)))
+    over_b = 1.0 / _at_least(tl.sqrt(tl.sum(sum_bb, 0)))
+    cosine = tl.sum(sum_ab, 0) * over_a * over_b
+    tl.store(soft_ptr + row, 1.0 - cosine)
+    row_top = tl.max(top, 0)
+    log_h = 0.0
+    if HARD:
+        log_h = tl.log2(tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0))
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+        hard, log_h = _hard_loss(z_target, label, row_top, log_h, V)
+        tl.store(hard_ptr + row, hard)
+    if GRADIENT:
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
+        # The target's logit is read above by every thread and overwritten below by one.
+        tl.debug_barrier()
+        for i in range(blocks):
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            a, slope = _logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+            dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
+            if HARD:
+                p = tl.exp2((a - row_top) * LOG2E - log_h)
+                dz += hard_weight * (p - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
+
+
+@triton.jit
+def _at_least(norm):
+    return tl.where(norm < LEAST_NORM, LEAST_NORM, norm)  # NaN stays
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _distill_topk_kernel(
+    logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
+    V, K, stride_m, stride_i, stride_l, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale,
+    KIND: tl.constexpr, REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A divergence over K given classes and, with REST "tail", one more that stands for all others.
+
+    The logits of the given classes are taken out of the row, and -inf put in their place: what is left is the rest,
+    summed without the cancellation of 1 − Σ q. Their gradients are written last, from registers. A class whose logit
+    is -inf counts as one without probability here, also under a softcap.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
+            return
+    none = float("-inf")
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at_k = tl.arange(0, BLOCK_K)
+    ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0)
+    log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
+    inside = (ids >= 0) & (ids < V)
+    given = (log_p != none) & inside
+    z_k, slope_k = _logit(logits_ptr, ids, given, scale, softcap, none, SOFTCAP)
+    z_k = tl.where((log_p == none) | inside, z_k, float("nan"))  # one out of range reads nothing, and is loud
+    log_p = log_p * LOG2E
+    z_target = 0.0
+    if HARD:
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+    tl.debug_barrier()
+    tl.store(logits_ptr + ids, tl.full((BLOCK_K,), none, logits_ptr.dtype.element_ty), mask=given)
+    tl.debug_barrier()
+
+    # The rest: max z, and log₂ Σ exp of what is below it.
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sum_h = tl.zeros((BLOCK,), tl.float32)
+    if REST != "renormalize" or HARD:
+        for start in range(0, V, DEPTH * BLOCK):
+            at = start + tile
+            z, _ = _rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            before = top
+            top, total, _, _ = _fold(z, top, total, k)
+            if HARD == 2:
+                sum_h = _fold_at_one(z, before, top, sum_h)
+    top_rest = tl.max(top, 0)
+    log_rest = tl.log2(tl.sum(total * tl.exp2((top - top_rest) * k), 0))
+    top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
+    row_top = tl.maximum(top_rest, top_k)
+    if REST == "renormalize":
+        log_all = tl.log2(tl.sum(tl.exp2((z_k - top_k) * k), 0))
+        lq = (z_k - top_k) * k - log_all
+        lp = log_p - _log2_sum(log_p)
+    else:
+        whole = tl.sum(tl.exp2((z_k - row_top) * k), 0) + tl.exp2((top_rest - row_top) * k + log_rest)
+        log_all = tl.log2(whole)
+        lq = (z_k - row_top) * k - log_all
+        lp = log_p
+    log_tail = (top_rest - row_top) * k + log_rest - log_all
+    if REST == "tail":
+        tail = 1.0 - tl.sum(tl.exp2(lp), 0)
+        lq = tl.where(at_k == K, log_tail, lq)
+        lp = tl.where(at_k == K, tl.log2(tl.where(tail < LEAST_REST, LEAST_REST, tail)), lp)
+    log_h = log_all
+    if HARD:
+        step = (top_rest - row_top) * LOG2E
+        if HARD == 2:
+            of_rest = tl.sum(sum_h * tl.exp2((top - top_rest) * LOG2E), 0)
+        else:
+            of_rest = tl.exp2(log_rest)
+        log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + of_rest * tl.exp2(step))
+        hard, log_h = _hard_loss(z_target, label, row_top, log_h, V)
+        tl.store(hard_ptr + row, hard)
+
+    terms, q, u = _sides(lq, lp, beta, KIND)
+    tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
+    if GRADIENT:
+        # d: along the logit of a given class, and of the rest as if it were one class.
+        if KIND == "kl":
+            mean = -tl.sum(u, 0)
+            d = -u - q * mean
+        else:
+            if KIND != "tvd":
+                u = u * LN2
+            if KIND == "reverse" and REST == "drop":
+                u += 1.0  # what is left out makes the probabilities no distribution, whose sum has no slope
+            mean = tl.sum(q * u, 0)
+            d = q * (u - mean)
+        of_rest = 0.0
+        if REST == "tail":
+            of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
+        elif REST == "drop":
+            of_rest = -mean * tl.exp2(log_tail)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
+        blocks = tl.cdiv(V, DEPTH * BLOCK)
+        for i in range(blocks):
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            z, slope = _rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            dz = tl.zeros((DEPTH, BLOCK), tl.float32)
+            if REST != "renormalize":
+                share = tl.where(z == none, 0.0, tl.exp2((z - top_rest) * k - log_rest))  # there may be no rest
+                dz = soft_weight * of_rest * share
+            if HARD:
+                dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
+        dz = d * soft_weight
+        if HARD:
+            dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))
+        dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
+        tl.debug_barrier()
+        tl.store(logits_ptr + ids, dx, mask=given)
+
+
+@triton.jit
+def _rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
+    """Logits of the classes that were not given; -inf is what marks the others."""
+    x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    slope = scale
+    if SOFTCAP:
+        z, slope = _cap(x, scale, softcap)
+        z = tl.where(x == float("-inf"), x, z)
+    else:
+        z = x * scale
+    return z, slope
+
+
+@triton.jit
+def _log2_sum(lp):
+    """log₂ Σ 2^lp."""
+    top = tl.maximum(tl.max(lp, 0), LOWEST)
+    return top + tl.log2(tl.sum(tl.exp2(lp - top), 0))

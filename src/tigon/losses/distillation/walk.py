@@ -1,0 +1,166 @@
+"""The walk over chunks: both heads' logits for some rows at a time, and all gradients along the way.
+
+for each chunk of rows:
+    teacher ← x' W'ᵀ (+ bias)     matrix product into its buffer; nothing of it is kept
+    logits  ← x Wᵀ (+ bias)       matrix product into theirs
+    logits  ← d loss / d logits   one launch
+    dx ← logits W;  dw += logitsᵀ x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import differentiable, launcher
+from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient
+from tigon.losses.distillation.rows import distill_rows, topk_rows
+from tigon.losses.early import scaled_gradients
+
+
+def _fake(
+    x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute, budget,
+    fp32, need_dx, need_dw, need_db, *options,
+):  # fmt: skip
+    (V, H), rows = weight.shape, x.shape[0]
+    acc = torch.promote_types(compute, torch.float32)
+    loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
+    dx = x.new_empty((rows, H) if need_dx else (0,), dtype=compute)
+    # One chunk with its divisor folded in is summed by one product, and rounded once. A sum still waits for a factor.
+    several = inverse is None or rows * V * compute.itemsize > _share(budget, options[2], compute, teacher_compute)
+    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
+    dw = x.new_empty((V, H) if need_dw else (0,), dtype=acc if wide else compute)
+    return loss, soft, hard, dx, dw, x.new_empty(V if need_db else 0, dtype=acc)
+
+
+def _share(budget: int, rest: str, compute: torch.dtype, teacher_compute: torch.dtype) -> int:
+    """The student's part of the bytes that two sides' logits may hold. What a teacher gave of K classes is small."""
+    return budget if rest else max(1, budget * compute.itemsize // (compute.itemsize + teacher_compute.itemsize))
+
+
+def _weights(
+    per_class: bool, kind: str, temperature: float, unit: float, hard_weight: float, V: int, compute: torch.dtype
+) -> tuple[float, tuple[float, float], float]:
+    """The factor of the sum of soft losses, the weights of the two gradients, and what those have been boosted by.
+
+    fp16 gradients would underflow with the divisor in them, or with the norms of logits: they are left at the size of a
+    probability, and brought down in the backward pass, in fp32.
+    """
+    unit = unit / V if per_class else unit
+    soft = (1 - hard_weight) * unit / temperature
+    if compute != torch.float16:
+        return unit, (soft, hard_weight), 1.0
+    boost = 1 / max(soft / (V if kind == "cosine" else 1), hard_weight)
+    return unit, (soft * boost, hard_weight * boost), boost
+
+
+@launcher(
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias,"
+    " Tensor? target, Tensor? inverse, int valid, ScalarType compute, ScalarType teacher_compute, int budget,"
+    " bool fp32, bool need_dx, bool need_dw, bool need_db, bool per_class, str kind, str rest, float beta,"
+    " float temperature, float unit, float hard_weight, int ignore_index, float softcap, float scale,"
+    " float teacher_softcap, float teacher_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+)
+def _distill_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, teacher_x: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, target: Tensor | None, inverse: Tensor | None, valid: int, compute: torch.dtype,
+    teacher_compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
+    per_class: bool, kind: str, rest: str, beta: float, temperature: float, unit: float, hard_weight: float,
+    ignore_index: int, *transforms: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """rest: "" for a teacher's head; else teacher_x and teacher_weight hold the ids and log-probabilities it gave."""
+    outputs = _fake(
+        x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
+        budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
+    )  # fmt: skip
+    loss, soft, hard, dx, dw, db = outputs
+    unit, weights, _ = _weights(per_class, kind, temperature, unit, hard_weight, weight.shape[0], compute)
+    if target is not None and valid < 0 and x.device.type == "cpu":
+        valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
+    labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
+    known = None if target is None or valid < 0 else valid
+    head = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
+    chunks = Chunks(*head, labels, ignore_index, known, _share(budget, rest, compute, teacher_compute))
+    soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
+    hard_rows = torch.empty_like(soft_rows) if hard_weight else None
+    folded = None if compute == torch.float16 else inverse
+    gradient = need_dx or need_dw or need_db
+    if need_dx:
+        chunks.clear_unvisited(dx)
+    db.zero_()
+    if chunks.count == 0:
+        dw.zero_()
+    options = beta, temperature, ignore_index
+    for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_x, teacher_weight, teacher_bias):
+        places = soft_rows[chunk.rows], None if hard_rows is None else hard_rows[chunk.rows]
+        here = None if target is None else chunk.target, *places, folded, weights, gradient
+        if rest:
+            topk_rows(chunk.logits, theirs[0], theirs[1], *here, kind, rest, *options, *transforms[:2])
+        else:
+            distill_rows(chunk.logits, theirs[0], *here, kind, *options, *transforms)
+        if need_dx:
+            chunks.add_input_gradient(dx, chunk)
+        if need_dw:
+            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
+        if need_db:
+            db += chunk.logits.sum(0, dtype=db.dtype)
+    over: Tensor | float = 1.0 if inverse is None else inverse
+    torch.mul(soft_rows.sum() * unit, over, out=soft)
+    if hard_rows is None:
+        hard.zero_()
+    else:
+        torch.mul(hard_rows.sum(), over, out=hard)
+    torch.add(soft * (1 - hard_weight), hard, alpha=hard_weight, out=loss)
+    return outputs
+
+
+def _walk(
+    chunks: Chunks, rest: str, compute: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+    """The chunks, and of the rows of each the teacher's logits, in one reused buffer, or what it gave."""
+    if rest:
+        for chunk in chunks:
+            yield chunk, (_rows(chunks, chunk, x), _rows(chunks, chunk, weight))
+        return
+    x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
+    buffer = x.new_empty(chunks.size, weight.shape[0])
+    for chunk in chunks:
+        logits = buffer[: chunk.stop - chunk.start]
+        if bias is None:
+            torch.mm(_rows(chunks, chunk, x), weight.t(), out=logits)
+        else:
+            torch.addmm(bias, _rows(chunks, chunk, x), weight.t(), out=logits)
+        yield chunk, (logits,)
+
+
+def _rows(chunks: Chunks, chunk: Chunk, t: Tensor) -> Tensor:
+    return t[chunk.rows] if chunks.index is None else t.index_select(0, chunks.index[chunk.rows])
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, _, _, _, inverse, _, compute, _, _, _, *ctx.needs = inputs[:16]
+    per_class, kind, _, _, temperature, unit, hard_weight = inputs[16:23]
+    ctx.arguments = len(inputs)
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.boost = _weights(per_class, kind, temperature, unit, hard_weight, weight.shape[0], compute)[2]
+    ctx.save_for_backward(*output[3:], inverse if compute == torch.float16 else None)
+
+
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dloss is None:
+        return (None,) * ctx.arguments
+    *saved, inverse = ctx.saved_tensors
+    factor = dloss if inverse is None else dloss * inverse
+    factor = factor if ctx.boost == 1.0 else factor / ctx.boost
+    grads = scaled_gradients(saved, factor, ctx.dtypes, ctx.needs)
+    return *grads, *(None for _ in range(ctx.arguments - 3))
+
+
+walk = differentiable(_distill_fwd, _setup_context, _backward, outputs=3)
