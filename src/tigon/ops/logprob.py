@@ -83,17 +83,20 @@ def check_transform(name: str, temperature: float, softcap: float | None, scale:
 def logprob_reference(
     logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float
 ) -> LogProb:
+    valid = target != ignore_index
+    # Rows that are not read have a gradient of 0, whatever they hold: 0 · NaN would not be.
+    logits = torch.where(valid.unsqueeze(-1), logits, 0.0)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    valid = target != ignore_index
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
     mean = z.mean(-1)
     z = z / temperature
     logp = torch.log_softmax(z, -1)
     of_target = logp.gather(-1, at).squeeze(-1)
     p = logp.exp()
-    entropy = -torch.where(p == 0, 0.0, p * logp).sum(-1)  # a class without probability adds nothing
+    # A class without probability adds nothing, to the gradient neither, which 0 · -inf would.
+    entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
     results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= z.amax(-1), mean
     return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
 
