@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon import nn
-from tigon.losses import ValidLengths, cpo, dpo, kto, orpo, simpo
+from tigon.losses import ValidLengths, cpo, dpo, kto, orpo, preference, simpo
 from tigon.losses import token_loss as walk
 from tigon.losses.preference import reference
 from tigon.losses.preference.families import log1mexp
@@ -300,7 +300,7 @@ def test_kto_is_trls(options):
 # ------------------------------------------------------------------------------------------ where the KL term is from
 
 
-def test_the_kl_term_from_anywhere_is_the_same():
+def test_the_kl_term_from_anywhere_is_the_same(monkeypatch):
     x, weight, bias, target = batch()
     kl_x, _, _, kl_target = batch(seed=5)
     of = head()
@@ -318,6 +318,11 @@ def test_the_kl_term_from_anywhere_is_the_same():
         {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps},
     ):
         torch.testing.assert_close(call(**how, **of)[0], loss)
+    monkeypatch.setattr(walk, "_with_slopes", None)  # the KL term is asked for no gradient
+    weight.requires_grad_()
+    found = preference._divergence(kl_x, weight, kl_target, bias, ref_logps, (None, None, None), {})
+    torch.testing.assert_close(found, kl)
+    monkeypatch.undo()
     by_head = call(kl_x=kl_x, kl_target=kl_target, ref_kl_x=ref_kl_x, **of)[1]["kl"]
     torch.testing.assert_close(by_head, (kl - 10).clamp(min=0))
     assert by_head >= 0
@@ -371,7 +376,7 @@ def test_fp16_gradients_do_not_underflow(device):
 
 
 def test_log1mexp_holds_on_to_both_ends():
-    x = torch.tensor([-1e-30, -1e-7, -1e-3, -0.6931472, -0.7, -5.0, -80.0, -1e4], requires_grad=True)
+    x = torch.tensor([-1e-30, -1e-7, -1e-3, -0.6931472, -0.7, -12.0, -80.0, -1e4], requires_grad=True)
     y = log1mexp(x)
     wide = x.detach().double().clamp(max=-(2**-24))
     exact = torch.where(wide < -1, torch.log1p(-wide.exp()), torch.log(-torch.expm1(wide)))
@@ -460,15 +465,26 @@ def test_empty_batches(name, options, shape, device):
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("name", "options"), [("dpo", {}), ("orpo", {}), ("cpo", {"cpo_alpha": 0.0}), ("kto", {"kl": 0.3})], ids=str
+    ("name", "options"),
+    [
+        ("dpo", {}),
+        ("orpo", {}),
+        ("cpo", {"cpo_alpha": 0.0}),
+        ("kto", {"kl": 0.3}),
+        ("kto", {"kl": 0.3, "label": ~LABEL}),
+    ],
+    ids=str,
 )
 def test_what_is_broken_stays_visible_and_where_it_is(name, options, broken, device):
     x, weight, bias, target = batch(device)
     x[1, 4, 0] = broken
     x.requires_grad_()
     ours, _ = arguments(name, options, "given", device)
-    loss, _ = LOSSES[name](x, weight, target, bias=bias, **ours)
+    loss, found = LOSSES[name](x, weight, target, bias=bias, **ours)
     assert loss.isnan()
+    its, other = ("rejected", "chosen") if name == "kto" and "label" not in options else ("chosen", "rejected")
+    assert found[f"logps/{its}"].isnan()
+    assert found[f"logps/{other}"].isfinite()
     (dx,) = torch.autograd.grad(loss, x)
     assert dx[1, 4].isnan().all()
     others = [0, 2, 3, 5] if name != "kto" else [0, 2, 3, 4, 5]
