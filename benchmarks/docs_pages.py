@@ -52,6 +52,7 @@ def on_config(config: Any) -> Any:
     """Put the pages of the operators behind the overview, by kind."""
     latest.cache_clear()  # mkdocs serve builds again and again
     chart_of.cache_clear()
+    memory_of.cache_clear()
     for entry in config.nav or []:
         if "Operators" in entry:
             entry["Operators"] += [
@@ -72,10 +73,11 @@ def on_files(files: Any, config: Any) -> Any:
         content = report.load(path)
         if has_chart(content):
             pictures[f"charts/{path.stem}.png"] = content
+    memory = {f"charts/memory/{name}.png": content for name in charted() if (content := memory_of(name))}
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder, "chart.png")
-        for uri, content in pictures.items():
-            plots.plot(content, picture)
+        for uri, content in {**pictures, **memory}.items():
+            plots.plot(content, picture, "memory" if uri in memory else None)
             files.append(File.generated(config, uri, content=picture.read_bytes()))
     return files
 
@@ -100,9 +102,11 @@ def operators(kind: str) -> list[str]:
 
 
 def home(name: str) -> str | None:
-    """The module of an operator: that of a public name, or one of its own."""
+    """The module of an operator: that of a public name, of one of `tigon.losses`, or one of its own."""
     if name in tigon._HOME:
         return tigon._HOME[name]
+    if name in tigon.losses._HOME:
+        return f"tigon.losses.{tigon.losses._HOME[name]}"
     own = f"tigon.ops.{name}"
     return own if importlib.util.find_spec(own) else None
 
@@ -212,6 +216,7 @@ def measured(name: str) -> str:
         "",
         report.to_matrix({"kind": "ops", "rows": rows}, ORDER),
         f"![{name}](../charts/ops/{name}.png)\n" if chart_of(name) else "",
+        f"![memory of {name}](../charts/memory/{name}.png)\n" if memory_of(name) else "",
         '<details markdown="1"><summary>All columns</summary>\n',
         report.to_table({"kind": "ops", "rows": rows}),
         "\n</details>\n",
@@ -235,6 +240,23 @@ def chart_of(name: str) -> dict[str, Any] | None:
         return None
     newest = max((content for content, _ in quoted), key=lambda content: content["date"])
     return {**newest, "rows": [row for _, rows in quoted for row in rows]}
+
+
+@functools.cache
+def memory_of(name: str) -> dict[str, Any] | None:
+    """A loss of a linear head at three and more numbers of tokens, the rest the same: its memory over their number."""
+    if name not in [op.operator for op in KINDS["Losses of a linear head"]]:
+        return None
+    groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for content, rows in rows_of(name):
+        for row in rows:
+            same = tuple(row["shape"][-2:]), row["dtype"]
+            groups.setdefault(same, []).append((content, row))
+    most = max(groups.values(), key=lambda group: len({plots.tokens_of(row) for _, row in group}), default=[])
+    if len({plots.tokens_of(row) for _, row in most}) < 3:
+        return None
+    newest = max((content for content, _ in most), key=lambda content: content["date"])
+    return {**newest, "rows": [row for _, row in most]}
 
 
 def times_floor(name: str) -> str:

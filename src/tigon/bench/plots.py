@@ -1,5 +1,5 @@
-"""Results of `tigon bench` as bar charts in one PNG: multiples of the floor, microseconds of the host,
-or tokens/s and memory of whole models."""
+"""Results of `tigon bench` as charts in one PNG: multiples of the floor, microseconds of the host, tokens/s and memory
+of whole models as bars; the memory of a loss over the number of tokens as lines."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ OTHER = "#999999"
 LONGEST = 6.0
 
 
-def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draw a result (see report.result) to a PNG file. Rows that were not measured are left out."""
+def plot(content: dict[str, Any], path: str | os.PathLike[str], kind: str | None = None) -> None:
+    """Draw a result (see report.result) to a PNG file. Rows that were not measured are left out.
+
+    kind: "memory" for the peak memory of operators instead of their time; default: what the content is.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = {"ops": _operators, "host": _host, "model": _models}[content["kind"]](content, plt)
+    draw = {"ops": _operators, "host": _host, "model": _models, "memory": _memory}[kind or content["kind"]]
+    figure = draw(content, plt)
     figure.suptitle(headline(content), fontsize=8, color="#555555")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
@@ -80,6 +84,35 @@ def _operators(content: dict[str, Any], plt: Any) -> Any:
         axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)
+    return figure
+
+
+def tokens_of(row: dict[str, Any]) -> int:
+    """Of a loss of a linear head: all numbers of its shape but width and vocabulary."""
+    return math.prod(row["shape"][:-2])
+
+
+def _memory(content: dict[str, Any], plt: Any) -> Any:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["peak_mib"]:
+            lines.setdefault(row["implementation"], []).append((tokens_of(row), row["peak_mib"] / 1024))
+    figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    for name, points in lines.items():
+        tokens, gib = zip(*sorted(points), strict=True)
+        axis.plot(tokens, gib, marker="o", markersize=3, label=name, color=COLOURS.get(name, OTHER))
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xlabel("tokens", fontsize=8)
+    axis.set_ylabel("peak memory beyond the inputs, GiB", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    width, vocabulary = content["rows"][0]["shape"][-2:]
+    axis.set_title(
+        f"{content['rows'][0]['op']}, width {width}, vocabulary {vocabulary}; a line ends where memory did", fontsize=9,
+        loc="left",
+    )  # fmt: skip
     return figure
 
 

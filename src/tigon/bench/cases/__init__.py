@@ -7,7 +7,7 @@ report, not an error.
 
 from __future__ import annotations
 
-from tigon.bench.cases import embedding, gated, losses, norms, rotary, softmax
+from tigon.bench.cases import embedding, gated, head_losses, losses, norms, rotary, softmax
 from tigon.bench.cases.row import Implementation, Op
 
 # As the documentation groups them.
@@ -17,6 +17,7 @@ KINDS: dict[str, tuple[Op, ...]] = {
     "Rotary embeddings": rotary.OPS,
     "Softmax": softmax.OPS,
     "Losses": losses.OPS,
+    "Losses of a linear head": head_losses.OPS,
     "Embedding": embedding.OPS,
 }
 OPS: dict[str, Op] = {op.name: op for ops in KINDS.values() for op in ops}

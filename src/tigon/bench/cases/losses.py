@@ -1,4 +1,4 @@
-"""Losses: of logits, of two distributions, and of hidden states and the head's weight."""
+"""Losses of given logits, and of two distributions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tigon.bench.cases.row import (
     tigon,
     torch_own,
 )
-from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of, expect_loss
+from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of, expect_loss, expect_rows
 
 # ------------------------------------------------------------------------------------------------------ cross_entropy
 
@@ -182,96 +182,37 @@ def _load_liger_of_logits(peer: str, arguments: Callable[..., tuple[Any, ...]], 
     return load
 
 
-# ----------------------------------------------------------------------------------------------- linear_cross_entropy
+# ------------------------------------------------------------------------------------------------------------ logprob
 
 
-def _eager_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-    return _eager_cross_entropy(F.linear(x, weight), target)
+def _eager_logprob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logp = F.log_softmax(_wide(logits), dim=-1)
+    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
-def _make_linear_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
-    n, h, v = shape
-    draw = Draw(device, dtype)
-    x, weight = draw.normal(n, h).requires_grad_(), draw.normal(v, h, scale=2 * h**-0.5).requires_grad_()
-    target = draw.targets(n, v, ignored)
-    # Known to the host in training too: labels are counted when they are first seen, long before the head runs.
-    arguments = {"x": x, "weight": weight, "target": target, "num_valid": int((target != -100).sum())}
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+def _make_logprob(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    draw, wide = Draw(device, dtype), Draw(device, torch.promote_types(dtype, torch.float32))
+    logits = draw.normal(*shape, scale=2.0).requires_grad_()
+    arguments = {"logits": logits, "target": draw.targets(shape[0], shape[1], 0.0)}
+    grads = (wide.normal(shape[0]), wide.normal(shape[0], scale=0.1))
+    return Inputs(arguments, ("logits",), ("logprob", "entropy"), grads)
 
 
-def expect_linear_cross_entropy(inputs: Inputs) -> Expected:
-    """The loss of all rows, dx of some rows, dW of some rows of W: everything at once in fp64 would not fit.
-
-    For 16-bit inputs the log-sum-exp of every row comes from fp32 products, a thousand times finer than their rounding.
-    """
-    x, w, target = (inputs.arguments[k].detach() for k in ("x", "weight", "target"))
-    (n, _), v = x.shape, w.shape[0]
-    valid = target != -100
-    count, t = valid.sum(), target.clamp_min(0)
-    wide = torch.float64 if x.dtype.itemsize > 2 else torch.float32
-    ww = w.to(wide)
-    lse = torch.cat([(x[rows].to(wide) @ ww.T).logsumexp(-1).double() for rows in chunks_of(n, v // 16)])
-    picked = torch.cat([(x[r].double() * w[t[r]].double()).sum(-1) for r in chunks_of(n, 8 * w.shape[1])])
-    loss = ((lse - picked) * valid).sum() / count
-    scale = (valid.double() / count * inputs.loss_scale)[:, None]
-    tail = {"x": slice(max(0, n - 32), n), "w": slice(max(0, v - 32), v)}
-    dx, dw = [], []
-    w64 = w.double()
-    for rows in (slice(0, min(32, n)), tail["x"]):
-        p = (x[rows].double() @ w64.T - lse[rows, None]).exp()
-        p.scatter_add_(1, t[rows, None], -torch.ones_like(p[:, :1]))
-        dx.append((rows, (p * scale[rows]) @ w64))
-    del w64, ww
-    x64 = x.double()
-    for cols in (slice(0, min(32, v)), tail["w"]):
-        p = (x64 @ w[cols].double().T - lse[:, None]).exp()
-        p -= (t[:, None] == torch.arange(v, device=x.device)[None, cols]).double()
-        dw.append((cols, (p * scale).T @ x64))
-    return {"loss": [(..., loss)], "dx": dx, "dweight": dw}
+def _expect_logprob(inputs: Inputs) -> Expected:
+    """Ids stay ids: only the logits become fp64."""
+    target = inputs.arguments["target"]
+    wide = Inputs({"logits": inputs.arguments["logits"], "at": target.double()}, *_kept(inputs))
+    return expect_rows(lambda logits, at: _eager_logprob(logits, at.long()), rowwise=("logits", "at"))(wide)
 
 
-def _tigon_linear_cross_entropy(compact: bool = False, **options: Any) -> Loader:
-    def load() -> Callable[..., Any]:
-        from tigon import linear_cross_entropy
-
-        def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-            return linear_cross_entropy(x, weight, target, num_valid=num_valid if compact else None, **options)
-
-        return run
-
-    return load
+def _kept(inputs: Inputs) -> tuple[Any, Any, Any]:
+    return inputs.wrt, inputs.outputs, inputs.grads
 
 
-def _liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Loader:
-    def arguments(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> tuple[Any, ...]:
-        tail = (None, None, -100, 0.0, 0.0, "mean", None, False, accum_dtype)
-        return (x, weight, target, *tail)
+def _tigon_logprob() -> Callable[..., Any]:
+    from tigon import logprob
 
-    return liger("LigerFusedLinearCrossEntropyFunction", arguments, lambda out: out[0])
-
-
-def _load_cce() -> Callable[..., Any]:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return lambda x, weight, target, num_valid: linear_cross_entropy(x, weight, target)
-
-
-def _load_quack_linear_cross_entropy() -> Callable[..., Any]:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return lambda x, weight, target, num_valid: chunked_linear_cross_entropy(x, weight, target, reduction="mean")
-
-
-def _three_gemms(inputs: Inputs) -> list[Callable[[], Any]]:
-    """Whole-batch cuBLAS products: logits, dX, dW. The logits stand in for their gradient: same size, as random."""
-    x, w = inputs.arguments["x"].detach(), inputs.arguments["weight"].detach()
-    logits = torch.mm(x, w.T)
-    dx, dw = torch.empty_like(x), torch.empty_like(w)
-    return [
-        lambda: torch.mm(x, w.T, out=logits),
-        lambda: torch.mm(logits, w, out=dx),
-        lambda: torch.mm(logits.T, x, out=dw),
-    ]
+    return lambda logits, target: tuple(logprob(logits, target)[:2])
 
 
 OPS = (
@@ -307,35 +248,16 @@ OPS = (
     ),
     *_divergences(),
     Op(
-        name="linear_cross_entropy",
-        shape_names=("tokens", "width", "vocabulary"),
-        shapes=((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000)),
-        extra=((4096, 2048, 32000),),
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
-        make=_make_linear_cross_entropy,
-        expect=expect_linear_cross_entropy,
-        nbytes=lambda s, b: ((s[0] + s[2]) * s[1] * b + 8 * s[0], 2 * (s[0] + s[2]) * s[1] * b + 8 * s[0]),
-        counted=("2·M·N·V FLOP", "4·M·N·V FLOP"),
-        flops=lambda s: (2 * math.prod(s), 4 * math.prod(s)),
-        floor=_three_gemms,
-        implementations={
-            "tigon": Implementation(_tigon_linear_cross_entropy(), note="dW accumulated in fp32"),
-            "tigon-weight": Implementation(
-                _tigon_linear_cross_entropy(accumulate="weight"), note="dW accumulated in the weight's dtype"
-            ),
-            "tigon-compact": Implementation(
-                _tigon_linear_cross_entropy(compact=True), note="ignored rows left out", on_request=True
-            ),
-            **plain(_eager_linear_cross_entropy),
-            "liger": Implementation(
-                _liger_linear_cross_entropy(None), note="dW accumulated in the weight's dtype", gpu_only=True
-            ),
-            "liger-fp32": Implementation(
-                _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
-            ),
-            "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
-            **quack(_load_quack_linear_cross_entropy),
-        },
+        name="logprob",
+        shape_names=("tokens", "vocabulary"),
+        shapes=((8192, 128256), (32768, 32000)),
+        extra=((17, 128256), (4096, 128256)),
+        small=((256, 4096),),
+        tiny=(8, 64),
+        make=_make_logprob,
+        expect=_expect_logprob,
+        nbytes=lambda s, b: (s[0] * s[1] * b + 8 * s[0], 2 * s[0] * s[1] * b + 8 * s[0]),
+        counted=("logits, targets", "logits, targets → dlogits"),
+        implementations={"tigon": Implementation(lambda: _tigon_logprob()), **plain(_eager_logprob)},
     ),
 )
