@@ -132,6 +132,19 @@ def test_a_second_backward_pass(backend, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("there", "back"), [("torch", "triton"), ("triton", "torch")])
+def test_a_backward_pass_goes_on_where_the_forward_pass_began(there, back, triton_backend, device):
+    """Also outside the block that forced it: without kernels there are no statistics for theirs."""
+    tensors, target = head(device, torch.float32, False, False)
+    with tigon.use_backend(there):
+        result = called(tensors, target, chunk_bytes=1)
+    upstream = [torch.randn_like(result.logprob) for _ in range(2)]
+    with tigon.use_backend(back):
+        found = gradients(result, tensors, upstream)
+    for got, right in zip(found, gradients(reference(tensors, target), tensors, upstream), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_is_frozen_gets_no_gradient(frozen, device):
     tensors, target = head(device)

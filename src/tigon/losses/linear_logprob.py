@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, is_traced, launcher
+from tigon.backend import differentiable, is_traced, launcher, use_triton
 from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows
 from tigon.losses.early import graph_is_kept
 from tigon.ops.cross_entropy import check_target
@@ -204,7 +204,7 @@ def _bwd_fake(
 
 
 @launcher(
-    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor stats,"
+    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor? stats,"
     " Tensor logits, Tensor? dlogprob, Tensor? dentropy, int valid, ScalarType compute, int budget, int keep,"
     " bool fp32, bool ours, bool[] needs, float lora_scale, int ignore_index, float temperature, float softcap,"
     " float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -212,8 +212,9 @@ def _bwd_fake(
 )
 def _linear_logprob_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    stats: Tensor, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int, compute: torch.dtype,
-    budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float, *options: Any,
+    stats: Tensor | None, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int,
+    compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float,
+    *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """From the end, where the logits are still there; `ours`: they may be overwritten, and their room used again."""
     head = _Head(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
@@ -246,7 +247,7 @@ def _linear_logprob_bwd(
             chunk = head.compute(start, stop, room[: stop - start])
         slopes = [d if d is None else d[start:stop] for d in upstream]
         dlogits = chunk.logits if scratch is None else scratch[: stop - start]
-        place = stats[start:stop]
+        place = None if stats is None else stats[start:stop]
         logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options)
         chunk.logits = dlogits
         last, more = stop == chunks.visited, None
@@ -276,7 +277,11 @@ def _linear_logprob_bwd(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
     ctx.arguments = valid, compute, budget, keep, fp32
-    ctx.save_for_backward(x, weight, target, bias, lora_a, lora_b, *output[5:])
+    stats, logits = output[5:]
+    # Only kernels leave statistics. What is traced finds out when it runs.
+    ctx.save_for_backward(
+        x, weight, target, bias, lora_a, lora_b, stats if is_traced(x) or use_triton(logits) else None, logits
+    )
 
 
 def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

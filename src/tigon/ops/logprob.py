@@ -308,12 +308,12 @@ def logprob_gradient_rows(
 ) -> None:  # fmt: skip
     """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits), of (M, V) rows; may be the logits.
 
-    dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None without Triton.
+    dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None where that ran without Triton.
     """
     M, V = logits.shape
     if M * V == 0:
         return
-    if not use_triton(logits):
+    if stats is None or not use_triton(logits):
         dlogits.copy_(
             _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale)
         )
