@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tigon.losses import ValidLengths
 from tigon.losses import token_loss as module
@@ -157,6 +158,23 @@ def test_compiles_whole(together, device):
     torch.testing.assert_close(loss, expected)
     for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("together", [0, 2])
+def test_a_checkpoint_computes_once_more_not_twice(together, device, monkeypatch):
+    x, weight, bias, target, sides, _ = batch(device)
+    calls = []
+    monkeypatch.setattr(Toy, "wants_entropy", property(lambda _: not calls.append(1)))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+
+    def call(x, weight, bias):
+        return token_loss("toy", [], [together], x, weight, target, bias, sides=sides)[0]
+
+    expected = torch.autograd.grad(call(*leaves), leaves)
+    once = len(calls)
+    found = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False), leaves)
+    assert len(calls) == 3 * once  # without a checkpoint, within one, and again in its backward pass
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -14,6 +14,7 @@ twice, and costs a fourth. A reference model's head is one more product, through
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -407,7 +408,7 @@ def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor],
     """The family's loss and its derivatives along logprob and entropy, by PyTorch's autograd."""
     # As an operator of torch.library this runs below autograd, which has to be asked in again.
     above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with above, torch.enable_grad():
+    with above, torch.enable_grad(), _without_hooks():
         logprob = part.logprob.detach().requires_grad_()
         entropy = None if part.entropy is None else part.entropy.detach().requires_grad_()
         share, found = family(part._replace(logprob=logprob, entropy=entropy))
@@ -416,6 +417,19 @@ def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor],
             leaves = [logprob] if entropy is None else [logprob, entropy]
             slopes[: len(leaves)] = torch.autograd.grad(share, leaves, allow_unused=True)
     return share, found, slopes
+
+
+def _without_hooks() -> AbstractContextManager[Any]:
+    """A graph that is gone before the forward pass ends is no matter of checkpoints and offloading: a checkpoint would
+    compute all of the forward pass again for it."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or top(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
