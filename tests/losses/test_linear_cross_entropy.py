@@ -199,6 +199,12 @@ def test_the_weight_gradient_is_added_to_main_grad(reduction, upstream, backend,
     assert torch.autograd.grad(3 * loss, x)[0].isnan().all()
 
 
+def test_main_grad_scale_may_be_rounded_another_way(device):
+    x, weight, target = head(device)
+    loss = tigon.linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.3 / 7)
+    assert torch.autograd.grad(0.3 * loss / 7, x)[0].isfinite().all()  # in fp32 the next number
+
+
 def test_main_grad_is_left_alone_without_gradients(device):
     x, weight, target = head(device)
     main_grad = torch.zeros_like(weight)
