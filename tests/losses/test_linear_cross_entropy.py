@@ -205,6 +205,15 @@ def test_main_grad_scale_may_be_rounded_another_way(device):
     assert torch.autograd.grad(0.3 * loss / 7, x)[0].isfinite().all()  # in fp32 the next number
 
 
+def test_main_grad_of_a_head_that_is_trained_alone(device):
+    x, weight, target = head(device)
+    main_grad = torch.zeros_like(weight)
+    tigon.linear_cross_entropy(x.detach(), weight, target, main_grad=main_grad).backward()
+    assert weight.grad is None
+    (dw,) = grads(tigon.linear_cross_entropy(x, weight, target), weight)
+    torch.testing.assert_close(main_grad, dw)
+
+
 def test_main_grad_is_left_alone_without_gradients(device):
     x, weight, target = head(device)
     main_grad = torch.zeros_like(weight)

@@ -119,7 +119,7 @@ def linear_cross_entropy(
         if torch.is_grad_enabled():
             upstream = torch.as_tensor(main_grad_scale, dtype=loss_dtype, device=x.device).detach()
             arguments = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options
-            return _IntoMainGrad.apply(rows, weight.detach(), bias, *arguments)  # type: ignore[no-any-return]
+            return _IntoMainGrad.apply(rows, weight, bias, *arguments)  # type: ignore[no-any-return]
     loss = _linear_cross_entropy(
         rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs,
         *options,
