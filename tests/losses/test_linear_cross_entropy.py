@@ -214,6 +214,20 @@ def test_main_grad_of_a_head_that_is_trained_alone(device):
     torch.testing.assert_close(main_grad, dw)
 
 
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses tensors made of the host's numbers: on a GPU their copy waits for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in ("lift_fresh", "scalar_tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def test_main_grad_scale_does_not_wait(device):
+    x, weight, target = head(device)
+    with NothingFromTheHost():
+        tigon.linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.5)
+
+
 def test_main_grad_is_left_alone_without_gradients(device):
     x, weight, target = head(device)
     main_grad = torch.zeros_like(weight)

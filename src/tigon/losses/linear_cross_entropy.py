@@ -117,7 +117,10 @@ def linear_cross_entropy(
     if main_grad is not None:
         _check_main_grad(main_grad, weight, loss_dtype, reduction)
         if torch.is_grad_enabled():
-            upstream = torch.as_tensor(main_grad_scale, dtype=loss_dtype, device=x.device).detach()
+            if isinstance(main_grad_scale, Tensor):
+                upstream = main_grad_scale.detach().to(x.device, loss_dtype)
+            else:  # filled on the device: a copy of a number from the host would wait for it
+                upstream = torch.full((), main_grad_scale, dtype=loss_dtype, device=x.device)
             arguments = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options
             return _IntoMainGrad.apply(rows, weight, bias, *arguments)  # type: ignore[no-any-return]
     loss = _linear_cross_entropy(
