@@ -12,6 +12,7 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor
 
+from tigon.losses.distillation import distill, distill_topk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.policy import grpo, rloo
 from tigon.losses.preference import cpo, dpo, kto, orpo, simpo
@@ -483,3 +484,47 @@ class KTOLoss(_PreferenceLoss):
     """`tigon.losses.kto` with its options fixed: forward(x, weight, target, label, bias=…, ref_logps=…, kl=…, …)."""
 
     function = staticmethod(kto)
+
+
+class DistillationLoss(torch.nn.Module):
+    """`tigon.losses.distill` with its options fixed: forward(x, weight, teacher_x, teacher_weight, target, bias=…)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return distill(x, weight, teacher_x, teacher_weight, target, **inputs, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class TopKDistillationLoss(torch.nn.Module):
+    """`tigon.losses.distill_topk` with its options fixed: forward(x, weight, teacher_ids, teacher_logprobs, target)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        teacher_ids: Tensor,
+        teacher_logprobs: Tensor,
+        target: Tensor | None = None,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return distill_topk(x, weight, teacher_ids, teacher_logprobs, target, **inputs, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -156,9 +156,9 @@ def distill_topk(
             the loss: they are not softened here. A place that holds -inf counts as not given, whatever its id.
         target: (...) or None, as in `distill`.
         rest: what becomes of the classes that were not given. "tail": they are one class more, of probability
-            1 − Σ p (at least 1e-7) and 1 − Σ q. "renormalize": they are left out, and both sides' given probabilities
-            divided by their sums. "drop": they are left out, and nothing is divided: the loss is the given classes'
-            share, which for "kl" may be negative.
+            1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
+            out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
+            divided: the loss is the given classes' share, which for "kl" may be negative.
         loss_type: "kl", "reverse_kl", "jsd" or "tvd", of these probabilities.
         beta, temperature_squared, hard_weight, bias, reduction, divisor, ignore_index, softcap, scale, num_valid: as in
             `distill`. The cross entropy is over all classes.
@@ -191,11 +191,7 @@ def distill_topk(
             f"{teacher_logprobs.dtype}."
         )
     _check_device(name, x, weight=weight, bias=bias, teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
-    if teacher_ids.device.type == "cpu" and not torch.compiler.is_compiling() and teacher_ids.numel():
-        wrong = (teacher_logprobs != -torch.inf) & ((teacher_ids < 0) | (teacher_ids >= weight.shape[0]))
-        if wrong.any():
-            value = int(teacher_ids[wrong].flatten()[0])
-            raise ValueError(f"{name}: teacher_ids must lie in [0, {weight.shape[0]}), got {value}.")
+    _check_ids(name, teacher_ids, teacher_logprobs, weight.shape[0])
     K = shape[-1]
     teacher = teacher_ids.reshape(-1, K).contiguous(), teacher_logprobs.detach().reshape(-1, K).contiguous(), None
     return _distill(
@@ -293,6 +289,14 @@ def _check_head(name: str, side: str, x: Tensor, weight: Tensor, bias: Tensor | 
         if t is not None and t.dtype != compute and not autocast:
             raise ValueError(f"{name}: {side}{argument} must have {side}x's dtype {x.dtype}, got {t.dtype}.")
     return compute
+
+
+def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
+    """On a GPU it would wait: there the kernel answers NaN."""
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
+        if wrong.any():
+            raise ValueError(f"{name}: teacher_ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")
 
 
 def _check_device(name: str, x: Tensor, **others: Tensor | None) -> None:

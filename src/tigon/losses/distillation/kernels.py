@@ -18,7 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # A norm below this counts as this, as in torch.nn.functional.cosine_similarity.
 LEAST_NORM = tl.constexpr(1e-8)
-# The least probability of all that a teacher did not give: what it gave is not known more exactly.
+# The least probability of all that a teacher did not give, where the student has some left: what it gave is not known
+# more exactly.
 LEAST_REST = tl.constexpr(1e-7)
 
 
@@ -285,8 +286,10 @@ def _distill_topk_kernel(
     log_tail = (top_rest - row_top) * k + log_rest - log_all
     if REST == "tail":
         tail = 1.0 - tl.sum(tl.exp2(lp), 0)
+        tail = tl.where(tail < LEAST_REST, tl.where(log_tail == none, 0.0, LEAST_REST), tail)
+        tail = tl.where(tl.sum(given.to(tl.int32), 0) == V, 0.0, tail)  # nothing but what rounding leaves
         lq = tl.where(at_k == K, log_tail, lq)
-        lp = tl.where(at_k == K, tl.log2(tl.where(tail < LEAST_REST, LEAST_REST, tail)), lp)
+        lp = tl.where(at_k == K, tl.log2(tail), lp)
     log_h = log_all
     if HARD:
         step = (top_rest - row_top) * LOG2E

@@ -9,7 +9,8 @@ from torch import Tensor
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.divergence import divergence_reference
 
-# The least probability of all that a teacher did not give: what it gave is not known more exactly.
+# The least probability of all that a teacher did not give, where the student has some left: what it gave is not known
+# more exactly.
 LEAST_REST = 1e-7
 
 
@@ -53,8 +54,10 @@ def distill_topk_reference(
     if rest == "renormalize":
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     elif rest == "tail":
-        p_rest, q_rest = (1 - p.sum(-1, keepdim=True)).clamp(min=LEAST_REST), 1 - q.sum(-1, keepdim=True)
-        p, q = torch.cat([p, p_rest], -1), torch.cat([q, q_rest], -1)
+        at = torch.where(given, teacher_ids, 0).long()
+        others = torch.zeros_like(log_q).scatter_add(-1, at, given.to(log_q.dtype)) == 0
+        q_rest = torch.where(others, log_q.exp(), 0.0).sum(-1, keepdim=True)
+        p, q = torch.cat([p, _rest_of(p, q_rest, others)], -1), torch.cat([q, q_rest], -1)
     kind = kind_of(loss_type, beta)
     if kind == "tvd":
         terms = 0.5 * (p - q).abs()
@@ -64,6 +67,13 @@ def distill_topk_reference(
         of_q = torch.where(q == 0, 0.0, q * (_log(q) - _log(m)))
         terms = {"kl": of_p, "reverse": of_q}.get(kind, beta * of_p + (1 - beta) * of_q)
     return _reduced(terms.sum(-1), logits, target, temperature, ignore_index, softcap, scale, **options)
+
+
+def _rest_of(p: Tensor, q_rest: Tensor, others: Tensor) -> Tensor:
+    """What the given p leave to the others, (..., 1)."""
+    rest = 1 - p.sum(-1, keepdim=True)
+    rest = torch.where(rest < LEAST_REST, torch.where(q_rest == 0, 0.0, LEAST_REST), rest)
+    return torch.where(others.any(-1, keepdim=True), rest, 0.0)
 
 
 def _log(p: Tensor) -> Tensor:
@@ -134,8 +144,7 @@ def topk_rows_reference(
     if rest == "renormalize":
         lq, lp = lq - torch.logsumexp(lq, -1, keepdim=True), lp - torch.logsumexp(lp, -1, keepdim=True)
     elif rest == "tail":
-        p_rest = (1 - lp.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
-        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, p_rest.log()], -1)
+        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, _rest_of(lp.exp(), lq_rest.exp(), others).log()], -1)
     terms, slopes = _terms_and_slopes(kind, lq, lp, beta)
     if kind == "reverse" and rest == "drop":
         slopes = slopes + lq.exp()  # what is left out makes the probabilities no distribution, whose sum has no slope
