@@ -218,7 +218,7 @@ class NothingFromTheHost(TorchDispatchMode):
     """Refuses tensors made of the host's numbers: on a GPU their copy waits for the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in ("lift_fresh", "scalar_tensor")
+        assert func.overloadpacket.__name__ != "lift_fresh"
         return func(*args, **(kwargs or {}))
 
 
