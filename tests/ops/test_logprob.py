@@ -39,6 +39,17 @@ def test_classes_that_are_masked_out(backend, device):
     assert not dmasked[0][:, 5:].any()
 
 
+@pytest.mark.parametrize("name", ["logprob", "linear_logprob", "linear_cross_entropy"])
+def test_bytes_are_classes(name, backend, device):
+    """In uint8, -100 is 156."""
+    target = torch.tensor([3, 156], device=device)
+    given = (torch.randn(2, 256, device=device),)
+    if name != "logprob":
+        given = torch.randn(2, 4, device=device), torch.randn(256, 4, device=device)
+    found, expected = (getattr(tigon, name)(*given, t) for t in (target.byte(), target))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("value", BROKEN)
 def test_ignored_rows_are_not_read(value, backend, device):
     logits = torch.randn(3, 9, device=device)

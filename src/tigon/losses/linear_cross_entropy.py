@@ -23,6 +23,7 @@ from tigon.ops.cross_entropy import (
     cross_entropy_rows,
     inverse_divisor,
 )
+from tigon.ops.logprob import signed
 
 ACCUMULATE = ("fp32", "weight")
 
@@ -101,7 +102,7 @@ def linear_cross_entropy(
     check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
     budget = chunk_budget(x.device, chunk_bytes)
 
-    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
+    rows, labels = x.reshape(-1, x.shape[-1]), signed(target).reshape(-1).contiguous()
     loss_dtype = torch.promote_types(compute, torch.float32)
     valid = -1 if num_valid is None else int(num_valid)
     inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)

@@ -21,7 +21,14 @@ from tigon.backend import differentiable, is_traced, launcher, use_triton
 from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows
 from tigon.losses.early import graph_is_kept
 from tigon.ops.cross_entropy import check_target
-from tigon.ops.logprob import LogProb, check_transform, logprob_gradient_rows, logprob_reference, logprob_rows
+from tigon.ops.logprob import (
+    LogProb,
+    check_transform,
+    logprob_gradient_rows,
+    logprob_reference,
+    logprob_rows,
+    signed,
+)
 
 
 def linear_logprob(
@@ -97,7 +104,7 @@ def linear_logprob(
             raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
     check_target(name, target, x.shape[:-1], V, ignore_index, x.device)
 
-    labels = target.reshape(-1).contiguous()
+    labels = signed(target).reshape(-1).contiguous()
     valid = -1 if num_valid is None else int(num_valid)
     if valid < 0 and device == "cpu" and not torch.compiler.is_compiling():
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
