@@ -256,6 +256,8 @@ def token_loss(
             )
         _check_head(name, "ref_", ref_x, ref_weight, ref_bias)
     check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
+    if target.dtype == torch.uint8:  # where torch takes class 156 for an ignore_index of -100
+        raise ValueError(f"{name}: target must hold signed integers, got {target.dtype}.")
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     compute = torch.get_autocast_dtype(device) if autocast else x.dtype
