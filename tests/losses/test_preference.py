@@ -375,6 +375,28 @@ def test_fp16_gradients_do_not_underflow(device):
         assert (g.double() - e).norm() < 3e-3 * e.norm()
 
 
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_fp16_gradients_of_what_is_learned_already(name, device):
+    """Pairs that are 8 / β apart have slopes of 3e-4 β, which times a probability is less than fp16 holds."""
+    x, target = torch.randn(S, 50, H, device=device), torch.randint(0, 2000, (S, 50), device=device)
+    weight = torch.randn(2000, H, device=device) / 4
+    half = [t.half().requires_grad_() for t in (x, weight)]
+    exact = [t.detach().double().requires_grad_() for t in half]
+    logps = reference.token_logps(F.linear(*exact), target).sum(1).detach()
+    chosen = torch.arange(S, device=device) < S // 2
+    logps = torch.where(chosen, logps - 40, logps + 40)
+    grads = []
+    for leaves in (half, exact):
+        given = logps.to(torch.promote_types(leaves[0].dtype, torch.float32))
+        if name == "dpo":
+            loss, _ = dpo(*leaves, target, ref_chosen_logps=given[: S // 2], ref_rejected_logps=given[S // 2 :])
+        else:
+            loss, _ = kto(*leaves, target, chosen, kl=0.0, ref_logps=given, beta=0.2)
+        grads.append(torch.autograd.grad(2**15 * loss, leaves))
+    for g, e in zip(*grads, strict=True):
+        assert (g.double() - e).norm() < 3e-3 * e.norm()
+
+
 def test_log1mexp_holds_on_to_both_ends():
     x = torch.tensor([-1e-30, -1e-7, -1e-3, -0.6931472, -0.7, -12.0, -80.0, -1e4], requires_grad=True)
     y = log1mexp(x)

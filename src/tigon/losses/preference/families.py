@@ -143,6 +143,10 @@ DPO_TYPES = (*DPO_LOSSES, "sft")
 # elsewhere log Z(x) of the prompt does not cancel.
 WHOLE_BATCH = ("aot", "aot_unpaired")
 ANY_DIVERGENCE = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm", "sft")
+# Types whose slopes do not pass β. Those of pairs that are far apart already are much smaller: in fp16, whose largest
+# number is 65504, there is ROOM for all to be larger.
+BOUNDED = ("sigmoid", "hinge", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down", "sigmoid_norm")
+ROOM = 256.0
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -180,7 +184,11 @@ class DPO(Pairs):
 
     def boost(self, sequences: int, tokens: int) -> float:
         # "sft" divides by tokens as well: half-way between its slopes' size and the others'.
-        return super().boost(sequences, tokens) * (max(1, tokens) ** 0.5 if "sft" in self.kinds[3:] else 1.0)
+        if "sft" in self.kinds[3:]:
+            return super().boost(sequences, tokens) * max(1, tokens) ** 0.5
+        bounded = self.divergence == "reverse_kl" and set(self.kinds[3:]) <= set(BOUNDED)
+        most = self.numbers[0] * sum(abs(weight) for _, weight in self.losses)
+        return super().boost(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         beta, smoothing, alpha, tau, *_ = self.numbers
@@ -323,7 +331,7 @@ class KTO(Family):
         return 1
 
     def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, float(sequences))
+        return max(1.0, float(sequences)) * ROOM / max(1.0, self.numbers[0])
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         weight, label, kl, *more = part.sides
