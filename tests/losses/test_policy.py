@@ -310,6 +310,27 @@ def test_what_the_metrics_count(double):
 
 
 @pytest.mark.parametrize(
+    ("options", "advantage", "expected"),
+    [
+        ({}, 1.0, -1.2),
+        ({}, 0.0, 0.0),
+        ({}, -1.0, float("inf")),
+        ({"delta": 4.0}, -1.0, 4.0),
+        ({"loss_type": "sapo"}, 1.0, -4.0),
+        ({"loss_type": "sapo"}, -1.0, 4 / 1.05),
+    ],
+    ids=str,
+)
+def test_a_clipped_ratio_may_be_beyond_fp32(options, advantage, expected):
+    x, weight = torch.randn(1, 3, 4), torch.randn(9, 4, requires_grad=True)
+    target, old = torch.tensor([[1, 2, 3]]), torch.full((1, 3), -200.0)
+    loss, _ = grpo(x, weight, target, advantages=torch.tensor([advantage]), old_logprob=old, **options)
+    torch.testing.assert_close(loss, torch.tensor(expected))
+    if loss.isfinite():
+        assert not grads(loss, [weight])[0].any()
+
+
+@pytest.mark.parametrize(
     "options", [{}, {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4}]
 )
 def test_completions_beyond_65536_tokens(options, device):

@@ -34,6 +34,7 @@ from tigon.ops.logprob import logprob_reference
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -367,7 +368,11 @@ class Policy(Family):
         log_weight = log_ratio
         if self.level == "sequence":
             log_weight = (log_ratio * mask).sum(1, keepdim=True) / _counts(mask)
-        ratio = log_weight.exp()
+        # A clipped ratio has a slope of 0, but 0 · inf is none: it is kept from infinity, unless nothing clips it.
+        finite = log_weight.clamp(max=RATIO_BOUND)
+        if self.loss_type in CLIPPED and of.delta == math.inf:
+            finite = torch.where(A >= 0, finite, log_weight)
+        ratio = finite.exp()
         sampler = side.get("importance_sampling_ratio")
         if self.mode != "none":
             sampler = sampler_ratio(own - side["sampler_logprob"], mask, self.mode, of)
