@@ -418,13 +418,15 @@ def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
     monkeypatch.setattr(module, "_check_ids", lambda *_: None)
     student, teacher, target = batch(device, 512, torch.float32)
     ids, logprobs = given(teacher)
+    sides = 1 if topk else 2
+    options = {"num_valid": 512, "chunk_bytes": sides * 256 * V * 4}
     with Work() as work:
         if topk:
-            loss, _ = distill_topk(*student[:2], ids, logprobs, target, num_valid=512, chunk_bytes=1)
+            loss, _ = distill_topk(*student[:2], ids, logprobs, target, **options)
         else:
-            loss, _ = distill(*student[:2], *teacher[:2], target, num_valid=512, chunk_bytes=1)
+            loss, _ = distill(*student[:2], *teacher[:2], target, **options)
     assert work.products == 512 * V * (3 * H + (0 if topk else WIDE))
-    assert work.largest == (1 if topk else 2) * 128 * V
+    assert work.largest == sides * 256 * V
     saved = [t for t in loss.grad_fn.saved_tensors if t is not None]
     assert {t.shape for t in saved} <= {(512, H), (V, H), (0,)}
 
@@ -462,16 +464,20 @@ def test_the_two_sides_may_have_dtypes_of_their_own(backend, device):
 @pytest.mark.parametrize("kind", ["kl", "jsd", "cosine"])
 @pytest.mark.parametrize("reduction", ["batchmean", "mean"])
 def test_fp16_gradients_keep_their_range(kind, reduction, backend, device):
-    """With the divisor, or the norms of logits, in them they would be zero."""
-    student, teacher, _ = batch(device, dtype=torch.float16)
-    loss, _ = distill(*student[:2], *teacher[:2], loss_type=kind, reduction=reduction, divisor=1e6)
-    got = torch.autograd.grad(loss, student[:2], torch.full_like(loss, 2.0**20))
-    exact = [t.detach().double().requires_grad_() for t in student[:2]]
-    truth, _ = distill_reference(
-        *exact, *(t.double() for t in teacher[:2]), loss_type=kind, reduction=reduction, divisor=1e6
-    )
-    wanted = torch.autograd.grad(truth, exact, torch.full_like(truth, 2.0**20))
-    for a, b in zip(got, wanted, strict=True):
+    """With the divisors, or the norms of logits, in them they would be zero."""
+    rows, classes = 4, 3000
+    inputs = (torch.randn(s) for s in ((rows, H), (classes, H), (rows, WIDE), (classes, WIDE)))
+    x, weight, *teacher = (t.to(device, torch.float16) for t in inputs)
+    options = {"loss_type": kind, "reduction": reduction, "divisor": 1e6}
+
+    def grads(fn, leaves, teacher):
+        leaves = [t.requires_grad_() for t in leaves]
+        loss, _ = fn(*leaves, *teacher, **options)
+        scale = 2.0**28 * (classes if reduction == "mean" else 1)
+        return torch.autograd.grad(loss, leaves, torch.full_like(loss, scale))
+
+    truth = grads(distill_reference, [x.double(), weight.double()], [t.double() for t in teacher])
+    for a, b in zip(grads(distill, [x, weight], teacher), truth, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
 
 
