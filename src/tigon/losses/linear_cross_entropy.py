@@ -63,7 +63,8 @@ def linear_cross_entropy(
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
             dtype, at half the memory and n roundings for n chunks.
         main_grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place; the weight gets no
-            other gradient. For optimizers that keep fp32 gradients of several steps, and not under torch.compile.
+            other gradient. For optimizers that keep fp32 gradients of several steps; not under torch.compile, nor in a
+            checkpoint (`use_reentrant=False`), which runs the forward pass twice and would add it twice.
         main_grad_scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since main_grad
             cannot wait for it: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is NaN.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
