@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tigon
+from tigon.ops.logprob import logprob_reference
 
 BROKEN = float("nan"), float("inf"), -float("inf")
 
@@ -21,6 +22,16 @@ def test_results_without_gradient(options, backend, device):
     torch.testing.assert_close(result.mean_logit.double(), z.mean(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(result.is_top1, z.argmax(-1) == target)
     assert not any(t.requires_grad for t in result[2:])
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+def test_logits_far_below_the_softcap(softcap, triton_backend, device):
+    """tanh of what is small, from exponentials, would be off by an ulp of 1."""
+    logits, target = 0.3 * torch.randn(50, 500, device=device), torch.randint(0, 500, (50,), device=device)
+    exact = logprob_reference(logits.double(), target, -100, 1.0, softcap, 1.0).logprob
+    eager = logprob_reference(logits, target, -100, 1.0, softcap, 1.0).logprob
+    found = tigon.logprob(logits, target, softcap=softcap).logprob
+    assert (found - exact).abs().mean() <= 2 * (eager - exact).abs().mean()
 
 
 def test_classes_that_are_masked_out(backend, device):
