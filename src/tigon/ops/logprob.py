@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tigon.backend import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 from tigon.ops.cross_entropy import check_target
+from tigon.ops.cross_entropy.kernels import LN2, LOG2E, LOWEST, _cap
 
 
 class LogProb(NamedTuple):
@@ -131,25 +132,6 @@ def _gradient_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-
-
-@triton.jit
-def _cap(x, scale, softcap):
-    """softcap · tanh(u), u = scale · x / softcap, and its slope: from exp(-2|u|), which does not overflow.
-
-    Where 1 - exp(-2|u|) cancels, as of most logits under a cap of 30, the series, to u⁹: exact to fp32 below 0.3.
-    """
-    u = x * scale / softcap
-    e = tl.exp(-2.0 * tl.abs(u))
-    t = tl.where(u >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
-    s = u * u
-    series = u + u * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
-    t = tl.where(tl.abs(u) < 0.3, series, t)
-    return softcap * t, scale * (1.0 - t * t)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
