@@ -327,6 +327,7 @@ def kto(
     kl_x: Tensor | None = None,
     kl_target: Tensor | None = None,
     ref_kl_x: Tensor | None = None,
+    kl_lengths: Any = None,
     lengths: Any = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
@@ -341,7 +342,7 @@ def kto(
         KL   = max(0, mean of r over completions that belong to other prompts)                 no gradient
 
     Args:
-        x, weight, target, bias and what follows ref_kl_x: as in `tigon.losses.preference`, one completion a sequence.
+        x, weight, target, bias and what follows kl_lengths: as in `tigon.losses.preference`, one completion a sequence.
         label: (S,) bool, True for desirable ones.
         loss_type: "kto", or "apo_zero_unpaired", which has no KL term.
         beta: β > 0.
@@ -351,7 +352,7 @@ def kto(
             kl: a number or 0-d tensor, the mean of r (as over all processes);
             kl_logps, ref_kl_logps: (S',) each, sums of the mismatched completions' log-probabilities;
             kl_x, kl_target: (S', T', H) and (S', T'), from which they are computed with this head, and, for the
-            reference, ref_kl_logps, or ref_kl_x (S', T', H') with ref_weight and ref_bias.
+            reference, ref_kl_logps, or ref_kl_x (S', T', H') with ref_weight and ref_bias. kl_lengths: as lengths.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means
         over the desirable sequences and over the others (of logits: over their tokens), NaN where there are none;
         entropy, in nats a token; kl.
@@ -384,7 +385,7 @@ def kto(
     if kl_x is not None:
         if kl_target is None or (ref_kl_logps is None) == (ref_kl_x is None):
             raise ValueError("kto: kl_x must come with kl_target, and with one of ref_kl_logps and ref_kl_x.")
-        kl = _divergence(kl_x, weight, kl_target, bias, ref_kl_logps, kl_head, walk)
+        kl = _divergence(kl_x, weight, kl_target, bias, ref_kl_logps, kl_head, {**walk, "lengths": kl_lengths})
     elif kl_logps is not None:
         if ref_kl_logps is None or kl_logps.shape != ref_kl_logps.shape:
             raise ValueError("kto: kl_logps must come with ref_kl_logps, one for each.")
