@@ -71,3 +71,11 @@ def test_ignored_rows_are_not_read(value, backend, device):
     (dlogits,) = torch.autograd.grad((result.logprob + result.entropy).sum(), logits)
     assert not dlogits[1].any()
     assert dlogits[::2].isfinite().all()
+
+
+def test_of_no_classes_every_target_is_out_of_range(device, triton_backend):
+    target = torch.tensor([-100, -100], device=device)
+    result = tigon.logprob(torch.ones(2, 0, device=device), target)
+    assert not result.logprob.any()
+    if device.type == "cuda":
+        assert tigon.logprob(torch.ones(2, 0, device=device), target.clamp(min=0)).logprob.isnan().all()

@@ -202,7 +202,7 @@ def _logprob_fwd_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
     if top1_ptr is not None:
-        tl.store(top1_ptr + row, (z_target >= row_top).to(tl.int8))
+        tl.store(top1_ptr + row, ((z_target >= row_top) & valid).to(tl.int8))
     if mean_ptr is not None:
         mean = tl.sum(sum_z, 0) / V
         if not SOFTCAP:
@@ -341,6 +341,9 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     *results, stats = _logprob_fwd_fake(logits, target, *options)
     if logits.numel():
         logprob_rows(rows_of(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
+    elif target.numel():  # of no classes at all, every target is out of range
+        for result in results:
+            result.copy_(torch.where(target == options[0], 0.0, 0.0 if result.dtype == torch.bool else float("nan")))
     return *results, stats
 
 
