@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -36,6 +37,16 @@ def assert_same_bits(got, expected, what: str) -> None:
             assert got[name] is None, f"{what}: {name}"
         else:
             assert torch.equal(got[name], value), f"{what}: {name} differs"
+
+
+def assert_same_numbers(op: Op, got, expected, what: str) -> None:
+    """The same bits, but for matrix products: a library picks their algorithm by shape and strides."""
+    if not op.products:
+        assert_same_bits(got, expected, what)
+        return
+    for name, value in expected.items():
+        if value is not None:
+            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=f"{what}: {name} differs")
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
@@ -113,7 +124,7 @@ def test_strided_inputs(op: Op, layout, backend, device):
     assert any(not t.is_contiguous() or t.data_ptr() % 16 for t in strided if isinstance(t, Tensor))
     compare(op, op.public, case, strided)
     if backend == "triton" and device.type != "cuda":  # whose compiler may sum another layout in another order
-        assert_same_bits(run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
+        assert_same_numbers(op, run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
 
 
 @EVERY_OP
@@ -358,11 +369,8 @@ def test_compiles_whole_and_dynamic(op: Op, backend, device, compiler):
         inputs = op.draw(sized, torch.float32, device)
         compare(op, lambda *a, **_: compiled(*a), case, inputs)
         if backend == "triton" and device.type == "cpu":
-            assert_same_bits(
-                evaluate(compiled, inputs, {}, grad=op.differentiable(inputs)),
-                run(op, inputs, case.options),
-                "compiled",
-            )
+            got = evaluate(compiled, inputs, {}, grad=op.differentiable(inputs))
+            assert_same_numbers(op, got, run(op, inputs, case.options), "compiled")
         graphs.append(compiler.frame_count)
     assert graphs[-1] == graphs[0], "another number of rows made it compile again"
 
@@ -610,4 +618,5 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 
 def test_every_public_operator_is_in_the_table():
     homes = ("tigon.ops.", "tigon.losses.")
-    assert {name for name, home in tigon._HOME.items() if home.startswith(homes)} <= {op.name for op in OPS}
+    public = {name for name, home in tigon._HOME.items() if home.startswith(homes)}
+    assert {name for name in public if inspect.isfunction(getattr(tigon, name))} <= {op.name for op in OPS}

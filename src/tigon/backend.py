@@ -218,6 +218,7 @@ def differentiable(
         def forward(ctx: Any, *args: Any) -> Any:
             result = direct(*args) if type(args[0]) in _PLAIN else op(*args)
             ctx.set_materialize_grads(False)
+            ctx.hides = True  # what is beyond `outputs`: nobody but the backward pass ever sees it
             setup_context(ctx, args, result)
             return visible(result)
 

@@ -10,7 +10,7 @@ from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
-from ops_table.logprob import LOGPROB
+from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
@@ -35,6 +35,8 @@ OPS: tuple[Op, ...] = (
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
     LOGPROB,
+    LINEAR_LOGPROB,
+    GRPO,
     KL_DIV,
     JSD,
     TVD,

@@ -1,13 +1,17 @@
-"""Row of the log-probabilities of given logits."""
+"""Rows of log-probabilities: of given logits, of a head, and of a loss of sequences that is a function of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import tigon
-from ops_table.cross_entropy import _targets
-from ops_table.row import Bad, Case, Op
+from ops_table.cross_entropy import _targets, _valid
+from ops_table.row import Bad, Case, Op, randn
+from tigon.losses.policy import grpo, grpo_reference
 from tigon.ops.logprob import logprob_reference
 
 
@@ -74,4 +78,136 @@ LOGPROB = Op(
         Case("Gemma-2-2B", (8192, 256000), {"softcap": 30.0}),
     ),
     large=(Case("a row a program", (1000, 128256)),),
+)
+
+
+# --------------------------------------------------------------------------------------------------------- of a head
+
+
+def _make_head(shape, dtype, generator, bias=True, lora=True, ignore_index=-100):
+    """shape is (..., H, V)."""
+    *rows, H, V = shape
+    x = randn((*rows, H), dtype, generator)
+    weight = (2 * torch.randn((V, H), generator=generator) / H**0.5).to(dtype)
+    b = randn((V,), dtype, generator) if bias else None
+    a = (torch.randn((3, H), generator=generator) / H**0.5).to(dtype) if lora else None
+    up = randn((V, 3), dtype, generator) if lora else None
+    return x, weight, b, a, up, _targets(tuple(rows), V, generator, ignore_index)
+
+
+def _public_head(x, weight, bias, a, b, target, **options):
+    lora = None if a is None else (a, b, 0.5)
+    return tuple(tigon.linear_logprob(x, weight, target, bias=bias, lora=lora, **options)[:2])
+
+
+def _of_logits(of: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(x, weight, bias, a, b, target, **options):
+        logits = F.linear(x, weight, bias)
+        if a is not None:
+            logits = logits + 0.5 * F.linear(F.linear(x, a), b)
+        return of(logits, target, **{k: v for k, v in options.items() if k not in _WAYS})
+
+    return whole
+
+
+def _bad_head(**replaced):
+    made = {
+        "x": torch.ones(3, 4), "weight": torch.ones(7, 4), "bias": None, "a": None, "b": None,
+        "target": torch.zeros(3, dtype=torch.long),
+    }  # fmt: skip
+    return lambda: tuple((made | replaced).values())
+
+
+# What changes the way of the computation and not the answer.
+_WAYS = ("num_valid", "chunk_bytes", "keep_bytes", "accumulate")
+_SMALL = {"chunk_bytes": 1}  # the least budget there is: chunks of 128 rows
+LINEAR_LOGPROB = Op(
+    name="linear_logprob",
+    public=_public_head,
+    reference=_of_logits(_reference),
+    eager=_of_logits(_eager),
+    make=_make_head,
+    cases=(
+        Case("masked", (11, 24, 100), draws=8),
+        Case("least", (1, 1, 2), {}, {"lora": False}, draws=64),
+        Case("no bias", (3, 5, 32, 128), {}, {"bias": False, "lora": False}, draws=4),
+        Case("two chunks", (140, 16, 60), _SMALL),
+        Case("two chunks kept", (2, 70, 16, 60), {**_SMALL, "keep_bytes": 10**9}),
+        Case("valid rows alone", (180, 16, 60), {**_SMALL, "num_valid": _valid(180), "accumulate": "weight"}),
+        Case("every option", (11, 24, 300), {"softcap": 5.0, "scale": 0.7, "temperature": 2.0}, draws=8),
+    ),
+    empty=((0, 8, 12),),
+    bad=(
+        Bad(_bad_head(), r"linear_logprob: temperature must be positive, got 0", {"temperature": 0.0}),
+        Bad(_bad_head(), r"linear_logprob: accumulate must be .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(_bad_head(x=torch.ones(3, 5)), r"linear_logprob: x must be .*got \(3, 5\) and \(7, 4\)"),
+        Bad(_bad_head(bias=torch.ones(6)), r"linear_logprob: bias must have shape \(7,\), got \(6,\)"),
+        Bad(_bad_head(target=torch.tensor([0, 9, 1])), r"linear_logprob: target must lie in \[0, 7\).*got 9", {}, True),
+    ),
+    launches=("linear_logprob_fwd", "linear_logprob_bwd"),
+    models=(
+        Case("Llama-3-8B", (8192, 4096, 128256), {}, {"bias": False, "lora": False}),
+        Case("adapted", (8192, 2048, 32000), {"temperature": 0.9}, {"bias": False}),
+    ),
+    dtensor="refused",  # products in chunks of local rows would need collectives of their own
+    products=True,
+    large=(Case("several chunks", (1000, 1024, 60), {"chunk_bytes": 2**26}, {"bias": False, "lora": False}),),
+)
+
+
+# -------------------------------------------------------------- of sequences: one loss stands for all of its kind
+
+
+def _make_grpo(shape, dtype, generator):
+    """shape is (S, T, H, V). Ratios near 1: of large ones a rounding of the logits is the whole error."""
+    S, T = shape[:2]
+    x, weight, bias, *_, target = _make_head(shape, dtype, generator)
+    advantages, old = torch.randn(S, generator=generator), 0.1 * torch.randn((S, T), generator=generator)
+    if not x.is_meta:
+        logp = F.log_softmax(F.linear(x.float(), weight.float(), bias.float()), -1)
+        old += logp.gather(-1, target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return x, weight, bias, target, advantages, old
+
+
+def _grpo(x, weight, bias, target, advantages, old, **options):
+    return grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=old, **options)[0]
+
+
+def _whole_grpo(x, weight, bias, target, advantages, old, **options):
+    options = {k: v for k, v in options.items() if k not in (*_WAYS, "lengths")}
+    return grpo_reference(x, weight, target, bias=bias, advantages=advantages, old_logprob=old, **options)[0]
+
+
+def _bad_grpo(**replaced):
+    made = {
+        "x": torch.ones(2, 3, 4), "weight": torch.ones(7, 4), "bias": None, "target": torch.zeros(2, 3).long(),
+        "advantages": torch.ones(2), "old": torch.zeros(2, 3),
+    }  # fmt: skip
+    return lambda: tuple((made | replaced).values())
+
+
+GRPO = Op(
+    name="grpo",
+    public=_grpo,
+    reference=_whole_grpo,
+    eager=_whole_grpo,
+    make=_make_grpo,
+    cases=(
+        Case("masked", (5, 7, 24, 100), {"loss_type": "grpo", "entropy_coefficient": 0.1}, draws=8),
+        Case("two chunks", (4, 40, 16, 60), {**_SMALL, "loss_type": "bnpo"}),
+        Case("of sequences", (4, 40, 16, 60), {**_SMALL, "importance_sampling_level": "sequence", "loss_type": "grpo"}),
+    ),
+    empty=((2, 0, 8, 12),),  # no sequence at all gives 0, the mean of the formula NaN: test_policy.py
+    bad=(
+        Bad(_bad_grpo(), r"grpo: loss_type must be one of .*got 'ppo'", {"loss_type": "ppo"}),
+        Bad(_bad_grpo(x=torch.ones(2, 3, 5)), r"grpo: x must be \(S, T, H\) and weight .*got \(2, 3, 5\) and \(7, 4\)"),
+        Bad(_bad_grpo(bias=torch.ones(6)), r"grpo: bias must have shape \(7,\), got \(6,\)"),
+        Bad(_bad_grpo(target=torch.full((2, 3), 9)), r"grpo: target must lie in \[0, 7\).*got 9", {}, True),
+    ),
+    launches=("token_loss_fwd",),
+    models=(Case("Llama-3-8B", (16, 1024, 4096, 128256), {"loss_type": "grpo"}),),
+    roundings=32,  # advantages of both signs cancel in the sum: eager's error is luck
+    fixed=(4, 5),
+    dtensor="refused",
+    products=True,
 )

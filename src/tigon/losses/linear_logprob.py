@@ -299,7 +299,7 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
         return none
     upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
     given = dlogprob if dlogprob is not None else dentropy
-    ours = not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
+    ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
     saved = ctx.saved_tensors
     grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options)
     dx, dw, db, da, dlb = (g if need else None for g, need in zip(grads, needs, strict=True))

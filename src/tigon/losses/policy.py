@@ -220,7 +220,7 @@ def grpo_reference(
     mask = target != ignore_index
     counts = mask.sum(1, keepdim=True).clamp(min=1)
     logprob, entropy, *_ = logprob_reference(F.linear(x, weight, bias), target, *options)
-    A = advantages.view(S, -1)
+    A = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
 
     def of_tokens(t: Tensor) -> Tensor:
         return torch.where(mask, t, 0.0)

@@ -14,12 +14,12 @@ from tigon.losses.distillation.kernels import (
 from tigon.losses.distillation.reference import rows_reference, topk_rows_reference
 
 
-def _tile(V: int, capped: bool, own: bool) -> tuple[int, int, int]:
+def _tile(V: int, capped: bool, own: bool, most: int = 16) -> tuple[int, int, int]:
     """Warps, blocks folded at a time, columns of one. Few rows in flight: of those the L2 cache serves more again.
 
     own: the cross entropy has a softmax of its own.
     """
-    warps = 16 if V > 8192 else 4
+    warps = 4 if V <= 8192 else most
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = 1 if capped or own else 2  # as deep as registers allow
     return warps, max(1, min(depth, next_power_of_2(V) // block)), block
@@ -89,7 +89,8 @@ def topk_rows(
     key = (M, sizes, numbers, branches, logits.dtype, ids.dtype, logprobs.dtype, label, factor is None)
 
     def plan() -> tuple[int, tuple, dict[str, int]]:
-        warps, depth, block = _tile(V, softcap != 0.0, mode == 2)
+        # A thread of 16 warps has 128 registers, which all options together exceed.
+        warps, depth, block = _tile(V, softcap != 0.0, mode == 2, 8 if softcap and mode == 2 else 16)
         return M, (*sizes, *numbers, *branches, depth, block), {"num_warps": warps}
 
     launch(_distill_topk_kernel, key, (logits, ids, logprobs, labels, soft, hard, factor), plan)
