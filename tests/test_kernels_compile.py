@@ -52,7 +52,8 @@ def named(launch: dict[str, Any]) -> str:
 def test_every_launch_compiles(target):
     launches = compiled(target)["launches"]
     assert all(launch["binary"] > 0 for launch in launches)
-    assert {launch["op"] for launch in launches} >= {op.name for op in OPS if op.launches}
+    # Of equal launches the first is kept: linear_logprob's are those of logprob.
+    assert {launch["op"] for launch in launches} >= {op.name for op in OPS if op.launches} - {"linear_logprob"}
     assert {launch["dtype"] for launch in launches} == {"bfloat16", "float16", "float32"}
 
 
