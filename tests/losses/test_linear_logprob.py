@@ -148,7 +148,8 @@ def test_a_backward_pass_goes_on_where_the_forward_pass_began(there, back, trito
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_is_frozen_gets_no_gradient(frozen, device):
     tensors, target = head(device)
-    expected = gradients(called(tensors, target), tensors, [torch.ones(ROWS, dtype=torch.float64)] * 2)
+    ones = torch.ones(ROWS, dtype=torch.float64, device=device)
+    expected = gradients(called(tensors, target), tensors, [ones, ones])
     kept = [t for i, t in enumerate(tensors) if i != frozen]
     tensors[frozen].requires_grad_(False)
     with Products() as seen:

@@ -81,7 +81,7 @@ KINDS = [
 
 def arguments(name, options, source, device="cpu", dtype=torch.float64, times=1):
     """Further arguments of the loss, and those of its reference, for sequences that are repeated."""
-    options = dict(options)
+    options = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in options.items()}
     ours, theirs = {}, {}
     if options.pop("completion", False):
         mask = torch.rand(S, T, generator=torch.Generator().manual_seed(1)) < 0.7

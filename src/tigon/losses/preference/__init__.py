@@ -454,7 +454,7 @@ def _given(name: str, count: int, **logps: Tensor | None) -> list[Tensor]:
 
 def _source(name: str, logps: str, given: list[Tensor], ref_x: Tensor | None, free: bool) -> str:
     """Where the reference comes from: exactly one place."""
-    if bool(given) + (ref_x is not None) + free != 1:
+    if (len(given) > 0) + (ref_x is not None) + free != 1:
         places = f"{logps}, or ref_x and ref_weight" + (", or reference_free=True" if name == "dpo" else "")
         raise ValueError(f"{name}: the reference must come from one of {places}.")
     return "given" if given else "free" if free else "head"
