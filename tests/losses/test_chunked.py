@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows
+from tigon.losses.head import Head
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def walk(num_valid, budget=1, rows=300):
     x, weight = torch.randn(rows, 8), torch.randn(11, 8)
     target = torch.randint(0, 11, (rows,))
     target[::3] = -100
-    chunks = Chunks(x, weight, None, target, -100, num_valid, budget)
+    chunks = Chunks(Head(x, weight, None), target, -100, num_valid, budget)
     return x, weight, target, chunks
 
 

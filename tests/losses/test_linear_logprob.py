@@ -223,7 +223,7 @@ def test_under_autocast(device):
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature must be positive, got 0"),
-        ({"accumulate": "bf16"}, "accumulate must be 'fp32' or 'weight', got 'bf16'"),
+        ({"accumulate": "bf16"}, r"accumulate must be one of \('fp32', 'weight'\), got 'bf16'"),
         ({"keep_bytes": -1}, "keep_bytes must not be negative, got -1"),
         ({"bias": torch.ones(3)}, r"bias must have shape \(5,\), got \(3,\)"),
         ({"weight": torch.ones(5, 3)}, r"x must be \(..., H\) and weight \(V, H\) with the same H"),

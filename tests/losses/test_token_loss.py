@@ -151,6 +151,40 @@ def test_bytes_are_refused(device):
         token_loss("toy", [], [0], x, weight, target.clamp(min=0).byte(), sides=sides)
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": torch.ones(2, 5)}, r"x must be \(S, T, H\) and weight \(V, H\) with the same H, got \(2, 5\)"),
+        ({"weight": torch.ones(7, 4)}, r"x must be \(S, T, H\) .* got \(2, 3, 5\) and \(7, 4\)"),
+        ({"x": torch.ones(2, 3, 5).int()}, "x must have a float dtype, got torch.int32"),
+        ({"weight": torch.ones(7, 5, device="meta")}, "weight must be on x's device cpu, got meta"),
+        ({"bias": torch.ones(7).half()}, "bias must have x's dtype torch.float32, got torch.float16"),
+        ({"ref_x": None}, "ref_x and ref_weight go together"),
+        ({"ref_x": torch.ones(2, 4, 6)}, r"ref_x must be \(S, T, H'\) .* got \(2, 4, 6\) and \(7, 6\)"),
+        ({"ref_weight": torch.ones(7, 6).half()}, "ref_weight must have ref_x's dtype torch.float32, got .*16"),
+        ({"ref_bias": torch.ones(6)}, r"ref_bias must have shape \(7,\), got \(6,\)"),
+        ({"ref_bias": torch.ones(7).half()}, "ref_bias must have ref_x's dtype torch.float32, got torch.float16"),
+        (
+            {"ref_x": torch.ones(2, 3, 6).half(), "ref_weight": torch.ones(7, 6).half()},
+            "ref_x must have x's dtype torch.float32, got torch.float16",
+        ),
+        ({"accumulate": "fp16"}, r"accumulate must be one of \('fp32', 'weight'\), got 'fp16'"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(change, sentence):
+    made = {
+        "x": torch.ones(2, 3, 5), "weight": torch.ones(7, 5), "bias": None, "ref_x": torch.ones(2, 3, 6),
+        "ref_weight": torch.ones(7, 6), "ref_bias": None, "accumulate": "fp32", **change,
+    }  # fmt: skip
+    target = torch.zeros(2, 3, dtype=torch.long)
+    reference = (made["ref_x"], made["ref_weight"], made["ref_bias"])
+    with pytest.raises(ValueError, match=f"toy: {sentence}"):
+        token_loss(
+            "toy", [], [0], made["x"], made["weight"], target, made["bias"], reference=reference,
+            accumulate=made["accumulate"],
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("together", [0, 2])
 def test_compiles_whole(together, device):
     x, weight, bias, target, sides, _ = batch(device)

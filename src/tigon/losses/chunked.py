@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tigon.losses.head import Head, take
+
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
@@ -87,6 +89,11 @@ class ValidLengths:
         return iter(self._arrival.wait().tolist())
 
 
+def nan_if_more(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.dtype) -> Tensor:
+    """1, or NaN if more targets count than num_valid: rows would be dropped silently. 0-d; nothing waits for it."""
+    return torch.where((target != ignore_index).sum() <= num_valid, 1.0, float("nan")).to(dtype)
+
+
 class _Arrival:
     """A small tensor on its way from the device to the host."""
 
@@ -126,31 +133,27 @@ class Chunks:
     """The rows of one loss in the order in which they are worked on; iterating computes the logits chunk by chunk.
 
     Args:
-        x: (N, H) inputs of the head, in the compute dtype.
-        weight: (V, H), compute dtype.
-        bias: (V,) or None.
+        head: x (N, H), weight and bias, in the compute dtype.
         target: (N,).
         ignore_index: targets that do not count.
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
     """
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
-        num_valid: int | None, budget: int,
-    ) -> None:  # fmt: skip
-        self.x, self.weight, self.bias, self.target = x, weight, bias, target
-        self.visited = x.shape[0] if num_valid is None else max(0, min(num_valid, x.shape[0]))
+    def __init__(self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int) -> None:
+        self.head, self.target = head, target
+        N, V = head.x.shape[0], head.weight.shape[0]
+        self.visited = N if num_valid is None else max(0, min(num_valid, N))
         self.index: Tensor | None = None
-        if self.visited < x.shape[0]:
+        if self.visited < N:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[: self.visited]
-        self.size = chunk_rows(self.visited, weight.shape[0] * x.element_size(), budget) if self.visited else 0
+        self.size = chunk_rows(self.visited, V * head.x.element_size(), budget) if self.visited else 0
         self.count = -(-self.visited // self.size) if self.visited else 0
 
     def __iter__(self) -> Iterator[Chunk]:
-        buffer = self.x.new_empty(self.size, self.weight.shape[0])
+        buffer = self.head.x.new_empty(self.size, self.head.weight.shape[0])
         for start, stop in self.spans():
             yield self.compute(start, stop, buffer[: stop - start])
 
@@ -158,27 +161,26 @@ class Chunks:
         """Where the chunks start and stop."""
         return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
 
-    def rows_of(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """x and target of a chunk."""
-        if self.index is None:
-            return self.x[start:stop], self.target[start:stop]
-        here = self.index[start:stop]
-        return self.x.index_select(0, here), self.target.index_select(0, here)
+    def rows_of(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What tensors of N rows hold of a chunk."""
+        rows = slice(start, stop) if self.index is None else self.index[start:stop]
+        return tuple(take(t, rows) for t in tensors)
+
+    def with_logits(self, start: int, stop: int, logits: Tensor) -> Chunk:
+        """The chunk whose logits are there already."""
+        return Chunk(start, stop, logits, *self.rows_of(start, stop, self.head.x, self.target))
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk, its logits written to (stop − start, V)."""
-        x, target = self.rows_of(start, stop)
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=logits)
-        return Chunk(start, stop, logits, x, target)
+        chunk = self.with_logits(start, stop, logits)
+        self.head.logits(chunk.x, logits)
+        return chunk
 
     def in_batch_order(self, results: Tensor) -> Tensor:
         """Per-row results (visited, ...) as (N, ...), zero for the rows that were left out."""
         if self.index is None:
             return results
-        return results.new_zeros(self.x.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
+        return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
     def clear_unvisited(self, dx: Tensor) -> None:
         """Zero dx (N, H) where rows are left out: nothing else will write them."""
@@ -188,7 +190,7 @@ class Chunks:
     def add_input_gradient(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
         """Rows of dx = dlogits W, where chunk.logits hold dlogits; and `more` = (a, b, alpha): + alpha · a b."""
         here = dx[chunk.rows] if self.index is None else torch.empty_like(chunk.x)
-        torch.mm(chunk.logits, self.weight, out=here)
+        torch.mm(chunk.logits, self.head.weight, out=here)
         if more is not None:
             here.addmm_(more[0], more[1], alpha=more[2])
         if self.index is not None:

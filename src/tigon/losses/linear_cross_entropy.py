@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher
-from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget
+from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget, nan_if_more
 from tigon.losses.early import scaled_gradients
+from tigon.losses.head import Head, check_accumulate, check_head
 from tigon.ops.cross_entropy import (
     check_options,
     check_target,
@@ -24,8 +25,6 @@ from tigon.ops.cross_entropy import (
     inverse_divisor,
 )
 from tigon.ops.logprob import signed
-
-ACCUMULATE = ("fp32", "weight")
 
 
 def linear_cross_entropy(
@@ -80,26 +79,8 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     check_options(name, reduction, label_smoothing, softcap, scale, divisor)
-    if accumulate not in ACCUMULATE:
-        raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{name}: x must be (..., H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
-    for argument, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: gather it with full_tensor().")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
-    if not compute.is_floating_point:
-        raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
-    for argument, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != compute and not autocast:
-            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
+    check_accumulate(name, accumulate)
+    compute = check_head(name, x, weight, bias)
     check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
     budget = chunk_budget(x.device, chunk_bytes)
 
@@ -108,9 +89,7 @@ def linear_cross_entropy(
     valid = -1 if num_valid is None else int(num_valid)
     inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)
     if valid >= 0:
-        # A count that is too small would silently drop rows: make it loud, without looking at the device from here.
-        enough = (labels != ignore_index).sum() <= valid
-        guard = torch.where(enough, 1.0, float("nan")).to(loss_dtype)
+        guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     if chunk_bytes is None and needs[1] and reduction == "mean" and accumulate == "fp32" and compute == weight.dtype:
@@ -254,9 +233,7 @@ def _chunks(
 ) -> Chunks:  # fmt: skip
     if valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
-    x, weight = x.to(compute), weight.to(compute)
-    bias = bias if bias is None else bias.to(compute)
-    return Chunks(x, weight, bias, target, ignore_index, None if valid < 0 else valid, budget)
+    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, None if valid < 0 else valid, budget)
 
 
 def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):

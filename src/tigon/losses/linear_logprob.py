@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, is_traced, launcher, use_triton
-from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows
+from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows, nan_if_more
 from tigon.losses.early import graph_is_kept
+from tigon.losses.head import Head, check_accumulate, check_head
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
@@ -71,19 +72,12 @@ def linear_logprob(
     """
     name = "linear_logprob"
     check_transform(name, temperature, softcap, scale)
-    if accumulate not in ("fp32", "weight"):
-        raise ValueError(f"{name}: accumulate must be 'fp32' or 'weight', got {accumulate!r}.")
+    check_accumulate(name, accumulate)
     if keep_bytes < 0:
         raise ValueError(f"{name}: keep_bytes must not be negative, got {keep_bytes}.")
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{name}: x must be (..., H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    V, H = weight.shape
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"{name}: bias must have shape ({V},), got {tuple(bias.shape)}.")
     lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
+    compute = check_head(name, x, weight, bias, beside={"lora A": lora_a, "lora B": lora_b})
+    V, H = weight.shape
     if lora_a is not None and lora_b is not None:
         r = lora_a.shape[0]
         if lora_a.shape != (r, H) or lora_b.shape != (V, r):
@@ -91,22 +85,11 @@ def linear_logprob(
                 f"{name}: lora must be (A, B, s), A (r, {H}) and B ({V}, r), got {tuple(lora_a.shape)} and "
                 f"{tuple(lora_b.shape)}."
             )
-    tensors = {"x": x, "weight": weight, "bias": bias, "lora A": lora_a, "lora B": lora_b}
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
-    if not compute.is_floating_point:
-        raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
-    for argument, t in tensors.items():
-        if hasattr(t, "device_mesh"):
-            raise ValueError(f"{name}: {argument} must be a plain tensor, got a DTensor: gather it with full_tensor().")
-        if t is not None and t.dtype != compute and not autocast:
-            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
     check_target(name, target, x.shape[:-1], V, ignore_index, x.device)
 
     labels = signed(target).reshape(-1).contiguous()
     valid = -1 if num_valid is None else int(num_valid)
-    if valid < 0 and device == "cpu" and not torch.compiler.is_compiling():
+    if valid < 0 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
     results = _linear_logprob(
         x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
@@ -115,8 +98,7 @@ def linear_logprob(
     )  # fmt: skip
     logprob, entropy, *rest = (r.view(target.shape) for r in results)
     if valid >= 0:
-        # A count that is too small would silently drop rows: make it loud, without looking at the device from here.
-        guard = torch.where((labels != ignore_index).sum() <= valid, 1.0, float("nan")).to(logprob.dtype)
+        guard = nan_if_more(labels, ignore_index, valid, logprob.dtype)
         logprob, entropy = logprob * guard, entropy * guard
     return LogProb(logprob, entropy, *(r.detach() for r in rest))
 
@@ -135,16 +117,15 @@ def linear_logprob_reference(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-class _Head:
+class _Adapted:
     """The walk over chunks, with an adapter on the head, in the compute dtype."""
 
     def __init__(self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index):
-        def cast(t: Tensor | None) -> Any:
-            return t if t is None else t.to(compute)
-
         number = None if valid < 0 else valid
-        self.chunks = Chunks(cast(x), cast(weight), cast(bias), target, ignore_index, number, budget)
-        self.lora_a, self.lora_b, self.lora_scale = cast(lora_a), cast(lora_b), lora_scale
+        self.chunks = Chunks(Head.of(x, weight, bias, compute), target, ignore_index, number, budget)
+        self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
+        self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)
+        self.lora_scale = lora_scale
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         chunk = self.chunks.compute(start, stop, logits)
@@ -187,7 +168,7 @@ def _linear_logprob_fwd(
     *_, stats, logits = _fwd_fake(
         x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options
     )
-    head = _Head(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
     found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
@@ -224,7 +205,7 @@ def _linear_logprob_bwd(
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """From the end, where the logits are still there; `ours`: they may be overwritten, and their room used again."""
-    head = _Head(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
     dx, dw, db, da, dlb = (x.new_zeros(0) for _ in range(5))
@@ -248,7 +229,7 @@ def _linear_logprob_bwd(
     for start, stop in reversed(chunks.spans()):
         if start >= first_kept:
             here = logits[start - first_kept : stop - first_kept]
-            chunk = Chunk(start, stop, here, *chunks.rows_of(start, stop))
+            chunk = chunks.with_logits(start, stop, here)
         else:
             room = logits if scratch is None else scratch
             chunk = head.compute(start, stop, room[: stop - start])

@@ -24,6 +24,7 @@ from torch import Tensor
 from tigon.backend import differentiable, launcher
 from tigon.losses.chunked import accumulate_weight_gradient, chunk_budget, chunk_rows
 from tigon.losses.early import scaled_gradients
+from tigon.losses.head import Head, check_accumulate, check_head, take
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 
@@ -87,24 +88,6 @@ FAMILIES: dict[str, type[Family]] = {}
 
 def _family(family: str, kinds: str, numbers: Sequence[float]) -> Family:
     return FAMILIES[family](tuple(kinds.split(",")) if kinds else (), tuple(numbers[1:]))
-
-
-class Head(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def logits(self, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of x, and their logits in the buffer."""
-        x = self.x[rows] if isinstance(rows, slice) else self.x.index_select(0, rows)
-        logits = buffer[: x.shape[0]]
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=logits)
-        return x, logits
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
@@ -237,14 +220,8 @@ def token_loss(
     """
     name = name or family
     check_transform(name, temperature, softcap, scale)
-    if accumulate not in ("fp32", "weight"):
-        raise ValueError(f"{name}: accumulate must be 'fp32' or 'weight', got {accumulate!r}.")
-    if x.dim() != 3 or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{name}: x must be (S, T, H) and weight (V, H) with the same H, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    _check_head(name, "", x, weight, bias)
+    check_accumulate(name, accumulate)
+    compute = check_head(name, x, weight, bias, sequences=True)
     ref_x, ref_weight, ref_bias = reference
     if (ref_x is None) != (ref_weight is None):
         raise ValueError(f"{name}: ref_x and ref_weight go together.")
@@ -254,16 +231,11 @@ def token_loss(
                 f"{name}: ref_x must be (S, T, H') and ref_weight (V, H') beside x {tuple(x.shape)} and weight "
                 f"{tuple(weight.shape)}, got {tuple(ref_x.shape)} and {tuple(ref_weight.shape)}."
             )
-        _check_head(name, "ref_", ref_x, ref_weight, ref_bias)
+        if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref_", sequences=True) != compute:
+            raise ValueError(f"{name}: ref_x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
     check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
     if target.dtype == torch.uint8:  # where torch takes class 156 for an ignore_index of -100
         raise ValueError(f"{name}: target must hold signed integers, got {target.dtype}.")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
-    for argument, t in (("weight", weight), ("bias", bias), ("ref_x", ref_x), ("ref_weight", ref_weight)):
-        if t is not None and t.dtype != compute and not autocast:
-            raise ValueError(f"{name}: {argument} must have x's dtype {x.dtype}, got {t.dtype}.")
     if len(sides) > SIDES:
         raise ValueError(f"{name}: there is room for {SIDES} sides, got {len(sides)}.")
     instance = _family(family, ",".join(kinds), [0.0, *numbers])
@@ -282,18 +254,6 @@ def token_loss(
     results |= dict(zip(instance.per_sequence, per_sequence.detach().unbind(0), strict=True))
     results |= dict(zip(instance.per_token, per_token.detach().unbind(0), strict=True))
     return loss, results
-
-
-def _check_head(name: str, prefix: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: {prefix}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
-    for argument, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(
-                f"{name}: {prefix}{argument} must be a plain tensor, got a DTensor: gather it with full_tensor()."
-            )
 
 
 def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
@@ -387,7 +347,7 @@ def _token_loss_fwd(
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
         # The logits of the last piece are still in the buffer.
         for rows, here in reversed(pieces):
-            x_rows, logits = last if last is not None else walk.head.logits(rows, buffer)
+            x_rows, logits = last if last is not None else walk.logits(walk.head, rows, buffer)
             last = None
             dlogprob, dentropy = (None if s is None else s[here] for s in flat)
             logprob_gradient_rows(logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options)
@@ -453,21 +413,21 @@ class _Walk:
     """What the walk over a batch needs of it, in the compute dtype."""
 
     def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options) -> None:
-        def cast(t: Tensor | None) -> Any:
-            return t if t is None else t.to(compute)
-
-        self.head = Head(cast(x.reshape(target.numel(), x.shape[-1])), cast(weight), cast(bias))
+        self.head = Head.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
         self.reference = None
         if ref_x is not None:
-            self.reference = Head(
-                cast(ref_x.reshape(target.numel(), ref_x.shape[-1])), cast(ref_weight), cast(ref_bias)
-            )
+            rows = ref_x.reshape(target.numel(), ref_x.shape[-1])
+            self.reference = Head.of(rows, ref_weight, ref_bias, compute)
         self.target, self.options, self.sides = target, options, sides
         self.acc = torch.promote_types(compute, torch.float32)
 
     def labels(self, rows: Tensor | slice) -> Tensor:
-        flat = self.target.view(-1)
-        return flat[rows] if isinstance(rows, slice) else flat.index_select(0, rows)
+        return take(self.target.view(-1), rows)
+
+    def logits(self, head: Head, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of the head's x, and their logits in the buffer."""
+        x = take(head.x, rows)
+        return x, head.logits(x, buffer[: x.shape[0]])
 
     def of(self, part: Rows, t: Tensor) -> Tensor:
         """(S,) or (S, T) of the batch as (S', 1) or (S', T) of the part; (S', 1) of its tokens."""
@@ -490,12 +450,12 @@ class _Walk:
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32)
         if self.reference is not None and reference is not None:
             for rows, here in pieces:
-                _, logits = self.reference.logits(rows, buffer)
+                _, logits = self.logits(self.reference, rows, buffer)
                 places: tuple[Tensor | None, ...] = (reference[here], None, None, None, None)
                 logprob_rows(logits, self.labels(rows), places, None, *self.options)
         last = None
         for rows, here in pieces:
-            last = self.head.logits(rows, buffer)
+            last = self.logits(self.head, rows, buffer)
             places = (logprob[here], *(None if t is None else t[here] for t in (entropy, None, top1, mean)))
             logprob_rows(last[1], self.labels(rows), places, stats[here], *self.options)
         dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]

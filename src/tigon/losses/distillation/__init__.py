@@ -22,10 +22,10 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from tigon.losses.chunked import chunk_budget
+from tigon.losses.chunked import chunk_budget, nan_if_more
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import walk
-from tigon.losses.linear_cross_entropy import ACCUMULATE
+from tigon.losses.head import check_accumulate, check_head
 from tigon.ops.cross_entropy import check_target
 
 __all__ = ["distill", "distill_reference", "distill_topk", "distill_topk_reference"]
@@ -102,14 +102,14 @@ def distill(
         loss = beta * to_p + (1 - beta) * F.kl_div(log_m, q, reduction="batchmean", log_target=True)
     """
     name = "distill"
-    compute = _check_head(name, "", x, weight, bias)
-    teacher_compute = _check_head(name, "teacher_", teacher_x, teacher_weight, teacher_bias)
+    compute = check_head(name, x, weight, bias)
+    teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
     if teacher_x.shape[:-1] != x.shape[:-1] or teacher_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"{name}: teacher_x must be (..., H') and teacher_weight (V, H') beside x {tuple(x.shape)} and weight "
             f"{tuple(weight.shape)}, got {tuple(teacher_x.shape)} and {tuple(teacher_weight.shape)}."
         )
-    _check_device(name, x, weight=weight, bias=bias, teacher_x=teacher_x, teacher_weight=teacher_weight)
+    _check_device(name, x, teacher_x=teacher_x)
     _check_positive(name, teacher_softcap=teacher_softcap, teacher_scale=teacher_scale)
     if loss_type == "cosine" and temperature != 1.0:
         raise ValueError(f"{name}: temperature must be 1 for loss_type='cosine', got {temperature}.")
@@ -176,7 +176,7 @@ def distill_topk(
         loss = F.kl_div(q, teacher_logprobs, reduction="batchmean", log_target=True)
     """
     name = "distill_topk"
-    compute = _check_head(name, "", x, weight, bias)
+    compute = check_head(name, x, weight, bias)
     if rest not in RESTS:
         raise ValueError(f"{name}: rest must be one of {RESTS}, got {rest!r}.")
     shape = teacher_ids.shape
@@ -190,7 +190,7 @@ def distill_topk(
             f"{name}: teacher_ids must be integers and teacher_logprobs floats, got {teacher_ids.dtype} and "
             f"{teacher_logprobs.dtype}."
         )
-    _check_device(name, x, weight=weight, bias=bias, teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
+    _check_device(name, x, teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
     _check_ids(name, teacher_ids, teacher_logprobs, weight.shape[0])
     K = shape[-1]
     teacher = teacher_ids.reshape(-1, K).contiguous(), teacher_logprobs.detach().reshape(-1, K).contiguous(), None
@@ -210,10 +210,8 @@ def _distill(
     accumulate: str,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """What the two have in common."""
-    for argument, value, choices in (
-        ("loss_type", loss_type, loss_types), ("reduction", reduction, REDUCTIONS),
-        ("accumulate", accumulate, ACCUMULATE),
-    ):  # fmt: skip
+    check_accumulate(name, accumulate)
+    for argument, value, choices in (("loss_type", loss_type, loss_types), ("reduction", reduction, REDUCTIONS)):
         if value not in choices:
             raise ValueError(f"{name}: {argument} must be one of {choices}, got {value!r}.")
     for argument, share in (("beta", beta), ("hard_weight", hard_weight)):
@@ -232,11 +230,11 @@ def _distill(
     rows = x.reshape(-1, x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
     valid = -1 if num_valid is None else int(num_valid)
-    inverse = _inverse(rows, labels, ignore_index, reduction, divisor, torch.promote_types(compute, torch.float32))
+    loss_dtype = torch.promote_types(compute, torch.float32)
+    inverse = _inverse(rows, labels, ignore_index, reduction, divisor, loss_dtype)
     if valid >= 0 and labels is not None:
-        # A count that is too small would silently drop rows: make it loud, without looking at the device from here.
-        guard = torch.where((labels != ignore_index).sum() <= valid, 1.0, float("nan"))
-        inverse = guard.to(torch.promote_types(compute, torch.float32)) if inverse is None else inverse * guard
+        guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
+        inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     loss, soft, hard = walk(
         rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute,
@@ -266,31 +264,6 @@ def _inverse(
     return (labels != ignore_index).sum().clamp(min=1).to(dtype).reciprocal()
 
 
-def _check_head(name: str, side: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype of the head's products."""
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{name}: {side}x must be (..., H) and {side}weight (V, H) with the same H, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: {side}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
-    for argument, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if hasattr(t, "device_mesh"):
-            raise ValueError(
-                f"{name}: {side}{argument} must be a plain tensor, got a DTensor: gather it with full_tensor()."
-            )
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    compute = torch.get_autocast_dtype(device) if autocast else x.dtype
-    if not compute.is_floating_point:
-        raise ValueError(f"{name}: {side}x must have a float dtype, got {x.dtype}.")
-    for argument, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != compute and not autocast:
-            raise ValueError(f"{name}: {side}{argument} must have {side}x's dtype {x.dtype}, got {t.dtype}.")
-    return compute
-
-
 def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
     """On a GPU it would wait: there the kernel answers NaN."""
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
@@ -299,9 +272,9 @@ def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
             raise ValueError(f"{name}: teacher_ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")
 
 
-def _check_device(name: str, x: Tensor, **others: Tensor | None) -> None:
+def _check_device(name: str, x: Tensor, **others: Tensor) -> None:
     for argument, t in others.items():
-        if t is not None and t.device != x.device:
+        if t.device != x.device:
             raise ValueError(f"{name}: {argument} must be on x's device {x.device}, got {t.device}.")
 
 

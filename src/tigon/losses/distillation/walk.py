@@ -19,6 +19,7 @@ from tigon.backend import differentiable, launcher
 from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient
 from tigon.losses.distillation.rows import distill_rows, topk_rows
 from tigon.losses.early import scaled_gradients
+from tigon.losses.head import Head
 
 
 def _fake(
@@ -83,8 +84,8 @@ def _distill_fwd(
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
     known = None if target is None or valid < 0 else valid
-    head = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
-    chunks = Chunks(*head, labels, ignore_index, known, _share(budget, rest, compute, teacher_compute))
+    share = _share(budget, rest, compute, teacher_compute)
+    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share)
     soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if hard_weight else None
     folded = None if compute == torch.float16 else inverse
@@ -124,21 +125,13 @@ def _walk(
     """The chunks, and of the rows of each the teacher's logits, in one reused buffer, or what it gave."""
     if rest:
         for chunk in chunks:
-            yield chunk, (_rows(chunks, chunk, x), _rows(chunks, chunk, weight))
+            yield chunk, chunks.rows_of(chunk.start, chunk.stop, x, weight)
         return
-    x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
-    buffer = x.new_empty(chunks.size, weight.shape[0])
+    head = Head.of(x, weight, bias, compute)
+    buffer = head.x.new_empty(chunks.size, weight.shape[0])
     for chunk in chunks:
-        logits = buffer[: chunk.stop - chunk.start]
-        if bias is None:
-            torch.mm(_rows(chunks, chunk, x), weight.t(), out=logits)
-        else:
-            torch.addmm(bias, _rows(chunks, chunk, x), weight.t(), out=logits)
-        yield chunk, (logits,)
-
-
-def _rows(chunks: Chunks, chunk: Chunk, t: Tensor) -> Tensor:
-    return t[chunk.rows] if chunks.index is None else t.index_select(0, chunks.index[chunk.rows])
+        (theirs,) = chunks.rows_of(chunk.start, chunk.stop, head.x)
+        yield chunk, (head.logits(theirs, buffer[: chunk.stop - chunk.start]),)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -1,0 +1,75 @@
+"""The head that every fused-linear loss begins with: what is asked of x, weight and bias, and their product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ACCUMULATE = ("fp32", "weight")
+
+
+def check_head(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
+    beside: Mapping[str, Tensor | None] | None = None,
+) -> torch.dtype:  # fmt: skip
+    """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
+
+    Args:
+        name: the operator's. prefix: what is before x, weight and bias in its arguments' names.
+        x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
+        beside: other tensors that go into the products, by name.
+    """
+    if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{name}: {prefix}x must be ({'S, T' if sequences else '...'}, H) and {prefix}weight (V, H) with the same "
+            f"H, got {tuple(x.shape)} and {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: {prefix}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias), *(beside or {}).items()):
+        if t is None:
+            continue
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{name}: {prefix}{argument} must be a plain tensor, got a DTensor: gather it with full_tensor()."
+            )
+        if t.device != x.device:
+            raise ValueError(f"{name}: {prefix}{argument} must be on {prefix}x's device {x.device}, got {t.device}.")
+        if t.dtype != x.dtype and not autocast:
+            raise ValueError(f"{name}: {prefix}{argument} must have {prefix}x's dtype {x.dtype}, got {t.dtype}.")
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def check_accumulate(name: str, accumulate: str) -> None:
+    if accumulate not in ACCUMULATE:
+        raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
+
+
+def take(t: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of t: a range of them, or those whose numbers a tensor holds."""
+    return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
+
+
+class Head(NamedTuple):
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Head:
+        return cls(x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute))
+
+    def logits(self, x: Tensor, out: Tensor) -> Tensor:
+        """out (n, V) ← x Wᵀ (+ bias) of n rows."""
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
