@@ -217,6 +217,44 @@ def test_a_checkpoint_computes_once_more_not_twice(together, device, monkeypatch
     assert all(map(torch.equal, found, expected))
 
 
+class Partly(Toy):
+    """Parts of the first sequence have a loss that depends on nothing."""
+
+    def __call__(self, part):
+        loss, found = super().__call__(part)
+        at = part.sequences // T if self.together() == 0 else part.sequences
+        return loss.detach() if (at == 0).any() else loss, found
+
+
+@pytest.mark.parametrize("trained", [(0,), (0, 1, 2), (1, 2)])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+def test_every_row_of_a_gradient_is_written(together, known, trained, device, monkeypatch):
+    """torch fills what it allocates with NaN where it is told to be deterministic."""
+    monkeypatch.setitem(module.FAMILIES, "toy", Partly)
+    x, weight, bias, target, sides, _ = batch(device)
+    leaves = [t.requires_grad_(i in trained) for i, t in enumerate((x, weight, bias))]
+    lengths = ValidLengths(target) if known else [T] * S
+
+    def call():
+        loss, found = token_loss(
+            "toy", [], [together], *leaves[:2], target, leaves[2], sides=sides, lengths=lengths, chunk_bytes=1
+        )
+        return loss, found["logprob"], *torch.autograd.grad(loss, [leaves[i] for i in trained])
+
+    expected = call()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        got = call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    if 0 in trained and together != BATCH:
+        assert (expected[2][0] == 0).all()
+        assert (expected[2][5] != 0).any()
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0), (4, 3)])  # (4, 3): nothing counts
 @pytest.mark.parametrize("together", [0, 1, 2, BATCH])

@@ -315,8 +315,10 @@ def _token_loss_fwd(
         x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments
     )
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
-    for t in (loss, *results.values(), dx, db):
+    for t in (loss, *results.values(), db):
         t.zero_()
+    if lengths and sum(lengths) < target.numel():
+        dx.zero_()  # rows that are left out are in no part
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options)
@@ -343,6 +345,8 @@ def _token_loss_fwd(
         loss += share.detach()
         _keep(instance, found, part, results)
         if all(s is None for s in slopes):
+            for rows, _ in pieces if need_dx else ():
+                dx[rows] = 0.0
             continue
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
         # The logits of the last piece are still in the buffer.
