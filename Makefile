@@ -3,6 +3,7 @@
 #   make demo       train a small Llama twice, plain and fused, and print the difference
 #   make test       the whole suite on the CPU: torch reference, interpreted kernels, kernels compiled ahead of time
 #   make lint       ruff, ruff format, mypy
+#   make sweep      fuse every class of transformers that has a language head, into benchmarks/families
 #   make docs       the documentation, into site/
 #   make gpu-test   the same suite on a CUDA device
 #   make bench      benchmarks on a CUDA device, into benchmarks/results
@@ -15,7 +16,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint docs gpu-test bench clean
+.PHONY: help venv demo test lint sweep docs gpu-test bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -57,6 +58,10 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# One class after the other, each in a process that may die; SWEEP_ARGS="--only LlamaForCausalLM", "--shard 1/4".
+sweep: $(READY)
+	$(RUN) tests/models/sweep.py $(or $(SWEEP_ARGS),--json benchmarks/families)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
