@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows
+from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
 from tigon.losses.head import Head
 
 CPU = torch.device("cpu")
@@ -83,6 +83,35 @@ def test_valid_count(device):
     assert int(ValidCount(labels, shift=True)) == 3
     assert int(ValidCount(labels, ignore_index=5)) == 5
     assert list(range(6))[: ValidCount(labels)] == [0, 1, 2, 3]
+
+
+NUMBERS = [
+    *(2, 0.3, float("inf"), torch.tensor(2), torch.tensor([0.3])),
+    *(torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.3, requires_grad=True)),
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+def test_scalar(value, device):
+    expected = torch.as_tensor(value, dtype=torch.float32).item()
+    given = [value]
+    if isinstance(value, torch.Tensor):
+        given.append(value.to(device))
+    for number in given:
+        found = scalar(number, device, torch.float32)
+        assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device.type)
+        assert not found.requires_grad
+        assert found.item() == expected
+
+
+@pytest.mark.gpu
+def test_a_scalar_of_the_host_does_not_wait(device):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in NUMBERS:
+            scalar(value, device, torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -94,6 +94,16 @@ def nan_if_more(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.
     return torch.where((target != ignore_index).sum() <= num_valid, 1.0, float("nan")).to(dtype)
 
 
+def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number or 0-d tensor as a 0-d tensor of the device, without gradient, and without a copy that waits for it."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=dtype, device=device)
+    value = value.detach().reshape(()).to(dtype)
+    if value.device.type == "cpu" and device.type != "cpu":  # it goes with those of a device, as a number does
+        return value * torch.ones((), dtype=dtype, device=device)
+    return value.to(device)
+
+
 class _Arrival:
     """A small tensor on its way from the device to the host."""
 

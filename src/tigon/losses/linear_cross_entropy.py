@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher
-from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget, nan_if_more
+from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget, nan_if_more, scalar
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, check_accumulate, check_head
 from tigon.ops.cross_entropy import (
@@ -98,10 +98,7 @@ def linear_cross_entropy(
     if main_grad is not None:
         _check_main_grad(main_grad, weight, loss_dtype, reduction)
         if torch.is_grad_enabled():
-            if isinstance(main_grad_scale, Tensor):
-                upstream = main_grad_scale.detach().to(x.device, loss_dtype)
-            else:  # filled on the device: a copy of a number from the host would wait for it
-                upstream = torch.full((), main_grad_scale, dtype=loss_dtype, device=x.device)
+            upstream = scalar(main_grad_scale, x.device, loss_dtype)
             arguments = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options
             return _IntoMainGrad.apply(rows, weight, bias, *arguments)  # type: ignore[no-any-return]
     loss = _linear_cross_entropy(

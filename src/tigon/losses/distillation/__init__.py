@@ -22,7 +22,7 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from tigon.losses.chunked import chunk_budget, nan_if_more
+from tigon.losses.chunked import chunk_budget, nan_if_more, scalar
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import walk
 from tigon.losses.head import check_accumulate, check_head
@@ -256,11 +256,11 @@ def _inverse(
     if reduction == "sum":
         return None
     if isinstance(divisor, Tensor):
-        return divisor.detach().to(device=rows.device, dtype=dtype).reciprocal()
+        return scalar(divisor, rows.device, dtype).reciprocal()
     if divisor is not None:
-        return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=rows.device)
+        return scalar(1.0 / divisor if divisor else float("inf"), rows.device, dtype)
     if labels is None:
-        return torch.full((), max(rows.shape[0], 1), dtype=dtype, device=rows.device).reciprocal()
+        return scalar(max(rows.shape[0], 1), rows.device, dtype).reciprocal()
     return (labels != ignore_index).sum().clamp(min=1).to(dtype).reciprocal()
 
 

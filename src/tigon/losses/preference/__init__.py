@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.losses.chunked import scalar
 from tigon.losses.preference.families import (
     ANY_DIVERGENCE,
     AVERAGED,
@@ -465,10 +466,7 @@ def _source(name: str, logps: str, given: list[Tensor], ref_x: Tensor | None, fr
 
 def _filled(x: Tensor, value: Tensor | float) -> Tensor:
     """The same number for each sequence."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if isinstance(value, Tensor):
-        return value.detach().to(x.device, dtype).expand(x.shape[0])
-    return torch.full((x.shape[0],), value, dtype=dtype, device=x.device)
+    return scalar(value, x.device, torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0])
 
 
 def _shares(x: Tensor, mask: Tensor) -> tuple[list[Tensor], Tensor]:
