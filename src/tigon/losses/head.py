@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,14 +12,14 @@ ACCUMULATE = ("fp32", "weight")
 
 def check_head(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
-    beside: Mapping[str, Tensor | None] | None = None,
+    beside: tuple[tuple[str, Tensor | None], ...] = (),
 ) -> torch.dtype:  # fmt: skip
     """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
 
     Args:
         name: the operator's. prefix: what is before x, weight and bias in its arguments' names.
         x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
-        beside: other tensors that go into the products, by name.
+        beside: other tensors that go into the products, each with its name before it.
     """
     if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -33,7 +32,7 @@ def check_head(
         raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
     device = x.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    for argument, t in (("x", x), ("weight", weight), ("bias", bias), *(beside or {}).items()):
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias), *beside):
         if t is None:
             continue
         if hasattr(t, "device_mesh"):

@@ -76,7 +76,7 @@ def linear_logprob(
     if keep_bytes < 0:
         raise ValueError(f"{name}: keep_bytes must not be negative, got {keep_bytes}.")
     lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
-    compute = check_head(name, x, weight, bias, beside={"lora A": lora_a, "lora B": lora_b})
+    compute = check_head(name, x, weight, bias, beside=(("lora A", lora_a), ("lora B", lora_b)))
     V, H = weight.shape
     if lora_a is not None and lora_b is not None:
         r = lora_a.shape[0]
