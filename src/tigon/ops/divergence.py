@@ -412,7 +412,7 @@ def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
     """Blocks folded at a time, columns of one, and warps. A wide row that is read twice is read by many warps, so that
     fewer rows are between their readings, and the cache serves more of the second."""
     twice = form == "logits" and kind != "kl"
-    warps, depth = (8, 2) if twice else (4, 4)
+    warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
     block = min(next_power_of_2(v), warps * 32 * 8)
     return max(1, min(depth, next_power_of_2(v) // block)), block, warps
 

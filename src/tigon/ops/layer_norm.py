@@ -312,17 +312,22 @@ def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int
     is loaded (itemsizes: bytes an element of x, weight and bias) fit: the compiler buffers weight and bias too."""
     block_n = next_power_of_2(n)
     stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
-    return max(1, 2048 // block_n), block_n, 4 if block_n <= 4096 else 8 if block_n <= 8192 else 16, stages
+    return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
 
 
-def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int]:
-    """Rows, columns, warps and stages. One program a multiprocessor, whose next two tiles are on their way meanwhile:
-    2 inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch."""
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages, programs a multiprocessor: one, whose next two tiles are on their way meanwhile, 2
+    inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch.
+    Rows that leave much of a power of 2 empty wait for less and sum more: one a tile, and one more on its way."""
     block_n = next_power_of_2(n)
+    if 4 * n <= 3 * block_n and 4096 <= block_n <= 8192 and x.element_size() == 2:
+        warps, programs = (4, 2) if block_n == 4096 else (8, 1)
+        if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
+            return 1, block_n, warps, 4, programs
     block_m = max(1, 16384 // x.element_size() // block_n)
     tile_bytes = block_m * block_n * x.element_size()
     stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
-    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages
+    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
 
 
 def _layer_norm_fwd_fake(x, weight, bias, eps):
@@ -383,8 +388,8 @@ def _layer_norm_bwd(
     halves = need_dw + need_db
     partial: Tensor | None = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
-        block_m, block_n, warps, stages = _bwd_tile(N, x)
-        programs = min(cdiv(M, block_m), multiprocessors(x.device))
+        block_m, block_n, warps, stages, each = _bwd_tile(N, x)
+        programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
 

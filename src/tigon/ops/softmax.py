@@ -362,6 +362,8 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         def tiled():
             block_m, block_n, warps = _tile(N)
             reload = block_n > 16384 and y.dtype != torch.bfloat16
+            if block_n * y.element_size() > 65536:  # of two such rows 16 warps wait less than 32
+                warps = 16
             return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 
         launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)

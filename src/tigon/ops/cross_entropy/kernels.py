@@ -210,8 +210,9 @@ def _cross_entropy_narrow_fwd_kernel(
     top = tl.maximum(tl.max(z, 1), LOWEST)
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
-    hit = cols[None, :] == target[:, None]
-    z_target = tl.sum(tl.where(hit & mask, z, 0.0), 1)
+    z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        z_target, _ = _cap(z_target, scale, softcap)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
     w_target = 1.0
     sum_z = 0.0
