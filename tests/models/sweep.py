@@ -86,8 +86,8 @@ def examine(name: str) -> dict[str, Any]:
             traceback.print_exc()
         return {"status": "not run", "why": _sentence(error)}
 
-    fusion = tigon.fuse(model)
     try:
+        fusion = tigon.fuse(model)
         fused = _step(model, inputs)
     except Exception as error:
         traceback.print_exc()

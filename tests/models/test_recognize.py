@@ -78,9 +78,7 @@ def test_norms_are_found(variant, width):
     assert found.mixed
 
 
-@pytest.mark.parametrize(
-    "variant", ["mean subtracted", "eps outside", "eps fixed", "sum", "scaled", "in half", "offset rounded"]
-)
+@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled", "in half", "offset rounded"])
 def test_near_misses_of_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Scale(variant)), Norm)
 
@@ -95,10 +93,72 @@ def test_the_norm_of_torch(eps, affine):
     assert (found.weight, found.width) == (("weight", None) if affine else (None, N))
 
 
+def test_an_eps_that_no_attribute_holds_is_found_by_its_value():
+    found = recognize_norm(Scale("eps fixed", eps=1e-5))
+    assert isinstance(found, Norm)
+    assert found.eps == 1e-6
+
+
+class Shift(nn.Module):
+    """A layer norm that no name gives away; the variants are near misses."""
+
+    def __init__(self, variant="cohere"):
+        super().__init__()
+        self.variant, self.tiny = variant, 1e-5
+        self.g = nn.Parameter(torch.ones(N))
+        if variant in ("bias", "bias first"):
+            self.a = nn.Parameter(torch.ones(N))
+
+    def forward(self, x):
+        v, wide = self.variant, x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        square = wide.square().sum(-1, keepdim=True) / (N - 1 if v == "unbiased" else N)
+        y = wide * torch.rsqrt(square + self.tiny)
+        if v == "rounded before the weight":
+            return self.g * y.to(x.dtype)
+        if v == "bias first":
+            return (self.g.float() * (y + self.a.float())).to(x.dtype)
+        return (self.g.float() * y + (self.a.float() if v == "bias" else 0.0)).to(x.dtype)
+
+
+@pytest.mark.parametrize(("variant", "bias"), [("cohere", None), ("bias", "a")])
+def test_layer_norms_are_found(variant, bias):
+    found = recognize_norm(Shift(variant))
+    assert isinstance(found, Norm)
+    assert (found.centered, found.weight, found.bias, found.eps) == (True, "g", bias, "tiny")
+    assert (found.mixed, found.native) == (True, False)
+
+
+@pytest.mark.parametrize("variant", ["unbiased", "bias first", "rounded before the weight"])
+def test_near_misses_of_layer_norms_are_refused(variant):
+    assert not isinstance(recognize_norm(Shift(variant)), Norm)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}, {"eps": 1e-12}])
+def test_the_layer_norm_of_torch(options):
+    found = recognize_norm(nn.LayerNorm(N, **options))
+    assert isinstance(found, Norm)
+    affine = options.get("elementwise_affine", True)
+    assert (found.centered, found.native, found.mixed, found.eps) == (True, True, False, "eps")
+    assert found.weight == ("weight" if affine else None)
+    assert found.bias == ("bias" if affine and options.get("bias", True) else None)
+    assert found.width == (None if affine else N)
+
+
+def test_a_layer_norm_that_stores_its_weight_less_one():
+    class OnePlus(nn.LayerNorm):
+        def forward(self, x):
+            return F.layer_norm(x, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
+
+    found = recognize_norm(OnePlus(N))
+    assert isinstance(found, Norm)
+    assert (found.centered, found.offset, found.bias) == (True, 1.0, "bias")
+
+
 def test_what_is_no_norm_is_not_mentioned():
     for module in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.01), nn.LeakyReLU(0.01), nn.PReLU(4), nn.Embedding(4, 4)):
         assert recognize_norm(module) is None
-    for module in (nn.BatchNorm1d(N, affine=False), nn.LayerNorm(N), nn.GroupNorm(1, N), nn.InstanceNorm1d(N)):
+    for module in (nn.BatchNorm1d(N, affine=False), nn.LayerNorm((N, N)), nn.GroupNorm(1, N), nn.InstanceNorm2d(N)):
         assert isinstance(recognize_norm(module), Unknown)
 
 

@@ -19,6 +19,7 @@ from tigon.models.recognize import HOOKS, Gated, Norm
 from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, swiglu
 from tigon.ops.gated_linear import gated_linear
+from tigon.ops.layer_norm import layer_norm
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -165,10 +166,15 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _plain(self, *args, **kwargs)
     x = args[0]
     weight = None if formula.weight is None else getattr(self, formula.weight)
-    if not _norm_fits(x, weight, formula):
+    bias = None if formula.bias is None else getattr(self, formula.bias)
+    if not _norm_fits(x, weight, formula) or (bias is not None and not _norm_fits(x, bias, formula)):
         return _plain(self, x)
     patch.ledger.count("norm")
     eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    if formula.centered:
+        if formula.offset and weight is not None:
+            weight = weight + formula.offset
+        return layer_norm(x, weight, bias, eps=eps)
     return rms_norm(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
 
 

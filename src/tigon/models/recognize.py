@@ -17,7 +17,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.gated import gated_reference
+from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 from tigon.ops.rope import rope_reference
 
@@ -61,11 +62,12 @@ def probing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Norm:
-    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it.
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it; where `centered`, the same of
+    x − mean(x), plus bias, as `tigon.layer_norm` does.
 
-    weight, eps: names of the module's attributes; weight None for a norm without one; eps a number if it has no name.
+    weight, bias, eps: names of the module's attributes; None for a norm without them; eps a number if it has no name.
     mixed: holds also for an fp32 weight beside a narrower x.
-    native: it calls torch's own rms_norm, which autocast runs in fp32. width: the only one it takes, without weight.
+    native: it calls torch's own norm, which autocast runs in fp32. width: the only one it takes, without weight.
     """
 
     weight: str | None
@@ -75,50 +77,71 @@ class Norm:
     mixed: bool
     native: bool
     width: int | None = None
+    centered: bool = False
+    bias: str | None = None
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
+        if self.centered:
+            return f"(x − mean) / std{weight}{'' if self.bias is None else ' + b'}, rounded once"
         rounds = {"llama": "rounded before w", "gemma": "rounded once", "none": "not rounded to x's dtype"}[self.cast]
         return f"x / rms(x){weight}, {rounds}"
 
 
+# Where no attribute holds eps, it is a number in the code.
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+FREE_WIDTH = 96  # of the probe of a norm without a weight
+
+
 @probing()
 def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
-    """The formula of an RMS norm; Unknown for what is called a norm and is none that Tigon has; None for the rest."""
+    """The formula of a norm over the last dimension; Unknown for what is called a norm and is none that Tigon has;
+    None for the rest."""
     named = "norm" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
-    if isinstance(module, nn.LayerNorm):
-        return Unknown("LayerNorm has no fused form")
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
-        return Unknown("it has modules or buffers of its own") if named else None
-    weights = {k: p for k, p in module._parameters.items() if p is not None}
-    if len(weights) > 1:
-        return Unknown("it has more parameters than a weight") if named else None
-    name, weight = next(iter(weights.items()), (None, None))
-    if weight is not None and (weight.dim() != 1 or not weight.is_floating_point() or weight.numel() < 2):
+        small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
+        return Unknown("it has modules or buffers of its own") if named and small else None
+    vectors = {k: p for k, p in module._parameters.items() if p is not None}
+    if len(vectors) > 2:
+        return Unknown("it has more parameters than a weight and a bias") if named else None
+    if any(p.dim() != 1 or not p.is_floating_point() or p.numel() < 2 for p in vectors.values()):
         return Unknown("its weight is not a vector") if named else None
-    epsilons = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
-    candidates: list[str | float] = [*epsilons]
+    epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
-        candidates = [torch.finfo(torch.float32).eps]
-    if not candidates or not _takes_one_argument(module):
-        return Unknown("it is no RMS norm over one input") if named else None
+        epsilons = [torch.finfo(torch.float32).eps]
+    if not (epsilons or named) or not _takes_one_argument(module):
+        return Unknown("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
-    widths = [96, *_numbers(module)] if weight is None else [weight.numel()]
+    widths = sorted({p.numel() for p in vectors.values()}) or [FREE_WIDTH, *_numbers(module)]
     found = None
-    native = "rms_norm" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    for eps, width in itertools.product(candidates, widths):
-        for offset in (0.0, 1.0) if weight is not None else (0.0,):
-            for cast in ("llama", "gemma", "none") if weight is not None else ("gemma",):
-                if _is_norm(module, name, width, eps, offset, cast, mixed=False):
-                    mixed = weight is None or _is_norm(module, name, width, eps, offset, cast, mixed=True)
-                    found = Norm(
-                        name, eps, offset, cast, mixed, native, width if weight is None and width != 96 else None
-                    )
-                    if mixed:  # "gemma" and "none" differ only where x and weight do
-                        return found
+    for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
+        for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
+            if not _is_norm(module, formula, width, mixed=False):
+                continue
+            # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU.
+            own = formula.centered and formula.native
+            mixed = not own and (not vectors or _is_norm(module, formula, width, mixed=True))
+            found = replace(formula, mixed=mixed)
+            if mixed or formula.centered:  # "gemma" and "none" differ only where x and weight do
+                return found
     if found is not None:
         return found
-    return Unknown("its numbers fit no formula of tigon.rms_norm") if named else None
+    return Unknown("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm") if named else None
+
+
+def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:
+    """All formulas that these parameters may be those of."""
+    called = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    native = "rms_norm" in called or "layer_norm" in called
+    if len(vectors) < 2:
+        weight = vectors[0] if vectors else None
+        for offset in (0.0, 1.0) if vectors else (0.0,):
+            for cast in ("llama", "gemma", "none") if vectors else ("gemma",):
+                yield Norm(weight, eps, offset, cast, False, native, width)
+    choices: list[tuple[str | None, ...]] = [(*vectors, None, None)[:2], (None, None, *vectors)[-2:]]
+    for weight, bias in dict.fromkeys([*choices, *(c[::-1] for c in choices if len(vectors) == 2)]):
+        for offset in (0.0, 1.0) if weight is not None else (0.0,):
+            yield Norm(weight, eps, offset, "gemma", False, native, width, centered=True, bias=bias)
 
 
 def _numbers(module: nn.Module) -> list[int]:
@@ -127,25 +150,43 @@ def _numbers(module: nn.Module) -> list[int]:
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
-def _is_norm(
-    module: nn.Module, name: str | None, width: int, eps: str | float, offset: float, cast: str, *, mixed: bool
-) -> bool:
+def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = max(8, 2048 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
-    x = torch.randn(rows, width, generator=generator) * torch.logspace(-3, 2, rows)[:, None]
-    w = torch.randn(width, generator=generator) * 0.5 + 0.3
+    rows = 2 * max(4, 1024 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
+    x = torch.randn(rows, width, generator=generator) + 0.5
+    # Rows as small as any eps. Three dimensions: what normalises over another than the last one shows.
+    x = (x * torch.logspace(-6, 2, rows)[:, None]).view(2, rows // 2, width)
+    w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
+    eps = formula.eps
     dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
     for x_dtype, w_dtype in dtypes:
-        here, weight = x.to(x_dtype), None if name is None else w.to(w_dtype)
+        here = x.to(x_dtype)
+        weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
+        given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
         # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
         for value in (None, 0.05) if isinstance(eps, str) else (None,):
-            probe = _copy(module, {} if name is None or weight is None else {name: weight})
+            probe = _copy(module, given)
             if value is not None and isinstance(eps, str):
                 vars(probe)[eps] = value
             added = vars(probe)[eps] if isinstance(eps, str) else eps
             y = _run(probe, here)
-            expected = rms_norm_reference(here, weight, eps=added, offset=offset, cast=cast)
-            if y is None or not _same_numbers(y, expected):
+            if y is None:
+                return False
+            size = None
+            if formula.centered:
+                scale = weight if weight is None or not formula.offset else weight + formula.offset
+                expected = layer_norm_reference(here, scale, bias, eps=added)
+                # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
+                wide = here.float()
+                size = wide.abs() + wide.mean(-1, keepdim=True).abs()
+                size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + added)
+                size = size * (1.0 if scale is None else scale.float().abs()) + (
+                    0.0 if bias is None else bias.float().abs()
+                )
+            else:
+                expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
+            # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
+            if not _same_numbers(y, expected, roundings=0 if given else 2, size=size):
                 return False
     return True
 
