@@ -22,14 +22,14 @@ CALLS = {
     "qwen3_moe": {"head": 1, "norm": 9, "rotary": 2},
     "granite": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
     "granitemoe": {"head": 1, "norm": 5, "rotary": 2},
-    "cohere": {"head": 1, "norm": 3, "mlp": 2},  # its rotation is interleaved
-    "cohere2": {"head": 1, "norm": 3, "mlp": 2},
+    "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
+    "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
     "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
     "phi": {"head": 1, "norm": 3, "rotary": 2},
     "phi3": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
     "gpt2": {"head": 1, "norm": 5},
-    "gpt_oss": {"head": 1, "norm": 5},  # its rotation takes a cos of half the width
-    "deepseek_v3": {"head": 1, "norm": 9, "mlp": 2},  # one dense layer, one with a shared expert
+    "gpt_oss": {"head": 1, "norm": 5, "rotary": 2},  # its rotation takes a cos of half the width
+    "deepseek_v3": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},  # one dense layer, one with a shared expert
     "llava": {"head": 1, "norm": 11, "mlp": 2, "rotary": 2},
     "qwen2_5_vl": {"head": 1, "norm": 10, "mlp": 4, "rotary": 4},
 }

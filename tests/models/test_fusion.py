@@ -154,10 +154,42 @@ def test_a_single_norm_is_a_model_too():
 def test_two_rotary_functions_in_one_forward_are_one_replacement():
     with tigon.fuse(build("deepseek_v3")) as fusion:
         rotary = [(row.fused, row.count, row.what) for row in fusion.report().rows if row.kind == "rotary"]
-    assert rotary == [
-        (True, 2, "rotate halves, full"),
-        (False, 2, "apply_rotary_pos_emb_interleave: its numbers fit no formula of tigon.rope"),
-    ]
+    assert rotary == [(True, 2, "part and rotate halves, full")]
+
+
+class Turned(nn.Module):
+    """Calls a rotary function with and without k, by position and by name."""
+
+    def forward(self, q, k, cos, sin):
+        alone = turn_one_or_two(q, cos=cos, sin=sin)
+        return alone, *turn_one_or_two(q, k, cos, sin)
+
+
+def turn_one_or_two(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    cos, sin = (t.unsqueeze(unsqueeze_dim).repeat_interleave(2, dim=-1) for t in (cos, sin))
+    turned = tuple(
+        x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin for x in (q, k) if x is not None
+    )
+    return turned[0] if k is None else turned
+
+
+def test_a_rotary_function_of_one_tensor_or_two():
+    model = Turned()
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    with tigon.fuse(model, head=False) as fusion:
+        for _ in range(3):  # other angles at each step, and some in place of the last ones
+            cos, sin = torch.randn(2, 2, 5, 8)
+            for scale in (1.0, 2.0):
+                fused = model(q, k, cos.mul_(scale), sin)
+                fusion.remove()
+                torch.testing.assert_close(fused, model(q, k, cos, sin))
+                fusion = tigon.fuse(model, head=False)
+        model(q, k, cos, sin)
+        assert fusion.report().calls == {"rotary": 2}
+        other = torch.randn(2, 5, 8)  # the same cos beside another sin
+        fused = model(q, k, cos, other)
+        fusion.remove()
+    torch.testing.assert_close(fused, model(q, k, cos, other))
 
 
 def test_parts_of_any_module_are_fused():

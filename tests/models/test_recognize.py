@@ -11,11 +11,10 @@ from tigon.models.recognize import (
     Gated,
     Norm,
     Unknown,
-    is_rotary_function,
     recognize_mlp,
     recognize_norm,
-    recognize_rotary,
 )
+from tigon.models.recognize_rotary import Turn, arguments_of, recognize_rotary
 
 N = 48
 
@@ -281,8 +280,8 @@ def fixed(q, k, cos, sin, unsqueeze_dim=1):
     return full(q, k, cos, sin, 1)  # takes the parameter and ignores it
 
 
-def other_way(q, k, cos, sin, unsqueeze_dim=1):
-    return full(q, k, cos, -sin, unsqueeze_dim)
+def other_sign_of_k(q, k, cos, sin, unsqueeze_dim=1):
+    return full(q, k, cos, sin, unsqueeze_dim)[0], full(q, k, cos, -sin, unsqueeze_dim)[1]
 
 
 def only_q(q, k, cos, sin, unsqueeze_dim=1):
@@ -309,20 +308,100 @@ def test_rotations_are_found():
     assert (found.default, found.unsqueeze) == (1, False)
 
 
-@pytest.mark.parametrize("fn", [other_way, only_q])
+@pytest.mark.parametrize("fn", [other_sign_of_k, only_q])
 def test_near_misses_of_rotations_are_refused(fn):
     assert recognize_rotary(fn) == Unknown("its numbers fit no formula of tigon.rope")
 
 
-def test_interleaved_rotation_is_refused_with_its_reason():
-    assert "interleaved" in recognize_rotary(neighbours).reason
+def with_angles(turn, *, tail=False):
+    """A rotation written the way of one family, with unsqueeze_dim 1."""
+
+    def spread(cos):
+        cos = cos.unsqueeze(1)
+        if turn == "glm":
+            return cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+        return cos.repeat_interleave(2, dim=-1) if turn == "deepseek v4" else cos
+
+    def rotate(x, cos, sin):
+        width = cos.shape[-1]
+        if turn == "deepseek v4":
+            return torch.cat((x[..., :-width], x[..., -width:] * cos + pairs(x[..., -width:]) * sin), -1)
+        if turn == "gpt-oss":
+            first, second = x.chunk(2, dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        if turn == "deepseek v3":
+            cos, sin = (t[..., : width // 2] for t in (cos, sin))
+            first, second = x[..., ::2], x[..., 1::2]
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        if turn == "nanochat":
+            return x * cos - rotate_half(x) * sin
+        return torch.cat((x[..., :width] * cos + pairs(x[..., :width]) * sin, x[..., width:]), -1)
+
+    def fn(q, k, cos, sin):
+        cos, sin = spread(cos), spread(sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    return fn
+
+
+def pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+TURNS = {
+    "glm": (Turn("first half", "neighbours"), True),
+    "gpt-oss": (Turn("half", "halves"), False),
+    "deepseek v3": (Turn("first half", "parted"), False),
+    "deepseek v4": (Turn("half", "neighbours", tail=True), True),
+    "nanochat": (Turn("whole", "halves", back=True), False),
+}
+
+
+@pytest.mark.parametrize("family", TURNS)
+def test_rotations_of_the_families_are_found(family):
+    found = recognize_rotary(with_angles(family))
+    turn, partial = TURNS[family]
+    assert (found.turn, found.full, found.partial, found.default) == (turn, True, partial, 1)
+
+
+def test_interleaved_rotation_is_found():
+    found = recognize_rotary(neighbours)
+    assert (found.turn, found.full, found.unsqueeze) == (Turn("whole", "neighbours"), True, True)
+
+
+def test_rotations_of_one_tensor_and_of_complex_angles_are_found():
+    def one(tensor, sin, cos):
+        cos, sin = (t[:, :, None].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        return tensor * cos + pairs(tensor) * sin
+
+    found = recognize_rotary(one)
+    assert (found.turn, found.names, found.default) == (Turn("half", "neighbours"), ("tensor", "sin", "cos"), 2)
+    x, cos, sin = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 2), torch.zeros(1, 2, 2)
+    assert found.bind((x, sin), {"cos": cos}) == ((x,), cos, sin, 2)
+    assert found.bind((x, sin, cos, 1), {}) is None
+
+    def optional(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        turned = full(q, q if k is None else k, cos, sin, unsqueeze_dim)
+        return turned[0] if k is None else turned
+
+    assert (recognize_rotary(optional).alone, recognize_rotary(full).alone) == (True, False)
+
+    def by_complex(xq, xk, freqs_cis):
+        turned = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * freqs_cis[:, None] for x in (xq, xk))
+        return tuple(torch.view_as_real(t).flatten(3).type_as(xq) for t in turned)
+
+    found = recognize_rotary(by_complex)
+    assert (found.turn, found.complex, found.keeps, found.default) == (Turn("half", "neighbours"), True, True, 1)
+    assert found.bind((x, x, cos), {}) is None, "real angles"
 
 
 def test_what_is_worth_a_probe():
-    assert is_rotary_function(full)
-    assert is_rotary_function(partial)
-    assert not is_rotary_function(rotate_half)
-    assert not is_rotary_function(lambda x, cos, sin: x)
-    assert not is_rotary_function(lambda q, k, sin, cos: q)
-    assert not is_rotary_function(lambda q, k, cos, sin, mrope_section: q)
-    assert not is_rotary_function(print)
+    assert arguments_of(full) == ("q", "k", "cos", "sin")
+    assert arguments_of(partial)
+    assert arguments_of(lambda x, cos, sin: x)
+    assert not arguments_of(rotate_half)
+    assert not arguments_of(lambda q, k, sin, cos: q)
+    assert not arguments_of(lambda q, k, cos, sin, mrope_section: q)
+    assert not arguments_of(lambda x, cos, sin, positions: x)
+    assert not arguments_of(print)
+    assert "other arguments" in recognize_rotary(lambda q, k, angles: q).reason

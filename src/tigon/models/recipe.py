@@ -35,7 +35,7 @@ class Recipe:
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
         # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
         self.sample = _sample(weight) if sample is None else sample
-        self.versions = () if torch.compiler.is_compiling() else tuple(map(_version, (hidden, weight, bias)))
+        self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, (hidden, weight, bias)))
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any) -> Recipe | None:
@@ -78,7 +78,7 @@ class Recipe:
         names = ("hidden states", "weight", "bias")
         tensors = (self.hidden, self.weight, self.bias)
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
-            if _version(t) != version:
+            if version_of(t) != version:
                 raise RuntimeError(_STALE.format(f"the head's {name} changed in place"))
         for name, t in zip(names, tensors, strict=True):
             if t is not None and t.numel() and t.device.type != "meta" and t.untyped_storage().size() == 0:
@@ -147,7 +147,7 @@ _STALE = (
 )
 
 
-def _version(t: Tensor | None) -> int:
+def version_of(t: Tensor | None) -> int:
     return -1 if t is None or t.is_inference() else t._version
 
 

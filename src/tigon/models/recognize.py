@@ -1,4 +1,4 @@
-"""What a module computes, found out by running it: norms, gated MLPs and rotary functions, by numbers, never by name.
+"""What a module computes, found out by running it: norms and gated MLPs, by numbers, never by name.
 
 A probe is a copy of the module with small random weights on the CPU. It runs in fp32 and in bf16, beside every formula
 that Tigon has. A formula is accepted when it agrees
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from tigon.ops.gated import gated_reference
 from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
-from tigon.ops.rope import rope_reference
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -169,7 +168,7 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
             if value is not None and isinstance(eps, str):
                 vars(probe)[eps] = value
             added = vars(probe)[eps] if isinstance(eps, str) else eps
-            y = _run(probe, here)
+            y = run(probe, here)
             if y is None:
                 return False
             size = None
@@ -186,7 +185,7 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
             else:
                 expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
             # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
-            if not _same_numbers(y, expected, roundings=0 if given else 2, size=size):
+            if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
                 return False
     return True
 
@@ -303,7 +302,7 @@ def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str)
             for child in probe.children():
                 child.training = training
             x = torch.randn(16, narrow, generator=generator).to(dtype)
-            y = _run(probe, x)
+            y = run(probe, x)
             inputs = layers[down].seen
             if y is None or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
                 return None
@@ -315,7 +314,7 @@ def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str)
             # gelu is a difference of numbers as large as gate: in fp32 that is what its rounding is relative to.
             terms = None if dtype == torch.bfloat16 else expected.abs() + 0.5 * _product(g, u)
             # Modules round act(gate) and then the product, Tigon the product alone.
-            if not _same_numbers(inputs[0], expected, roundings=2, size=terms):
+            if not same_numbers(inputs[0], expected, roundings=2, size=terms):
                 return None
     return order
 
@@ -324,118 +323,6 @@ def _product(gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return (gate * up).abs()
-
-
-# ------------------------------------------------------------------------------------------------------------ rotary
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """A function of (q, k, cos, sin, ...) that `tigon.rope` can stand for.
-
-    full, partial: shown to hold for cos as wide as the head, and narrower. flat: also for q (T, H, D) and cos (T, R).
-    keeps: results have the dtypes of q and k, whatever cos has. unsqueeze: its parameter of that name is honoured.
-    default: the place of the heads when that is not given.
-    """
-
-    full: bool
-    partial: bool
-    flat: bool
-    keeps: bool
-    unsqueeze: bool
-    default: int
-
-    def __str__(self) -> str:
-        width = "full or partial" if self.full and self.partial else "full" if self.full else "partial"
-        return f"rotate halves, {width}"
-
-
-def is_rotary_function(fn: Any) -> bool:
-    """Whether it takes q, k, cos, sin first: what makes it worth a probe."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return positional[:4] == ["q", "k", "cos", "sin"] and len(required) == 4
-
-
-@probing()
-def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
-    for default in (1, 2):  # the heads of q at (B, H, T, D) or (B, T, H, D)
-        full, partial = (_is_rope(fn, default, width) for width in (16, 8))
-        shown = {v for v in (full, partial) if v is not None}
-        if len(shown) > 1:
-            return Unknown("its results have another dtype for partial than for full rotation")
-        if shown:
-            break
-        if any(_is_rope(fn, default, width, interleaved=True) is not None for width in (16, 8)):
-            return Unknown("it rotates neighbours (interleaved); tigon.rope rotates halves")
-    else:
-        return Unknown("its numbers fit no formula of tigon.rope")
-    known = [(width, v) for width, v in ((16, full), (8, partial)) if v is not None]
-    named = "unsqueeze_dim" in inspect.signature(fn).parameters and all(
-        _is_rope(fn, dim, width, unsqueeze_dim=dim) == v for dim in (1, 2) for width, v in known
-    )
-    flat = all(_is_rope(fn, 2, width, flat=True) == v for width, v in known)
-    return Rotary(full is not None, partial is not None, flat, shown.pop(), named, default)
-
-
-def _is_rope(
-    fn: Callable[..., Any], dim: int, width: int, *, flat: bool = False, interleaved: bool = False, **options: Any
-) -> bool | None:
-    """None where the numbers differ; else whether q and k keep their dtypes beside a cos of fp32."""
-    generator = torch.Generator().manual_seed(0)
-    keeps = None
-    for x_dtype, cos_dtype in (
-        (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)
-    ):  # fmt: skip
-        batch = 1 if flat else 2
-        q, k = (
-            torch.randn(batch, *((heads, 5) if dim == 1 else (5, heads)), 16, generator=generator).to(x_dtype)
-            for heads in (4, 3)
-        )
-        cos, sin = (torch.randn(batch, 5, width, generator=generator).to(cos_dtype) for _ in range(2))
-        inputs = (t[0] for t in (q, k, cos, sin)) if flat else (q, k, cos, sin)
-        result = _run(fn, *inputs, **options)
-        if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(t, Tensor) for t in result):
-            return None
-        expected: tuple[Tensor, ...] = rope_reference(q, k, cos, sin, unsqueeze_dim=dim)
-        if interleaved:
-            expected = tuple(_interleaved(x, cos.unsqueeze(dim), sin.unsqueeze(dim)) for x in (q, k))
-        for x, y, z in zip((q, k), result, expected, strict=True):
-            y = y[None] if flat else y
-            if x_dtype == cos_dtype:
-                if y.dtype != x.dtype:
-                    return None
-            else:
-                kept = y.dtype == x.dtype
-                if keeps not in (None, kept):
-                    return None
-                keeps = kept
-                z = z.to(x.dtype) if kept else z
-            # x·cos and rotated·sin may each be rounded before the sum: the error is relative to them, not to the sum.
-            size = _terms(x, cos.unsqueeze(dim), sin.unsqueeze(dim))
-            if not _same_numbers(y, z, roundings=3, size=size):
-                return None
-    return keeps
-
-
-def _terms(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x, cos, sin = x.float().abs(), cos.float().abs(), sin.float().abs()
-    width = cos.shape[-1]
-    largest = x.amax(-1, keepdim=True) * (cos.amax(-1, keepdim=True) + sin.amax(-1, keepdim=True))
-    return torch.cat((largest.expand(*x.shape[:-1], width), x[..., width:]), -1)
-
-
-def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :].float()
-    other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    y = torch.cat((turned * cos.float() + other * sin.float(), rest), -1)
-    return y.to(torch.promote_types(x.dtype, cos.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------ probes
@@ -491,14 +378,14 @@ def _copy(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.
     return probe
 
 
-def _run(fn: Callable[..., Any], *args: Tensor, **options: Any) -> Any:
+def run(fn: Callable[..., Any], *args: Tensor, **options: Any) -> Any:
     try:
         return fn(*args, **options)
     except Exception:  # whatever a module does with an input that it was not made for, it is not the formula
         return None
 
 
-def _same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor | None = None) -> bool:
+def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor | None = None) -> bool:
     """Whether y is expected, to rounding.
 
     roundings: how many times y may have been rounded to a narrow dtype where `expected` was rounded once; with 0 it

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.models.forwards import transformed
-from tigon.models.recipe import DTYPES
-from tigon.models.recognize import Rotary, Unknown, is_rotary_function, recognize_rotary
+from tigon.models.recipe import DTYPES, version_of
+from tigon.models.recognize import Unknown
+from tigon.models.recognize_rotary import Rotary, arguments_of, recognize_rotary
 from tigon.models.report import Ledger
 from tigon.ops.rope import rope
 
@@ -31,7 +34,10 @@ class Clones:
             inner = inspect.unwrap(forward) if callable(forward) else None
             names = getattr(getattr(inner, "__code__", None), "co_names", ())
             candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
-            self._found[forward] = {n: recognize_rotary(g) for n, g in candidates.items() if is_rotary_function(g)}
+            # A name decides what the report mentions, nothing else.
+            self._found[forward] = {
+                n: recognize_rotary(g) for n, g in candidates.items() if arguments_of(g) or _sounds_rotary(g)
+            }
         return self._found[forward]
 
     def of(self, forward: Any) -> Any:
@@ -64,6 +70,11 @@ class Clones:
         return outer
 
 
+def _sounds_rotary(fn: Any) -> bool:
+    name = getattr(fn, "__name__", "").lower()
+    return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
+
+
 def _rebuilt(fn: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
     clone = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, closure)
     clone.__kwdefaults__ = fn.__kwdefaults__
@@ -72,22 +83,44 @@ def _rebuilt(fn: types.FunctionType, scope: dict[str, Any], closure: Any) -> typ
 
 
 def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Callable[..., Any]:
-    def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        named = formula.unsqueeze and len(kwargs) == 1 and "unsqueeze_dim" in kwargs
-        if args or (kwargs and not named) or not ledger.active or transformed() or not _tensors_fit(q, k, cos, sin):
-            return plain(q, k, cos, sin, *args, **kwargs)
-        flat = q.dim() == 3 and k.dim() == 3 and cos.dim() == 2 and formula.flat and not kwargs
+    turn = formula.turn
+    # All layers of a model are handed the same cos and sin.
+    spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+    def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
+        if turn.angles == "whole" and not turn.back:
+            return cos, sin
+        if torch.compiler.is_compiling():
+            return turn.spread(cos, sin)
+        # Of complex angles cos and sin are views, made anew at each call.
+        first, second = (cos, sin) if freqs is None else (freqs, freqs)
+        kept = spread.get(first)
+        if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
+            kept = ref(second), (version_of(first), version_of(second)), turn.spread(cos, sin)
+            spread[first] = kept
+        return kept[2]
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
+        if bound is None or not _tensors_fit(*bound[0], *bound[1:3]):
+            return plain(*args, **kwargs)
+        heads, cos, sin, dim = bound
+        flat = formula.flat and cos.dim() == 2 and all(x.dim() == 3 for x in heads) and "unsqueeze_dim" not in kwargs
+        four, angles = heads, (cos, sin)
         if flat:
-            four, dim = (q[None], k[None], cos[None], sin[None]), 2
-        else:
-            four, dim = (q, k, cos, sin), kwargs.get("unsqueeze_dim", formula.default)
-        if not _shapes_fit(*four, dim, formula):
-            return plain(q, k, cos, sin, *args, **kwargs)
+            four, angles, dim = tuple(x[None] for x in heads), (cos[None], sin[None]), 2
+        if not _shapes_fit(four, *angles, dim, formula):
+            return plain(*args, **kwargs)
         ledger.count("rotary")
-        turned = rope(*four, unsqueeze_dim=dim)
+        wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
-            turned = turned[0][0], turned[1][0]
-        return (turned[0].to(q.dtype), turned[1].to(k.dtype)) if formula.keeps else turned
+            wide = wide[0][None], wide[1][None]
+        turned = turn.of(rope, four, *wide, dim)
+        if flat:
+            turned = tuple(y[0] for y in turned)
+        if formula.keeps:
+            turned = tuple(y.to(x.dtype) for x, y in zip(heads, turned, strict=True))
+        return turned if len(heads) == 2 else turned[0]
 
     return apply
 
@@ -95,16 +128,17 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Calla
 def _tensors_fit(*tensors: Any) -> bool:
     if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors):
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors[2:]))
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors[-2:]))
 
 
-def _shapes_fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: Any, formula: Rotary) -> bool:
-    if dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+def _shapes_fit(heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, formula: Rotary) -> bool:
+    q = heads[0]
+    if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
     batch, time, width = q.shape[0], q.shape[3 - dim], q.shape[3]
-    if (k.shape[0], k.shape[3 - dim], k.shape[3]) != (batch, time, width):
+    if any(x.dim() != 4 or (x.shape[0], x.shape[3 - dim], x.shape[3]) != (batch, time, width) for x in heads):
         return False
-    rotated = cos.shape[2]
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != time or rotated % 2 or rotated > width:
+    rotated = cos.shape[2] * (2 if formula.turn.angles == "half" else 1)
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != time or not formula.turn.fits(rotated, width):
         return False
     return formula.full if rotated == width else formula.partial
