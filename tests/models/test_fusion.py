@@ -174,22 +174,15 @@ def turn_one_or_two(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
 
 
 def test_a_rotary_function_of_one_tensor_or_two():
-    model = Turned()
+    model, plain = Turned(), Turned()
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    cos, sin, other = (torch.randn(2, 5, 8) for _ in range(3))
     with tigon.fuse(model, head=False) as fusion:
-        for _ in range(3):  # other angles at each step, and some in place of the last ones
-            cos, sin = torch.randn(2, 2, 5, 8)
-            for scale in (1.0, 2.0):
-                fused = model(q, k, cos.mul_(scale), sin)
-                fusion.remove()
-                torch.testing.assert_close(fused, model(q, k, cos, sin))
-                fusion = tigon.fuse(model, head=False)
-        model(q, k, cos, sin)
-        assert fusion.report().calls == {"rotary": 2}
-        other = torch.randn(2, 5, 8)  # the same cos beside another sin
-        fused = model(q, k, cos, other)
-        fusion.remove()
-    torch.testing.assert_close(fused, model(q, k, cos, other))
+        # The angles are spread once for all layers: not so others beside the same cos, nor what is written into it.
+        for angles in ((cos, sin), (cos, sin), (cos, other), (cos.mul_(2.0), other), (cos, other.mul_(2.0))):
+            for fused, expected in zip(model(q, k, *angles), plain(q, k, *angles), strict=True):
+                torch.testing.assert_close(fused, expected)
+        assert fusion.report().calls == {"rotary": 10}
 
 
 def test_parts_of_any_module_are_fused():
