@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+from tigon.losses import chunked
 from tigon.losses.chunked import ValidCount
 
 
@@ -51,7 +52,8 @@ def test_logits_are_never_whole(backend, device):
 def test_logits_take_the_place_of_an_fp32_sum(device, monkeypatch):
     """Two chunks and an fp32 dW are as large as one chunk and dW in bf16, which rounds once as well."""
     x, weight, target = head(device, rows=384, H=128, V=600, dtype=torch.bfloat16, ignored=0.0)
-    monkeypatch.setenv("TIGON_CHUNK_BYTES", str(256 * 600 * 2))
+    for default in ("CHUNK_BYTES", "CPU_CHUNK_BYTES"):
+        monkeypatch.setattr(chunked, default, 256 * 600 * 2)
     with Sizes() as sizes:
         loss = tigon.linear_cross_entropy(x, weight, target)
     assert sizes.largest == 384 * 600
@@ -62,6 +64,14 @@ def test_logits_take_the_place_of_an_fp32_sum(device, monkeypatch):
     assert sizes.largest == 256 * 600
     with Sizes() as sizes:  # beyond the trade
         tigon.linear_cross_entropy(torch.cat([x] * 2), weight, torch.cat([target] * 2))
+    assert sizes.largest == 256 * 600
+    sums = torch.zeros(600, 128, device=device)
+    with Sizes() as sizes:  # the sum is the caller's: nothing is spared
+        tigon.linear_cross_entropy(x, weight, target, main_grad=sums)
+    assert sizes.largest == 256 * 600
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", str(256 * 600 * 2))
+    with Sizes() as sizes:
+        tigon.linear_cross_entropy(x, weight, target)
     assert sizes.largest == 256 * 600
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
 
 
-def chunk_budget(device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Bytes of logits a chunk may hold: the argument, else TIGON_CHUNK_BYTES, else 1 GiB (32 MiB on a CPU)."""
+def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0) -> int:
+    """Bytes of logits a chunk may hold: the argument, else TIGON_CHUNK_BYTES, else 1 GiB (32 MiB on a CPU).
+
+    By default also `whole`, the bytes of all logits, if that is no more than `spared` beyond it: what one chunk spares.
+    """
     if chunk_bytes is None:
         text = os.environ.get("TIGON_CHUNK_BYTES")
         if text:
@@ -36,10 +40,18 @@ def chunk_budget(device: torch.device, chunk_bytes: int | None = None) -> int:
             except ValueError:
                 raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
     if chunk_bytes is None:
-        return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+        budget = CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+        return whole if spared and budget < whole <= budget + spared else budget
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")
     return chunk_bytes
+
+
+def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str) -> int:
+    """Bytes that the sum of several chunks' dW takes, in fp32, and the product of one does not."""
+    if torch.compiler.is_compiling() or accumulate != "fp32":
+        return 0
+    return weight.numel() * 2 if weight.dtype == compute == torch.bfloat16 else 0
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
@@ -205,23 +217,3 @@ class Chunks:
             here.addmm_(more[0], more[1], alpha=more[2])
         if self.index is not None:
             dx.index_copy_(0, self.index[chunk.rows], here)
-
-
-def accumulate_weight_gradient(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
-    """dw (V, H) = or += dlogitsᵀ x, without a temporary of dw's size; dw may be fp32 under half-precision factors."""
-    if dw.dtype == x.dtype:
-        if first:
-            torch.mm(dlogits.t(), x, out=dw)
-        else:
-            dw.addmm_(dlogits.t(), x)
-    elif x.is_cuda:
-        if first:
-            torch.mm(dlogits.t(), x, out_dtype=dw.dtype, out=dw)
-        else:
-            torch.addmm(dw, dlogits.t(), x, out_dtype=dw.dtype, out=dw)
-    else:
-        dlogits, x = dlogits.t().to(dw.dtype), x.to(dw.dtype)
-        if first:
-            torch.mm(dlogits, x, out=dw)
-        else:
-            dw.addmm_(dlogits, x)

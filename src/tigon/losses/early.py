@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from tigon.backend import cdiv, is_traced, launch, tl, triton, use_triton
+from tigon.losses.weight_gradient import narrowed
 
 
 def scaled_gradients(
-    gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """Each gradient that is needed, times the 0-d factor, in its dtype. To be called in a backward pass."""
+    gradients: Sequence[Tensor | tuple[Tensor, Tensor]], factor: Tensor, dtypes: Sequence[torch.dtype | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Each gradient that is needed, times the 0-d factor, in its dtype. To be called in a backward pass.
+
+    A pair is a dW and what else of it there is, as `weight_gradient.places` gave them.
+    """
     # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
     return [
@@ -38,8 +43,12 @@ def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl
             tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
     """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
+    if isinstance(gradient, tuple):
+        gradient, more = gradient
+        if more.numel():
+            return narrowed(gradient, more, factor, ours)
     in_place = ours and gradient.dtype == dtype
     if is_traced(gradient) or not use_triton(gradient):
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:

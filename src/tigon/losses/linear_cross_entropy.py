@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher
-from tigon.losses.chunked import Chunks, accumulate_weight_gradient, chunk_budget, nan_if_more, scalar
+from tigon.losses import weight_gradient
+from tigon.losses.chunked import Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, check_accumulate, check_head
 from tigon.ops.cross_entropy import (
@@ -82,8 +83,6 @@ def linear_cross_entropy(
     check_accumulate(name, accumulate)
     compute = check_head(name, x, weight, bias)
     check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
-    budget = chunk_budget(x.device, chunk_bytes)
-
     rows, labels = x.reshape(-1, x.shape[-1]), signed(target).reshape(-1).contiguous()
     loss_dtype = torch.promote_types(compute, torch.float32)
     valid = -1 if num_valid is None else int(num_valid)
@@ -92,8 +91,11 @@ def linear_cross_entropy(
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
-    if chunk_bytes is None and needs[1] and reduction == "mean" and accumulate == "fp32" and compute == weight.dtype:
-        budget = _traded_budget(rows.shape[0] if valid < 0 else valid, weight, budget)
+    spared = 0
+    if needs[1] and reduction == "mean" and main_grad is None:
+        spared = spared_by_one_chunk(weight, compute, accumulate)
+    whole = (rows.shape[0] if valid < 0 else valid) * weight.shape[0] * compute.itemsize
+    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
     options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
     if main_grad is not None:
         _check_main_grad(main_grad, weight, loss_dtype, reduction)
@@ -139,23 +141,15 @@ def linear_cross_entropy_reference(
 def _forward_fake(
     x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
 ):
-    V, H = weight.shape
+    V = weight.shape[0]
     acc = torch.promote_types(compute, torch.float32)
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=acc)
     early = reduction != "none"
     dx = x.new_empty(x.shape, dtype=compute) if need_dx and early else x.new_empty(0)
     visited = x.shape[0] if valid < 0 or valid > x.shape[0] else valid
     wide = _wide_weight_gradient(visited, V, x.device, reduction, compute, budget, fp32, weight.dtype)
-    dw = x.new_empty((V, H), dtype=acc if wide else compute) if need_dw and early else x.new_empty(0)
-    return loss, dx, dw, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
-
-
-def _traded_budget(rows: int, weight: Tensor, budget: int) -> int:
-    """One chunk has nothing to sum: what an fp32 dW takes beyond one in the weight's dtype may be logits instead."""
-    if torch.compiler.is_compiling() or weight.dtype != torch.bfloat16:
-        return budget
-    whole = rows * weight.shape[0] * weight.element_size()
-    return whole if budget < whole <= budget + weight.numel() * (4 - weight.element_size()) else budget
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw and early)
+    return loss, dx, dw, more, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
 
 
 def _wide_weight_gradient(
@@ -177,34 +171,39 @@ def _wide_weight_gradient(
 @launcher(
     "(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? inverse, int valid, str reduction,"
     " ScalarType compute, int budget, bool fp32, bool need_dx, bool need_dw, bool need_db, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    " float label_smoothing, float z_loss, float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward_fake,
 )
 def _linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
     reduction: str, compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    loss, dx, dw, db = _forward_fake(
+) -> tuple[Tensor, ...]:  # fmt: skip
+    loss, *gradients = _forward_fake(
         x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
     )
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
-    need_dx, need_dw, need_db = (t.dim() > 0 and t.shape != (0,) for t in (dx, dw, db))
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
     # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
-    gradients = (dx if need_dx else None, dw if need_dw else None, db if need_db else None)
-    _walk(chunks, losses, folded, *gradients, False, *options)
+    dx, dw, more, db = gradients
+    early = reduction != "none"
+    places = (
+        dx if need_dx and early else None,
+        weight_gradient.parts(dw, more) if need_dw and early else None,
+        db if need_db and early else None,
+    )
+    _walk(chunks, losses, folded, *places, False, *options)
     if reduction == "none":
         loss = chunks.in_batch_order(losses)
-        return loss if inverse is None else loss * inverse, dx, dw, db
+        return loss if inverse is None else loss * inverse, *gradients
     total = losses.sum()
-    return total if inverse is None else total * inverse, dx, dw, db
+    return total if inverse is None else total * inverse, *gradients
 
 
 def _walk(
-    chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None,
-    add: bool, *options: Any,
+    chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: list[Tensor] | None,
+    db: Tensor | None, add: bool, *options: Any,
 ) -> None:  # fmt: skip
     """Write the rows' losses, and of the gradients, times factor, those there is a place for. add: to what dw holds."""
     if dx is not None:
@@ -212,14 +211,14 @@ def _walk(
     if db is not None:
         db.zero_()
     if dw is not None and chunks.count == 0 and not add:
-        dw.zero_()
+        weight_gradient.zero(dw)
     gradient = dx is not None or dw is not None or db is not None
     for chunk in chunks:
         cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, factor, gradient, *options)
         if dx is not None:
             chunks.add_input_gradient(dx, chunk)
         if dw is not None:
-            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0 and not add)
+            weight_gradient.accumulate(dw, chunk.logits, chunk.x, first=chunk.start == 0 and not add)
         if db is not None:
             db += chunk.logits.sum(0, dtype=db.dtype)
 
@@ -256,11 +255,10 @@ def _linear_cross_entropy_bwd(
     if need_dx:
         chunks.clear_unvisited(dx)
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
-    dw = x.new_zeros(0)
-    if need_dw:
-        dw = x.new_empty(weight.shape, dtype=acc if wide else compute)
-        if chunks.count == 0:
-            dw.zero_()
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
+    sums = weight_gradient.parts(dw, more)
+    if chunks.count == 0:
+        weight_gradient.zero(sums)
     db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # known since the forward pass, and written again along the way
@@ -270,10 +268,11 @@ def _linear_cross_entropy_bwd(
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:
-            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
+            weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
         if need_db:
             db += chunk.logits.sum(0, dtype=acc)
-    return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype) if need_db else x.new_empty(0)
+    dw = weight_gradient.narrowed(dw, more) if more.numel() else dw.to(weight.dtype)
+    return dx.to(x.dtype), dw, db.to(weight.dtype) if need_db else x.new_empty(0)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
@@ -297,9 +296,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         dloss = dloss.contiguous() if inverse is None else dloss * inverse
         grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *ctx.arguments, *ctx.needs, *ctx.options)
     else:
-        *saved, inverse = ctx.saved_tensors
+        dx, dw, more, db, inverse = ctx.saved_tensors
         factor = dloss if inverse is None else dloss * inverse
-        grads = scaled_gradients(saved, factor, ctx.dtypes, ctx.needs)
+        grads = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     wanted = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
     return *wanted, *(None for _ in range(10 + len(ctx.options)))
 
@@ -320,7 +319,7 @@ class _IntoMainGrad(torch.autograd.Function):
         dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
         factor = upstream if inverse is None else upstream * inverse
-        _walk(chunks, losses, factor, dx, main_grad, db, True, *options)
+        _walk(chunks, losses, factor, dx, [main_grad], db, True, *options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(dx, db, upstream)
         total = losses.sum()

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.backend import differentiable, is_traced, launcher, use_triton
-from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient, chunk_budget, chunk_rows, nan_if_more
+from tigon.losses import weight_gradient
+from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
 from tigon.losses.early import graph_is_kept
 from tigon.losses.head import Head, check_accumulate, check_head
 from tigon.ops.cross_entropy import check_target
@@ -208,15 +209,15 @@ def _linear_logprob_bwd(
     head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
-    dx, dw, db, da, dlb = (x.new_zeros(0) for _ in range(5))
+    dx, db, da, dlb = (x.new_zeros(0) for _ in range(4))
     if needs[0]:
         dx = x.new_empty(x.shape, dtype=compute)
         chunks.clear_unvisited(dx)
-    if needs[1]:
-        wide = weight.dtype != compute or (fp32 and chunks.count > 1)
-        dw = x.new_empty(weight.shape, dtype=acc if wide else compute)
-        if chunks.count == 0:
-            dw.zero_()
+    wide = weight.dtype != compute or (fp32 and chunks.count > 1)
+    dw, more_dw = weight_gradient.places(weight, compute, wide, budget, needs[1])
+    sums = weight_gradient.parts(dw, more_dw)
+    if chunks.count == 0:
+        weight_gradient.zero(sums)
     if needs[2]:
         db = x.new_zeros(weight.shape[0], dtype=acc)
     if lora_a is not None and lora_b is not None:
@@ -243,15 +244,17 @@ def _linear_logprob_bwd(
             through = dlogits @ head.lora_b  # (n, r)
             more = through, head.lora_a, lora_scale
             if needs[3]:
-                accumulate_weight_gradient(da, through, chunk.x, first=last)
+                weight_gradient.accumulate([da], through, chunk.x, first=last)
             if needs[4]:
-                accumulate_weight_gradient(dlb, dlogits, chunk.x @ head.lora_a.t(), first=last)
+                weight_gradient.accumulate([dlb], dlogits, chunk.x @ head.lora_a.t(), first=last)
         if needs[0]:
             chunks.add_input_gradient(dx, chunk, more)
         if needs[1]:
-            accumulate_weight_gradient(dw, dlogits, chunk.x, first=last)
+            weight_gradient.accumulate(sums, dlogits, chunk.x, first=last)
         if needs[2]:
             db += dlogits.sum(0, dtype=acc)
+    if more_dw.numel():
+        dw = weight_gradient.narrowed(dw, more_dw)
     found = (dx, dw, db, da.mul_(lora_scale), dlb.mul_(lora_scale))
     return tuple(
         g.to(t.dtype) if need and t is not None else x.new_empty(0)

@@ -97,7 +97,7 @@ def grpo(
         lengths: how many targets of each sequence count, a `ValidLengths` or a list: the others then cost nothing.
         ignore_index: see target.
         temperature, softcap, scale: log-probabilities are of softcap · tanh(scale · logits / softcap) / temperature.
-        chunk_bytes: logits held at a time, in bytes; None for 1 GiB.
+        chunk_bytes: as in `tigon.linear_cross_entropy`.
         accumulate: "fp32", or "weight" to sum the weight's gradient in its own dtype.
     Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
         "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher
-from tigon.losses.chunked import accumulate_weight_gradient, chunk_budget, chunk_rows
+from tigon.losses import weight_gradient
+from tigon.losses.chunked import chunk_budget, chunk_rows, spared_by_one_chunk
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, check_accumulate, check_head, take
 from tigon.ops.cross_entropy import check_target
@@ -244,11 +245,13 @@ def token_loss(
         raise ValueError(f"{name}: x must hold {together} stacks of equal size, got {x.shape[0]} sequences.")
     known = _lengths(name, lengths, target, ignore_index)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
+    whole = (sum(known) if known else target.numel()) * weight.shape[0] * compute.itemsize
+    spared = spared_by_one_chunk(weight, compute, accumulate) if needs[1] else 0
+    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
     loss, sums, per_sequence, per_token = _token_loss(
         x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, *(s.detach() for s in sides),
         *(None for _ in range(SIDES - len(sides))), len(sides), family, ",".join(kinds), [0.0, *map(float, numbers)],
-        [-1, *known], compute, chunk_budget(x.device, chunk_bytes), accumulate == "fp32", *needs, ignore_index,
-        temperature, softcap or 0.0, scale,
+        [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index, temperature, softcap or 0.0, scale,
     )  # fmt: skip
     results = dict(zip(instance.sums, sums.detach().unbind(0), strict=True))
     results |= dict(zip(instance.per_sequence, per_sequence.detach().unbind(0), strict=True))
@@ -279,7 +282,7 @@ SIDES = 8
 
 
 def _token_loss_fake(x, weight, bias, target, *arguments):
-    _, family, kinds, numbers, _, compute, budget, fp32, need_dx, need_dw, need_db, *_ = arguments[3 + SIDES :]
+    _, family, kinds, numbers, lengths, compute, budget, fp32, need_dx, need_dw, need_db, *_ = arguments[3 + SIDES :]
     (S, T, H), V = x.shape, weight.shape[0]
     instance = _family(family, kinds, numbers)
     acc = torch.promote_types(compute, torch.float32)
@@ -291,9 +294,10 @@ def _token_loss_fake(x, weight, bias, target, *arguments):
     )
     dx = x.new_empty((S * T, H) if need_dx else (0,), dtype=compute)
     # In one chunk nothing is summed: the product is rounded once, to its place.
-    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and S * T * V * compute.itemsize > budget)
-    dw = x.new_empty((V, H) if need_dw else (0,), dtype=acc if wide else compute)
-    return loss, *results, dx, dw, x.new_empty(V if need_db else 0, dtype=acc)
+    rows = sum(lengths[1:]) if len(lengths) > 1 else S * T
+    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and rows * V * compute.itemsize > budget)
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
+    return loss, *results, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
 @launcher(
@@ -301,7 +305,7 @@ def _token_loss_fake(x, weight, bias, target, *arguments):
     + "".join(f"Tensor? side{i}, " for i in range(SIDES))
     + "int sides, str family, str kinds, float[] numbers, int[] lengths, ScalarType compute, int budget, bool fp32,"
     " bool need_dx, bool need_dw, bool need_db, int ignore_index, float temperature, float softcap, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _token_loss_fake,
 )
 def _token_loss_fwd(
@@ -311,7 +315,7 @@ def _token_loss_fwd(
     number, family, kinds, numbers, lengths, compute, budget, *rest = arguments[SIDES:]
     (_, need_dx, need_dw, need_db), options = rest[:4], rest[4:]
     sides, lengths = arguments[:number], lengths[1:]
-    loss, sums, per_sequence, per_token, dx, dw, db = _token_loss_fake(
+    loss, sums, per_sequence, per_token, dx, dw, more, db = _token_loss_fake(
         x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments
     )
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
@@ -323,7 +327,8 @@ def _token_loss_fwd(
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options)
     held = budget // max(1, weight.shape[0] * compute.itemsize)
-    most = held if target.numel() <= held else max(128, held // 128 * 128)
+    most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
+    weight_sums = weight_gradient.parts(dw, more)
     parts = list(split(target, instance.together(), lengths, options[0], most))
     sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
     buffer = x.new_empty(max(sizes, default=0), weight.shape[0], dtype=compute)
@@ -360,14 +365,14 @@ def _token_loss_fwd(
             elif need_dx:
                 dx.index_copy_(0, rows, torch.mm(logits, walk.head.weight))
             if need_dw:
-                accumulate_weight_gradient(dw, logits, x_rows, first)
+                weight_gradient.accumulate(weight_sums, logits, x_rows, first)
             if need_db:
                 db += logits.sum(0, dtype=db.dtype)
             first = False
     if first:
-        dw.zero_()
+        weight_gradient.zero(weight_sums)
     loss.copy_(torch.where(enough, loss, float("nan")))
-    return loss, sums, per_sequence, per_token, dx, dw, db
+    return loss, sums, per_sequence, per_token, dx, dw, more, db
 
 
 def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
@@ -487,7 +492,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is None:
         return (None,) * ctx.arguments
     factor = dloss if ctx.boost == 1.0 else dloss / ctx.boost
-    dx, dw, db = scaled_gradients(ctx.saved_tensors, factor, ctx.dtypes, ctx.needs)
+    dx, dw, more, db = ctx.saved_tensors
+    dx, dw, db = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     return None if dx is None else dx.view(ctx.shape), dw, db, *(None for _ in range(ctx.arguments - 3))
 
 

@@ -22,7 +22,7 @@ from typing import SupportsInt
 import torch
 from torch import Tensor
 
-from tigon.losses.chunked import chunk_budget, nan_if_more, scalar
+from tigon.losses.chunked import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import walk
 from tigon.losses.head import check_accumulate, check_head
@@ -84,8 +84,7 @@ def distill(
         num_valid: how many targets are not ignore_index, when the host knows (an int or a
             `tigon.losses.ValidCount`). The other rows are then left out: time and memory follow the valid tokens. Too
             small a number gives a NaN loss. On a CPU it is counted.
-        chunk_bytes: logits held at a time, both sides' together; 1 GiB by default (32 MiB on a CPU), or
-            TIGON_CHUNK_BYTES.
+        chunk_bytes: logits held at a time, both sides' together; else as in `tigon.linear_cross_entropy`.
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" in the weight's dtype.
     Returns: the loss, 0-d, in fp32 (fp64 for fp64 inputs), and metrics without gradient: "soft_loss" and, with a hard
         weight, "hard_loss", each reduced, before the weights.
@@ -236,9 +235,13 @@ def _distill(
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
+    sides = compute.itemsize + (0 if rest else teacher_compute.itemsize)
+    whole = (rows.shape[0] if valid < 0 else valid) * weight.shape[0] * sides
+    spared = spared_by_one_chunk(weight, compute, accumulate) if needs[1] and inverse is not None else 0
+    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
     loss, soft, hard = walk(
-        rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute,
-        chunk_budget(x.device, chunk_bytes), accumulate == "fp32", *needs, reduction == "mean",
+        rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute, budget,
+        accumulate == "fp32", *needs, reduction == "mean",
         kind_of(loss_type, beta), rest, beta, temperature, temperature**2 if temperature_squared else 1.0, hard_weight,
         ignore_index, softcap or 0.0, scale, teacher_softcap or 0.0, teacher_scale,
     )  # fmt: skip

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tigon.backend import differentiable, launcher
-from tigon.losses.chunked import Chunk, Chunks, accumulate_weight_gradient
+from tigon.losses import weight_gradient
+from tigon.losses.chunked import Chunk, Chunks
 from tigon.losses.distillation.rows import distill_rows, topk_rows
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head
@@ -31,10 +32,11 @@ def _fake(
     loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
     dx = x.new_empty((rows, H) if need_dx else (0,), dtype=compute)
     # One chunk with its divisor folded in is summed by one product, and rounded once. A sum still waits for a factor.
-    several = inverse is None or rows * V * compute.itemsize > _share(budget, options[2], compute, teacher_compute)
+    visited = rows if valid < 0 or valid > rows else valid
+    several = inverse is None or visited * V * compute.itemsize > _share(budget, options[2], compute, teacher_compute)
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
-    dw = x.new_empty((V, H) if need_dw else (0,), dtype=acc if wide else compute)
-    return loss, soft, hard, dx, dw, x.new_empty(V if need_db else 0, dtype=acc)
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
+    return loss, soft, hard, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
 def _share(budget: int, rest: str, compute: torch.dtype, teacher_compute: torch.dtype) -> int:
@@ -63,7 +65,7 @@ def _weights(
     " Tensor? target, Tensor? inverse, int valid, ScalarType compute, ScalarType teacher_compute, int budget,"
     " bool fp32, bool need_dx, bool need_dw, bool need_db, bool per_class, str kind, str rest, float beta,"
     " float temperature, float unit, float hard_weight, int ignore_index, float softcap, float scale,"
-    " float teacher_softcap, float teacher_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " float teacher_softcap, float teacher_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )
 def _distill_fwd(
@@ -78,7 +80,7 @@ def _distill_fwd(
         x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
         budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
     )  # fmt: skip
-    loss, soft, hard, dx, dw, db = outputs
+    loss, soft, hard, dx, dw, more, db = outputs
     unit, weights, _ = _weights(per_class, kind, temperature, unit, hard_weight, weight.shape[0], compute)
     if target is not None and valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
@@ -93,8 +95,9 @@ def _distill_fwd(
     if need_dx:
         chunks.clear_unvisited(dx)
     db.zero_()
+    sums = weight_gradient.parts(dw, more)
     if chunks.count == 0:
-        dw.zero_()
+        weight_gradient.zero(sums)
     options = beta, temperature, ignore_index
     for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_x, teacher_weight, teacher_bias):
         places = soft_rows[chunk.rows], None if hard_rows is None else hard_rows[chunk.rows]
@@ -106,7 +109,7 @@ def _distill_fwd(
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:
-            accumulate_weight_gradient(dw, chunk.logits, chunk.x, first=chunk.start == 0)
+            weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
         if need_db:
             db += chunk.logits.sum(0, dtype=db.dtype)
     over: Tensor | float = 1.0 if inverse is None else inverse
@@ -149,10 +152,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * ctx.arguments
-    *saved, inverse = ctx.saved_tensors
+    dx, dw, more, db, inverse = ctx.saved_tensors
     factor = dloss if inverse is None else dloss * inverse
     factor = factor if ctx.boost == 1.0 else factor / ctx.boost
-    grads = scaled_gradients(saved, factor, ctx.dtypes, ctx.needs)
+    grads = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     return *grads, *(None for _ in range(ctx.arguments - 3))
 
 

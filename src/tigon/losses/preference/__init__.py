@@ -16,7 +16,7 @@ Names and semantics are those of TRL 1.16. All functions take their tensors and 
         The other tokens are then left out: time and memory follow those that count. Too small a number gives a NaN
         loss. On a CPU they are counted.
     temperature, softcap, scale: of the logits, see above.
-    chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES.
+    chunk_bytes: logits held at a time; as in `tigon.linear_cross_entropy`.
     accumulate: "fp32" adds the weight's gradient in fp32 and rounds once; "weight" adds in the weight's dtype.
 
 They return the loss, 0-d in fp32 (fp64 for fp64), and metrics by the names TRL logs, 0-d tensors on the device, without

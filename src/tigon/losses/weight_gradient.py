@@ -1,0 +1,116 @@
+"""dW (V, H) of a head: a sum over chunks, in fp32 where there are several, at last narrowed to the weight's dtype.
+
+An fp32 sum and its narrow result at once would be half as much memory again, beyond what the loss was allowed. So where
+the result is larger than a chunk of logits, the first half of the rows is summed in the memory of the result itself, as
+fp32, and the others in a tensor of their own: in all as much as one fp32 sum. Narrowing goes from the front, over twice
+as many numbers each time as were done before: what is written then lies where everything has been read.
+
+    result (V, H) bf16    | fp32 of rows 0 … V/2              |        | bf16 of rows 0 … V/2 | bf16 of rows V/2 … V |
+    more (V/2, H) fp32    | fp32 of rows V/2 … V              |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.backend import cdiv, is_traced, launch, tl, triton, use_triton
+
+BLOCK = 4096
+
+
+def places(weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: bool) -> tuple[Tensor, Tensor]:
+    """Where dW is summed: two uninitialised tensors, the second of them empty unless the result's memory is shared.
+
+    wide: in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold.
+    """
+    (V, H), acc = weight.shape, torch.promote_types(compute, torch.float32)
+    none = weight.new_empty(0, dtype=acc)
+    if not need:
+        return weight.new_empty(0, dtype=compute), none
+    front = _front_rows(V)
+    halved = wide and weight.dtype == compute and 2 * compute.itemsize == acc.itemsize
+    if halved and front and V * H * compute.itemsize > budget:
+        return weight.new_empty(V, H), weight.new_empty(V - front, H, dtype=acc)
+    return weight.new_empty(V, H, dtype=acc if wide else compute), none
+
+
+def _front_rows(V: int) -> int:
+    return V // 128 * 64  # rows of whole tiles, not more than half of all
+
+
+def parts(dw: Tensor, more: Tensor) -> list[Tensor]:
+    """The sums, of consecutive rows of W."""
+    if not more.numel():
+        return [dw]
+    V, H = dw.shape
+    front = V - more.shape[0]
+    return [dw.view(-1)[: 2 * front * H].view(more.dtype).view(front, H), more]
+
+
+def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) -> None:
+    """sums = or += dlogitsᵀ x, without a temporary of their size; they may be fp32 under half-precision factors."""
+    start = 0
+    for dw in sums:
+        columns = dlogits if len(sums) == 1 else dlogits[:, start : start + dw.shape[0]]
+        start += dw.shape[0]
+        _accumulate(dw, columns, x, first)
+
+
+def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
+    if dw.dtype == x.dtype:
+        if first:
+            torch.mm(dlogits.t(), x, out=dw)
+        else:
+            dw.addmm_(dlogits.t(), x)
+    elif x.is_cuda:
+        if first:
+            torch.mm(dlogits.t(), x, out_dtype=dw.dtype, out=dw)
+        else:
+            torch.addmm(dw, dlogits.t(), x, out_dtype=dw.dtype, out=dw)
+    else:
+        dlogits, x = dlogits.t().to(dw.dtype), x.to(dw.dtype)
+        if first:
+            torch.mm(dlogits, x, out=dw)
+        else:
+            dw.addmm_(dlogits, x)
+
+
+def zero(sums: Sequence[Tensor]) -> None:
+    for dw in sums:
+        dw.zero_()
+
+
+def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool = True) -> Tensor:
+    """The shared sums times the 0-d factor in dW's dtype, rounded once; in dW's own memory if that is `ours`."""
+    front, rest = parts(dw, more)
+    if is_traced(dw) or not use_triton(dw):
+        scaled = [t if factor is None else t * factor for t in (front, rest)]
+        return torch.cat([t.to(dw.dtype) for t in scaled])
+    out = dw if ours else torch.empty_like(dw)
+    n = front.numel()
+    # The first step reads all before it writes any; every other one writes where those before it have read.
+    start, stop = 0, min(BLOCK, n) if ours else n
+    while start < n:
+        _narrow(front, out, factor, start, stop)
+        start, stop = stop, min(2 * stop, n)
+    _narrow(rest, out[front.shape[0] :], factor, 0, rest.numel())
+    return out
+
+
+@triton.jit(do_not_specialize=["start", "stop"])
+def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, stop, BLOCK: tl.constexpr):
+    at = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < stop, other=0.0)
+    if factor_ptr is not None:
+        x = x * tl.load(factor_ptr).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(y_ptr + at, x.to(y_ptr.dtype.element_ty), mask=at < stop)
+
+
+def _narrow(x: Tensor, y: Tensor, factor: Tensor | None, start: int, stop: int) -> None:
+    key = (start, stop, y.dtype, None if factor is None else factor.dtype)
+    plan = cdiv(stop - start, BLOCK), (start, stop, BLOCK), {"num_warps": 8}
+    launch(_narrow_kernel, key, (x, y, factor), lambda: plan)
