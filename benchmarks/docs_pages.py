@@ -249,7 +249,7 @@ def memory_of(name: str) -> dict[str, Any] | None:
         return None
     groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for content, rows in rows_of(name):
-        for row in rows:
+        for row in rows if rows[0]["op"] == name else ():
             same = tuple(row["shape"][-2:]), row["dtype"]
             groups.setdefault(same, []).append((content, row))
     most = max(groups.values(), key=lambda group: len({plots.tokens_of(row) for _, row in group}), default=[])

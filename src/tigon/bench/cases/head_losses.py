@@ -40,6 +40,17 @@ def _make_linear_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.d
     return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
 
 
+def _make_ignored(share: float) -> Callable[..., Inputs]:
+    """The same with a share of the labels ignored, whatever is asked for besides."""
+    return lambda shape, dtype, device, ignored: _make_linear_cross_entropy(shape, dtype, device, max(share, ignored))
+
+
+def _make_frozen(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    inputs = _make_linear_cross_entropy(shape, dtype, device, ignored)
+    inputs.arguments["weight"].requires_grad_(False)
+    return Inputs(inputs.arguments, ("x",), inputs.outputs, inputs.grads)
+
+
 def _make_linear_logprob(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
     inputs = _make_linear_cross_entropy(shape, dtype, device, ignored)
     return Inputs(inputs.arguments, inputs.wrt, ("logprob",), _upstream(dtype, device, shape[0]))
@@ -161,6 +172,12 @@ def expect_of_logprob(result: Callable[..., Tensor], output: str = "loss") -> Ca
 
 def _nll(logprob: Tensor, reference: Tensor | None, target: Tensor, **_: Any) -> Tensor:
     return -logprob.sum() / (target != -100).sum()
+
+
+def _expect_frozen(inputs: Inputs) -> Expected:
+    expected = expect_of_logprob(_nll)(inputs)
+    del expected["dweight"]
+    return expected
 
 
 def _dpo(logprob: Tensor, reference: Tensor | None, **_: Any) -> Tensor:
@@ -328,34 +345,40 @@ def _load_quack_linear_cross_entropy() -> Callable[..., Any]:
 # -------------------------------------------------------------------------------------------------------------- floor
 
 
-def _products(number: int) -> Callable[[Inputs], list[Callable[[], Any]]]:
-    """Whole-batch cuBLAS products: logits (of `number` − 2 models), dX, dW. The logits stand in for their gradient."""
+def _products(number: int, frozen: bool) -> Callable[[Inputs], list[Callable[[], Any]]]:
+    """Whole-batch cuBLAS products: logits of some models, dX, dW. The logits stand in for their gradient."""
 
     def floor(inputs: Inputs) -> list[Callable[[], Any]]:
         w = inputs.arguments["weight"].detach()
         x = inputs.arguments["x"].detach().reshape(-1, w.shape[1])
         logits = torch.mm(x, w.T)
-        dx, dw = torch.empty_like(x), torch.empty_like(w)
-        forward = [lambda: torch.mm(x, w.T, out=logits)] * (number - 2)
-        return [*forward, lambda: torch.mm(logits, w, out=dx), lambda: torch.mm(logits.T, x, out=dw)]
+        dx, dw = torch.empty_like(x), None if frozen else torch.empty_like(w)
+        products = [lambda: torch.mm(x, w.T, out=logits)] * number
+        products.append(lambda: torch.mm(logits, w, out=dx))
+        if dw is not None:
+            products.append(lambda: torch.mm(logits.T, x, out=dw))
+        return products
 
     return floor
 
 
-def _head_op(name: str, products: int, shape_names: tuple[str, ...], **rest: Any) -> Op:
+def _head_op(name: str, products: int, shape_names: tuple[str, ...], frozen: bool = False, **rest: Any) -> Op:
+    """products: as large as that of the logits, dX and dW among them. frozen: there is no dW."""
+    backward = 1 if frozen else 2
+    forward = products - backward
+
     def nbytes(s: Shape, b: int) -> tuple[int, int]:
         *tokens, h, v = s
         n = math.prod(tokens)
-        return ((n + v) * h * b + 8 * n, 2 * (n + v) * h * b + 8 * n)
+        return ((n + v) * h * b + 8 * n, (n + v) * h * b + (n + (0 if frozen else v)) * h * b + 8 * n)
 
-    forward = products - 2
     return Op(
         name=name,
         shape_names=shape_names,
         nbytes=nbytes,
-        counted=(f"{2 * forward}·M·N·V FLOP", "4·M·N·V FLOP"),
-        flops=lambda s: (2 * forward * math.prod(s), 4 * math.prod(s)),
-        floor=_products(products),
+        counted=(f"{2 * forward}·M·N·V FLOP", f"{2 * backward}·M·N·V FLOP"),
+        flops=lambda s: (2 * forward * math.prod(s), 2 * backward * math.prod(s)),
+        floor=_products(forward, frozen),
         **rest,
     )
 
@@ -365,7 +388,19 @@ SEQUENCES = ("sequences", "tokens", "width", "vocabulary")
 HEADS = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 MORE_HEADS = ((1000, 2048, 32000), (131072, 2048, 49152), (8192, 4096, 200019), (8192, 2048, 262144))
 # Two sequences that grow, of Llama-3.2-1B: what memory does over their length.
-LENGTHS = tuple((2, t, 2048, 128256) for t in (1024, 4096, 16384, 65536))
+LENGTHS = tuple((2, t, 2048, 128256) for t in (1024, 4096, 16384, 32768))
+
+PEERS = {
+    **plain(_eager_linear_cross_entropy),
+    "liger": Implementation(
+        _liger_linear_cross_entropy(None), note="dW accumulated in the weight's dtype", gpu_only=True
+    ),
+    "liger-fp32": Implementation(
+        _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
+    ),
+    "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
+    **quack(_load_quack_linear_cross_entropy),
+}
 
 OPS = (
     _head_op(
@@ -386,22 +421,55 @@ OPS = (
             "tigon-compact": Implementation(
                 _tigon_linear_cross_entropy(compact=True), note="ignored rows left out", on_request=True
             ),
-            "tigon-256MiB": Implementation(
-                _tigon_linear_cross_entropy(chunk_bytes=2**28), note="256 MiB of logits", on_request=True
-            ),
-            "tigon-4GiB": Implementation(
-                _tigon_linear_cross_entropy(chunk_bytes=2**32), note="4 GiB of logits", on_request=True
-            ),
-            **plain(_eager_linear_cross_entropy),
-            "liger": Implementation(
-                _liger_linear_cross_entropy(None), note="dW accumulated in the weight's dtype", gpu_only=True
-            ),
-            "liger-fp32": Implementation(
-                _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
-            ),
-            "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
-            **quack(_load_quack_linear_cross_entropy),
+            **PEERS,
         },
+    ),
+    _head_op(
+        "linear_cross_entropy-budget",
+        3,
+        TOKENS,
+        shapes=HEADS,
+        small=((256, 64, 4096),),
+        tiny=(8, 16, 64),
+        make=_make_linear_cross_entropy,
+        expect=expect_of_logprob(_nll),
+        implementations={
+            "tigon-256MiB": Implementation(_tigon_linear_cross_entropy(chunk_bytes=2**28), note="256 MiB of logits"),
+            "tigon": Implementation(_tigon_linear_cross_entropy(), note="1 GiB of logits"),
+            "tigon-4GiB": Implementation(_tigon_linear_cross_entropy(chunk_bytes=2**32), note="4 GiB of logits"),
+            "eager": PEERS["eager"],
+        },
+    ),
+    _head_op(
+        "linear_cross_entropy-frozen",
+        2,
+        TOKENS,
+        frozen=True,
+        shapes=((32768, 4096, 128256), (16384, 2048, 151936)),
+        small=((256, 64, 4096),),
+        tiny=(8, 16, 64),
+        make=_make_frozen,
+        expect=_expect_frozen,
+        implementations={"tigon": Implementation(_tigon_linear_cross_entropy(), note="no dW"), **PEERS},
+    ),
+    *(
+        _head_op(
+            f"linear_cross_entropy-ignored{percent}",
+            3,
+            TOKENS,
+            shapes=((32768, 4096, 128256),),
+            small=((256, 64, 4096),),
+            tiny=(8, 16, 64),
+            make=_make_ignored(percent / 100),
+            expect=expect_of_logprob(_nll),
+            implementations={
+                "tigon": Implementation(
+                    _tigon_linear_cross_entropy(compact=True), note=f"{percent} % of the labels ignored, and left out"
+                ),
+                **PEERS,
+            },
+        )
+        for percent in (25, 50, 90)
     ),
     _head_op(
         "linear_logprob",
@@ -485,6 +553,8 @@ OPS = (
         "distill",
         4,
         TOKENS,
+        # Logits alike cancel in the gradient, and the rounding of the logits does not: eager is 0.016 off as well.
+        slack=3.0,
         shapes=((4096, 4096, 128256),),
         extra=((16384, 2048, 151936), *((2 * t, *rest) for _, t, *rest in LENGTHS)),
         small=((256, 64, 4096),),
