@@ -64,6 +64,8 @@ def shifted(logits, target):
     return logits[..., :-1, :].contiguous().view(-1, V), target[..., 1:].contiguous().view(-1)
 
 
+WORDS = torch.linspace(-2.0, 2.0, V)
+
 FUSED = {
     "view": lambda z, t: F.cross_entropy(*flat(z, t)),
     "module": lambda z, t: nn.CrossEntropyLoss()(*flat(z, t)),
@@ -79,12 +81,17 @@ FUSED = {
     "none": lambda z, t: (F.cross_entropy(*flat(z, t), reduction="none") * torch.arange(B * T)).sum(),
     "smoothing": lambda z, t: F.cross_entropy(*flat(z, t), label_smoothing=0.1),
     "ignore": lambda z, t: F.cross_entropy(*flat(z, t.clamp(min=0)), ignore_index=3),
+    "plus a vector": lambda z, t: F.cross_entropy(*flat(z + WORDS[None], t)),
+    "plus a vector, softcap": lambda z, t: F.cross_entropy(*flat(torch.tanh(z.add(WORDS) / 3.0) * 3.0, t)),
 }
 FUSED_EAGERLY = {
     "shifted": lambda z, t: F.cross_entropy(*shifted(z, t)),
     "shifted, two slices": lambda z, t: F.cross_entropy(z[:, :-1].reshape(-1, V), t[:, 1:].reshape(-1)),
     "flatten": lambda z, t: F.cross_entropy(z.flatten(0, 1), t.flatten()),
     "first words": lambda z, t: F.cross_entropy(z[..., :20].reshape(-1, 20), t.clamp(max=19).reshape(-1)),
+    "plus a vector, first words": lambda z, t: F.cross_entropy(
+        (z + WORDS)[..., :20].reshape(-1, 20), t.clamp(max=19).reshape(-1)
+    ),
     "masked": lambda z, t: F.cross_entropy(z[t != -100], t[t != -100]),
     "last positions": lambda z, t: F.cross_entropy(z[:, -2:, :].reshape(-1, V), t[:, -2:].reshape(-1)),
 }
@@ -123,6 +130,10 @@ BUILT = {
     "zero": lambda z, t: F.cross_entropy(*flat(z * 0.0, t)),
     "nll": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
     "plus": lambda z, t: F.cross_entropy(*flat(z + 1.0, t)),
+    "plus a vector, twice": lambda z, t: F.cross_entropy(*flat(z + WORDS + WORDS, t)),
+    "plus a vector, scaled before": lambda z, t: F.cross_entropy(*flat(z * 2.0 + WORDS, t)),
+    "plus rows": lambda z, t: F.cross_entropy(*flat(z + torch.arange(float(T))[:, None], t)),
+    "plus a wider vector": lambda z, t: F.cross_entropy(*flat(z + WORDS.double(), t)),
     "clamp": lambda z, t: F.cross_entropy(*flat(z.clamp(max=1.0), t)),
     "masked words": lambda z, t: F.cross_entropy(*flat(z.masked_fill(torch.arange(V) == 4, -1e9), t.clamp(max=3))),
     "other words": lambda z, t: F.cross_entropy(z[..., 3:].reshape(-1, V - 3), t.clamp(max=3).reshape(-1)),
@@ -267,6 +278,14 @@ def test_stale_logits_are_an_error_and_never_wrong_numbers(change, carrier):
     with pytest.raises(RuntimeError, match=r"never built.*Read outputs\.logits before optimizer\.step"):
         lazy.argmax(-1)
     assert torch.equal(early.detach(), expected), "what was built in time stays"
+
+
+def test_a_vector_that_was_added_counts_as_a_part_of_them():
+    case, vector = Case(), torch.ones(V)
+    lazy = case.lazy() + vector
+    vector.zero_()
+    with pytest.raises(RuntimeError, match="second bias changed in place"):
+        lazy.argmax(-1)
 
 
 def test_an_optimizer_that_changes_nothing_leaves_them_readable():

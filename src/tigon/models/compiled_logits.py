@@ -76,6 +76,12 @@ class CompiledLogits:
 
     div = __truediv__
 
+    def __add__(self, other: Any) -> Any:
+        recipe = self.recipe.plus(other) if self.pending() and self.origin is None else None
+        return self.build("add") + other if recipe is None else CompiledLogits(recipe)
+
+    add = __add__
+
     def tanh(self) -> Any:
         return CompiledLogits(self.recipe.then("tanh")) if self.pending() else self.build("tanh").tanh()
 
@@ -155,7 +161,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = """
-    add radd sub rsub rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg pos abs invert eq ne lt le gt ge
+    radd sub rsub rtruediv floordiv rfloordiv mod pow rpow matmul rmatmul neg pos abs invert eq ne lt le gt ge
     and or xor getitem setitem iter bool index contains array deepcopy iadd isub imul itruediv
 """
 for _name in _OPERATORS.split():

@@ -3,7 +3,8 @@
 A fused head returns one of these in place of x Wᵀ + bias. It holds the hidden states, the weight, the bias and the
 elementwise steps applied since (`Recipe`), and answers three kinds of use:
 
-    * / by a number, tanh, float, views, slices   noted, nothing is computed
+    * / by a number, + a vector, tanh, float,     noted, nothing is computed
+    views, slices
     F.cross_entropy(logits, target)               tigon.linear_cross_entropy with the scale and softcap that were noted
     anything else                                 the logits are built, as the plain head builds them, with autograd
 
@@ -215,6 +216,14 @@ def _div(lazy: LazyLogits, other: Any = None, *rest: Any, **options: Any) -> Any
     return lazy.then("div", other) if is_number(other) and not rest and not options else NotImplemented
 
 
+def _add(lazy: LazyLogits, other: Any = None, *rest: Any, **options: Any) -> Any:
+    recipe = None if rest or options or lazy.origin is not None else lazy.recipe.plus(other)
+    if recipe is None:
+        return NotImplemented
+    with lazy._grad_mode():
+        return LazyLogits._make(recipe, torch.empty(lazy.like.shape, dtype=recipe.dtype, device="meta"))
+
+
 def _tanh(lazy: LazyLogits, **options: Any) -> Any:
     return NotImplemented if options else lazy.then("tanh")
 
@@ -361,6 +370,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__mul__: _mul, Tensor.__rmul__: _mul,
     Tensor.div: _div, torch.div: _div, Tensor.divide: _div, torch.divide: _div, Tensor.true_divide: _div,
     torch.true_divide: _div, Tensor.__truediv__: _div,
+    Tensor.add: _add, torch.add: _add, Tensor.__add__: _add,
     Tensor.tanh: _tanh, torch.tanh: _tanh, F.tanh: _tanh,
     Tensor.float: _float, Tensor.to: _to, Tensor.contiguous: _contiguous,
     Tensor.view: _view, Tensor.reshape: _reshape_method,

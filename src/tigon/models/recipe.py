@@ -35,7 +35,7 @@ class Recipe:
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
         # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
         self.sample = _sample(weight) if sample is None else sample
-        self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, (hidden, weight, bias)))
+        self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any) -> Recipe | None:
@@ -57,6 +57,20 @@ class Recipe:
         dtype = value if step == "cast" else self.dtype
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias, *(v for step, v in self.steps if step == "add")
+
+    def plus(self, other: Any) -> Recipe | None:
+        """With a vector added, as Bart and Marian do; None for what is none, or comes after another step."""
+        V = self.weight.shape[0]
+        if type(other) not in (Tensor, torch.nn.Parameter) or other.numel() != V or other.shape[-1:] != (V,):
+            return None
+        if other.dim() > self.hidden.dim() or other.device != self.hidden.device or self.steps:
+            return None
+        if other.dtype != self.dtype or (other.requires_grad and torch.is_grad_enabled()):
+            return None
+        return self.then("add", other.detach().reshape(V))
+
     def rows(self, take: Callable[[Tensor], Tensor]) -> Recipe:
         """The same logits for other rows: `take` maps hidden states as the caller mapped the logits."""
         return self._with(hidden=take(self.hidden))
@@ -64,7 +78,8 @@ class Recipe:
     def columns(self, count: int) -> Recipe:
         """The logits of the first `count` words."""
         bias = None if self.bias is None else self.bias[:count]
-        return self._with(weight=self.weight[:count], bias=bias, sample=_sample(self.weight[:count]))
+        steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
+        return self._with(weight=self.weight[:count], bias=bias, sample=_sample(self.weight[:count]), steps=steps)
 
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():
@@ -75,8 +90,8 @@ class Recipe:
 
     def check(self, sample: bool = False) -> None:
         """Raise where the plain logits, which would have been computed by now, are no longer what this would give."""
-        names = ("hidden states", "weight", "bias")
-        tensors = (self.hidden, self.weight, self.bias)
+        tensors = self._tensors()
+        names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
             if version_of(t) != version:
                 raise RuntimeError(_STALE.format(f"the head's {name} changed in place"))
@@ -99,6 +114,8 @@ class Recipe:
                     z = z * value
                 elif step == "div":
                     z = z / value
+                elif step == "add":
+                    z = z + value
                 elif step == "tanh":
                     z = torch.tanh(z)
                 else:
@@ -109,6 +126,8 @@ class Recipe:
         """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
         before, after, tanh = 1.0, 1.0, False
         for step, value in self.steps:
+            if step == "add":
+                continue  # the first step, if there is one: `cross_entropy` adds it to the bias
             if step == "tanh":
                 if tanh:
                     return None
@@ -132,9 +151,13 @@ class Recipe:
         # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
         dtype = torch.float32 if torch.is_autocast_enabled(device) else self.dtype
         valid = self.ledger.valid_targets(target, ignore_index)
+        bias = self.bias
+        for step, value in self.steps:
+            if step == "add":
+                bias = value if bias is None else bias + value
         with _autocast(device, self.autocast):
             loss = linear_cross_entropy(
-                self.hidden, self.weight, target, bias=self.bias, ignore_index=ignore_index, reduction=reduction,
+                self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
             )  # fmt: skip
         self.ledger.count("head")
