@@ -157,6 +157,36 @@ def test_two_rotary_functions_in_one_forward_are_one_replacement():
     assert rotary == [(True, 2, "part and rotate halves, full")]
 
 
+class Outer(nn.Module):
+    """A model that computes the loss of the logits of another, and has no head to show."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def get_output_embeddings(self):
+        return None
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.inner(input_ids, **kwargs).logits
+        loss = None if labels is None else self.inner.loss_function(logits, labels, logits.shape[-1])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_labels_that_an_outer_model_keeps_to_itself():
+    model, inputs = Outer(build("llama")), batch("llama")
+    plain, plain_grads = step(model, inputs)
+    with tigon.fuse(model) as fusion:
+        fused, fused_grads = step(model, inputs)
+        assert fusion.report().calls == CALLS["llama"]
+        assert fusion.report().logits_built_by == {}
+        assert type(model(**{k: v for k, v in inputs.items() if k != "labels"}).logits) is torch.Tensor
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=2e-6, atol=0)
+    assert_close(fused_grads, plain_grads)
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.inner)
+
+
 class Turned(nn.Module):
     """Calls a rotary function with and without k, by position and by name."""
 

@@ -170,6 +170,7 @@ class Fusion:
     def _fuse_heads(self, modules: list[nn.Module], taken: set[int]) -> list[nn.Module]:
         """Find heads by get_output_embeddings(). Returns the models whose labels they wait for."""
         owners: list[nn.Module] = []
+        around: list[nn.Module] = []
         seen: set[int] = set()
         for owner in modules:
             if not callable(getattr(type(owner), "get_output_embeddings", None)):
@@ -177,8 +178,12 @@ class Fusion:
             try:
                 head = owner.get_output_embeddings()  # type: ignore[operator]
             except (AttributeError, NotImplementedError):
+                head = None
+            if not isinstance(head, nn.Module) or not any(m is head for m in owner.modules()):
+                # It may take the labels, and the logits from a model inside, as NemotronH Omni does.
+                around += [owner] if _labels_at(owner) is not None else []
                 continue
-            if not isinstance(head, nn.Module) or id(head) in seen or not any(m is head for m in owner.modules()):
+            if id(head) in seen:
                 continue
             seen.add(id(head))
             takes = _labels_at(owner)
@@ -203,7 +208,7 @@ class Fusion:
                 owners.append(owner)
         if not seen:
             self._left("head", self.model, "it has no get_output_embeddings() that returns a head")
-        return owners
+        return owners + [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
     def _wrap_model(self, owner: nn.Module) -> None:
         before = vars(owner).get("forward")
