@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tigon
 from tigon.models.recognize import (
     Gated,
     Norm,
@@ -187,8 +188,12 @@ class Gate(nn.Module):
         self.c = nn.Linear(hidden, width, bias=bias)
         self.f = act
         self.variant = variant
-        if variant == "dropout":
-            self.drop = nn.Dropout(0.0)
+        self.half = 0.5 if variant in ("scales", "limit", "residual dropout") else "0.5"
+        self.twice = 2.0 if variant == "scales" else 2
+        if variant in ("dropout", "dropout of the product", "dropout of gate"):
+            self.drop = nn.Dropout(0.3)
+        if variant == "norm":
+            self.norm = nn.RMSNorm(hidden)
 
     def forward(self, x):
         if self.variant == "up first":
@@ -200,12 +205,37 @@ class Gate(nn.Module):
             return self.c(self.f(self.a(x)) + self.b(x))
         if self.variant == "train only" and self.training:
             return self.c(self.a(x) * self.b(x))
+        if self.variant == "scales":
+            return self.c(self.f(self.a(x) * self.half) * self.b(x)) * self.twice
+        if self.variant == "limit":
+            return self.c(self.f(self.a(x).clamp(max=20 * self.half)) * self.b(x))
+        if self.variant == "fixed limit":
+            return self.c(self.f(self.a(x).clamp(max=100.0)) * self.b(x))
+        if self.variant == "dropout of gate":
+            return self.c(self.drop(self.f(self.a(x))) + self.b(x))
+        if self.variant == "residual dropout":
+            return F.dropout(self.c(self.f(self.a(x)) * self.b(x)), self.half, self.training)
+        if self.variant == "norm":
+            return self.c(self.norm(self.f(self.a(x)) * self.b(x)))
+        if self.variant == "dropout of the product":
+            return self.c(self.drop(self.f(self.a(x)) * self.b(x)))
         if self.variant == "dropout":
             return self.drop(self.c(self.f(self.a(x)) * self.b(x)))
         return self.c(self.f(self.a(x)) * self.b(x))
 
 
-ACTS = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh")}
+class Squared(nn.Module):
+    def forward(self, x):
+        return F.relu(x).square()
+
+
+ACTS = {
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU(),
+    "relu2": Squared(),
+}
 
 
 @pytest.mark.parametrize("width", [16, 64], ids=["narrow", "square"])
@@ -215,21 +245,59 @@ def test_gated_mlps_are_found(act, width):
     assert recognize_mlp(Gate(ACTS[act], variant="up first")) == Gated("a", "b", "c", act, "f", up_first=True)
 
 
-@pytest.mark.parametrize(
-    "act", [nn.ReLU(), nn.Sigmoid(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()]
-)
+@pytest.mark.parametrize("act", [nn.Sigmoid(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()])
 def test_other_activations_are_refused(act):
     found = recognize_mlp(Gate(act))
     assert isinstance(found, Unknown)
-    assert found.reason == f"its numbers fit neither swiglu nor geglu ({type(act).__name__})"
+    assert found.reason == f"its numbers fit neither swiglu, geglu nor reglu ({type(act).__name__})"
 
 
-@pytest.mark.parametrize("variant", ["scaled", "no gate", "train only", "dropout"])
+PLACES = {
+    "dropout": {"after": "drop"},
+    "dropout of the product": {"between": "drop"},
+    "norm": {"between": "norm"},
+    "scales": {"gate_scale": "half", "scale": "twice"},
+    "residual dropout": {"dropout": "half"},
+}
+
+
+@pytest.mark.parametrize("variant", PLACES)
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_what_stands_around_a_gated_mlp_is_found(variant, act):
+    assert recognize_mlp(Gate(ACTS[act], variant=variant)) == Gated("a", "b", "c", act, "f", **PLACES[variant])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("variant", PLACES)
+def test_what_stands_around_a_gated_mlp_still_runs(variant, training):
+    model, x = Gate(nn.SiLU(), variant=variant).train(training), torch.randn(3, 16, requires_grad=True)
+
+    def run():
+        torch.manual_seed(1)
+        y = model(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    plain = run()
+    with tigon.fuse(model, norms=False) as fusion:
+        assert fusion.report().fused[0].kind == "mlp"
+        for ours, theirs in zip(run(), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gelu_written_out_is_found():
+    class New(nn.Module):  # as in T5 1.1, and GPT-2
+        def forward(self, x):
+            return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    assert recognize_mlp(Gate(New())) == Gated("a", "b", "c", "gelu_tanh", "f")
+
+
+@pytest.mark.parametrize("variant", ["scaled", "no gate", "train only", "limit", "fixed limit", "dropout of gate"])
 def test_near_misses_of_gated_mlps_are_refused(variant):
     assert isinstance(recognize_mlp(Gate(nn.SiLU(), variant=variant)), Unknown)
 
 
-def test_gelu_written_out_or_approximated_is_refused():
+def test_gelu_approximated_otherwise_is_refused():
     class Quick(nn.Module):
         def forward(self, x):
             return x * torch.sigmoid(1.702 * x)

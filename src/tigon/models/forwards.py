@@ -17,7 +17,7 @@ from tigon.models.lazy_logits import LazyLogits
 from tigon.models.recipe import DTYPES, Recipe
 from tigon.models.recognize import HOOKS, Gated, Norm
 from tigon.models.report import Ledger
-from tigon.ops.gated import geglu, swiglu
+from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.rms_norm import rms_norm
@@ -196,6 +196,8 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not _act_is_known(self, patch):
         return _plain(self, *args, **kwargs)
     x = args[0]
+    if formula.between is not None and not _same_dtype(getattr(self, formula.gate), getattr(self, formula.down)):
+        return _plain(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
     # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.
     if formula.up is None:
         gate, up = getattr(self, formula.gate)(x), None
@@ -206,10 +208,20 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         gate = getattr(self, formula.gate)(x)
         up = getattr(self, formula.up)(x)
     down = getattr(self, formula.down)
-    if _fit_each_other(gate, up) and _is_plain_linear(down, gate):
+    plain = formula.between is None and formula.gate_scale is None
+    if plain and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp")
-        return gated_linear(gate, up, down.weight, down.bias, act=formula.act)
-    return down(_gated_product(patch, gate, up))
+        y = gated_linear(gate, up, down.weight, down.bias, act=formula.act)
+    else:
+        product = _gated_product(self, patch, gate, up)
+        if formula.between is not None:
+            product = getattr(self, formula.between)(product)
+        y = down(product)
+    if formula.scale is not None:
+        y = y * getattr(self, formula.scale)
+    if formula.dropout is not None:
+        y = F.dropout(y, getattr(self, formula.dropout), self.training)
+    return y if formula.after is None else getattr(self, formula.after)(y)
 
 
 def _is_plain_linear(layer: Any, x: Tensor) -> bool:
@@ -228,6 +240,12 @@ def _is_plain_linear(layer: Any, x: Tensor) -> bool:
     return plain and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
 
 
+def _same_dtype(one: Any, other: Any) -> bool:
+    return getattr(getattr(one, "weight", None), "dtype", None) == getattr(
+        getattr(other, "weight", None), "dtype", None
+    )
+
+
 def _act_is_known(self: Any, patch: Patch) -> bool:
     if patch.act is None:
         return True
@@ -243,15 +261,28 @@ def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
     return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
 
 
-def _gated_product(patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
-    act = patch.formula.act
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": functools.partial(geglu, approximate="none"),
+    "relu": reglu,
+    "relu2": functools.partial(reglu, squared=True),
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
+    formula: Gated = patch.formula
+    scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
     if _fit_each_other(gate, up):
         patch.ledger.count("mlp")
-        if act == "silu":
-            return swiglu(gate, up)
-        return geglu(gate, up, approximate="tanh" if act == "gelu_tanh" else "none")
+        return OPERATORS[formula.act](gate, up, gate_multiplier=scale)
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    if act == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
+    return ACTIVATIONS[formula.act](gate if scale == 1.0 else gate * scale) * up

@@ -193,12 +193,18 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
 # -------------------------------------------------------------------------------------------------------- gated MLPs
 
 
+ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+
+
 @dataclass(frozen=True)
 class Gated:
     """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
 
-    act: "silu", "gelu_tanh" or "gelu" (the error function). act_module: the name of the child that computes it, if any.
+    act: "silu", "gelu_tanh", "gelu" (the error function), "relu" or "relu2". act_module: the child that computes it.
     up_first: the order in which the module calls them, which random numbers and hooks can tell.
+    between, after: children that the product and the result go through: dropout, a norm.
+    gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
+        dropped in training.
     """
 
     gate: str
@@ -207,9 +213,15 @@ class Gated:
     act: str
     act_module: str | None
     up_first: bool = False
+    between: str | None = None
+    after: str | None = None
+    gate_scale: str | None = None
+    scale: str | None = None
+    dropout: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.act}(gate) · up" + (", one projection" if self.up is None else "")
+        gate = "gate" if self.gate_scale is None else "s · gate"
+        return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
 
 
 @probing()
@@ -223,23 +235,32 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
     roles = list(_roles(widths))
     if not roles:
         return None
-    packed = len(widths) == 2  # also every plain MLP of two layers: those are not mentioned
-    if len(others) > 1:
-        return None if packed else Unknown(f"it has other modules: {', '.join(others)}")
+    # Two layers are also every plain MLP, three that are square also every attention: those are not mentioned.
+    silent = len(widths) == 2 or all(before == after for before, after in widths.values())
+    if len(others) > 3:
+        return None if silent else Unknown(f"it has other modules: {', '.join(others)}")
     if not _takes_one_argument(module):
-        return None if packed else Unknown("its forward takes more than one input")
-    act_module = others[0] if others else None
-    if act_module is not None and (_has_state(children[act_module])):
-        return None if packed else Unknown(f"its activation {type(children[act_module]).__name__} has state")
-    for gate, up, down in roles:
-        for act in ("silu", "gelu_tanh", "gelu"):
-            order = _is_gated(module, gate, up, down, act)
-            if order is not None:
-                return Gated(gate, up, down, act, act_module, up_first=order[0] == up)
-    if packed:
+        return None if silent else Unknown("its forward takes more than one input")
+    none: list[str | None] = [None]
+    acts: list[str | None] = [
+        k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
+    ]
+    for act_module in acts or none:
+        rest = [k for k in others if k != act_module]
+        for gate, up, down in roles:
+            for act in ACTS:
+                formula = Gated(gate, up, down, act, act_module)
+                # A number among the attributes may scale something; or be what makes the module another one.
+                for attributes in ([k for k, v in vars(module).items() if type(v) is float], []):
+                    found = _gated(module, formula, rest, attributes)
+                    if found is not None:
+                        return found
+    if silent:
         return None
-    name = type(children[act_module]).__name__ if act_module is not None else "its own activation"
-    return Unknown(f"its numbers fit neither swiglu nor geglu ({name})")
+    if len(others) > 1:
+        return Unknown(f"it has other modules: {', '.join(others)}")
+    name = type(children[others[0]]).__name__ if others else "its own activation"
+    return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -280,15 +301,28 @@ class _Recorder(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str) -> list[str] | None:
-    """The order in which the layers are called, or None where the numbers differ."""
-    order: list[str] = []
+class _Mark(nn.Module):
+    """In place of a dropout or a norm: multiplies by a power of two, which shows where it stands and rounds nothing."""
+
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
+    """The formula with the places of the other children and of the scales; None where the numbers differ."""
+    factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
+    scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
+    found: set[Gated] = set()
+    dropouts: set[str | None] = set()
     generator = torch.Generator().manual_seed(0)
     narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
+    gate, up, down = formula.gate, formula.up, formula.down
     for dtype in (torch.float32, torch.bfloat16):
         for training in (True, False):
             layers: dict[str, _Recorder] = {}
-            order = []
+            order: list[str] = []
             for name in (gate, up, down):
                 if name is None:
                     continue
@@ -297,26 +331,57 @@ def _is_gated(module: nn.Module, gate: str, up: str | None, down: str, act: str)
                 for k, p in layer.named_parameters():
                     setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
                 layer.name, layer.seen, layer.order = name, [], order
-            probe = _copy(module, {}, dict(layers))
+            marks = {k: _Mark() for k in rest}
+            for k, mark in marks.items():
+                mark.factor = factors[k]
+            probe = _copy(module, {}, {**layers, **marks})
+            vars(probe).update(scales)
             probe.training = training
             for child in probe.children():
                 child.training = training
-            x = torch.randn(16, narrow, generator=generator).to(dtype)
+            # Small and large numbers: a limit that gate or up is held to shows.
+            x = (torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]).to(dtype)
             y = run(probe, x)
             inputs = layers[down].seen
-            if y is None or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
+            if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
                 return None
-            if not torch.equal(y, F.linear(inputs[0], layers[down].weight, layers[down].bias)):
-                return None  # something follows the last layer
+            last = F.linear(inputs[0], layers[down].weight, layers[down].bias)
+            after = next((k for k, f in {"": 1.0, **factors, **scales}.items() if torch.equal(y, last * f)), None)
+            dropout = next(
+                (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
+            )
+            if after is None and dropout is None:
+                return None  # something else follows the last layer
+            dropouts |= {dropout} if training else set()
             g = F.linear(x, layers[gate].weight, layers[gate].bias)
             u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
-            expected = gated_reference(g, u, act)
-            # gelu is a difference of numbers as large as gate: in fp32 that is what its rounding is relative to.
-            terms = None if dtype == torch.bfloat16 else expected.abs() + 0.5 * _product(g, u)
-            # Modules round act(gate) and then the product, Tigon the product alone.
-            if not same_numbers(inputs[0], expected, roundings=2, size=terms):
+            here = None
+            for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
+                expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
+                # gelu is a difference of numbers as large as gate, to which its rounding is relative: in fp32 always,
+                # in bf16 where it is written out. Modules round act(gate) and the product, Tigon the product alone.
+                written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
+                terms = expected.abs() + 0.5 * _product(g, u) if dtype == torch.float32 or written_out else None
+                roundings = 6 if written_out else 2
+                if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
+                    here = between or None, gate_scale or None
+                    break
+            if here is None:
                 return None
-    return order
+            places = here[0], after if after in factors else None, here[1], after if after in scales else None
+            found.add(replace(formula, up_first=order[0] == up, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in found for k in (f.between, f.after) if k is not None}
+    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+        return None
+    return replace(found.pop(), dropout=dropouts.pop())
+
+
+_PLACES = ("between", "after", "gate_scale", "scale")
+
+
+def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
+    kept = y != 0
+    return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
 
 
 def _product(gate: Tensor, up: Tensor | None) -> Tensor:
