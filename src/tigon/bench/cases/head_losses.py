@@ -337,9 +337,25 @@ def _load_cce() -> Callable[..., Any]:
 
 
 def _load_quack_linear_cross_entropy() -> Callable[..., Any]:
+    from quack.gemm_runtime import identity
+
+    # QuACK 0.6.5 refuses to make a cache key of objects that it does not know, and chunks of as many rows as x is wide.
+    key_of = identity.semantic_value_key
+
+    def key_of_any(value: Any, seen: set[Any]) -> Any:
+        try:
+            return key_of(value, seen)
+        except TypeError:
+            return "opaque", type(value).__qualname__
+
+    identity.semantic_value_key = key_of_any
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return lambda x, weight, target, num_valid: chunked_linear_cross_entropy(x, weight, target, reduction="mean")
+    def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
+        rows = 8192 if x.shape[-1] == 4096 else 4096
+        return chunked_linear_cross_entropy(x, weight, target, chunk_size=rows, reduction="mean")
+
+    return run
 
 
 # -------------------------------------------------------------------------------------------------------------- floor
@@ -399,7 +415,6 @@ PEERS = {
         _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
     ),
     "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
-    **quack(_load_quack_linear_cross_entropy),
 }
 
 OPS = (
@@ -422,6 +437,7 @@ OPS = (
                 _tigon_linear_cross_entropy(compact=True), note="ignored rows left out", on_request=True
             ),
             **PEERS,
+            **quack(_load_quack_linear_cross_entropy),
         },
     ),
     _head_op(
