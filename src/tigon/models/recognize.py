@@ -230,13 +230,13 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := _linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
-    if len(widths) not in (2, 3) or module._parameters or module._buffers:
-        return None
-    roles = list(_roles(widths))
+    roles = list(_roles(widths)) if len(widths) in (2, 3) else []
     if not roles:
         return None
-    # Two layers are also every plain MLP, three that are square also every attention: those are not mentioned.
-    silent = len(widths) == 2 or all(before == after for before, after in widths.values())
+    # Three square layers are also every attention: not to be mentioned.
+    silent = all(before == after for before, after in widths.values())
+    if module._parameters or module._buffers:
+        return None if silent else Unknown("it has parameters of its own")
     if len(others) > 3:
         return None if silent else Unknown(f"it has other modules: {', '.join(others)}")
     if not _takes_one_argument(module):
@@ -340,7 +340,8 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
             for child in probe.children():
                 child.training = training
             # Small and large numbers: a limit that gate or up is held to shows.
-            x = (torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]).to(dtype)
+            x = torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
+            x = x.view(2, 8, narrow).to(dtype)
             y = run(probe, x)
             inputs = layers[down].seen
             if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
@@ -358,11 +359,11 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
             here = None
             for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
                 expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
-                # gelu is a difference of numbers as large as gate, to which its rounding is relative: in fp32 always,
-                # in bf16 where it is written out. Modules round act(gate) and the product, Tigon the product alone.
+                # gelu is a difference of numbers as large as gate, to which fp32 rounding is relative, and in bf16 too
+                # where it is written out. Modules round act(gate) and the product, Tigon the product alone.
                 written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
-                terms = expected.abs() + 0.5 * _product(g, u) if dtype == torch.float32 or written_out else None
-                roundings = 6 if written_out else 2
+                share = 0.5 if dtype == torch.float32 or written_out else 2**-15
+                terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
                 if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
                     here = between or None, gate_scale or None
                     break
