@@ -99,6 +99,40 @@ def test_an_eps_that_no_attribute_holds_is_found_by_its_value():
     assert found.eps == 1e-6
 
 
+class GatedNorm(nn.Module):
+    """As in Qwen3-Next; the variants are near misses."""
+
+    def __init__(self, variant=""):
+        super().__init__()
+        self.variant, self.tiny = variant, 1e-6
+        self.g = nn.Parameter(torch.ones(N))
+
+    def forward(self, x, gate=None):
+        act = torch.sigmoid if self.variant == "sigmoid" else F.silu
+        wide = x.float() * act(gate.float()) if self.variant == "gate first" else x.float()
+        y = self.g * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.tiny)).to(x.dtype)
+        return y if self.variant == "gate first" else (y * act(gate.float())).to(x.dtype)
+
+
+def test_norms_with_a_gate_are_found():
+    found = recognize_norm(GatedNorm())
+    assert isinstance(found, Norm)
+    assert (found.gated, found.cast, found.mixed, found.eps) == (True, "llama", False, "tiny")
+    model, x, gate = GatedNorm(), torch.randn(2, 3, N, requires_grad=True), torch.randn(2, 3, N, requires_grad=True)
+    plain = model(x, gate)
+    with tigon.fuse(model) as fusion:
+        fused = model(x, gate)
+        assert fusion.report().calls == {"norm": 1}
+    torch.testing.assert_close(fused, plain)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), (x, gate)) for y in (fused, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "gate first"])
+def test_near_misses_of_norms_with_a_gate_are_refused(variant):
+    assert isinstance(recognize_norm(GatedNorm(variant)), Unknown)
+
+
 class Shift(nn.Module):
     """A layer norm that no name gives away; the variants are near misses."""
 

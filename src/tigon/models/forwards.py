@@ -162,20 +162,24 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Norm = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1 or transformed():
+    if not patch.ledger.active or kwargs or len(args) != 1 + formula.gated or transformed():
         return _plain(self, *args, **kwargs)
     x = args[0]
     weight = None if formula.weight is None else getattr(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
     if not _norm_fits(x, weight, formula) or (bias is not None and not _norm_fits(x, bias, formula)):
-        return _plain(self, x)
+        return _plain(self, *args)
+    if formula.gated and not (isinstance(args[1], Tensor) and _fit_each_other(args[1], x)):
+        return _plain(self, *args)
     patch.ledger.count("norm")
     eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
     if formula.centered:
         if formula.offset and weight is not None:
             weight = weight + formula.offset
-        return layer_norm(x, weight, bias, eps=eps)
-    return rms_norm(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+        y = layer_norm(x, weight, bias, eps=eps)
+    else:
+        y = rms_norm(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+    return swiglu(args[1], y) if formula.gated else y
 
 
 def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:

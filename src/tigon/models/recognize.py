@@ -62,7 +62,7 @@ def probing() -> Iterator[None]:
 @dataclass(frozen=True)
 class Norm:
     """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it; where `centered`, the same of
-    x − mean(x), plus bias, as `tigon.layer_norm` does.
+    x − mean(x), plus bias, as `tigon.layer_norm` does; where `gated`, the result times silu(gate), its second input.
 
     weight, bias, eps: names of the module's attributes; None for a norm without them; eps a number if it has no name.
     mixed: holds also for an fp32 weight beside a narrower x.
@@ -78,9 +78,11 @@ class Norm:
     width: int | None = None
     centered: bool = False
     bias: str | None = None
+    gated: bool = False
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
+        weight += " · silu(gate)" if self.gated else ""
         if self.centered:
             return f"(x − mean) / std{weight}{'' if self.bias is None else ' + b'}, rounded once"
         rounds = {"llama": "rounded before w", "gemma": "rounded once", "none": "not rounded to x's dtype"}[self.cast]
@@ -108,20 +110,22 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
     epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
         epsilons = [torch.finfo(torch.float32).eps]
-    if not (epsilons or named) or not _takes_one_argument(module):
+    gated = named and _parameters_of(module)[1:] == ["gate"]
+    if not (epsilons or named) or not (gated or _takes_one_argument(module)):
         return Unknown("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
     widths = sorted({p.numel() for p in vectors.values()}) or [FREE_WIDTH, *_numbers(module)]
     found = None
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
         for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
+            formula = replace(formula, gated=gated)
             if not _is_norm(module, formula, width, mixed=False):
                 continue
-            # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU.
-            own = formula.centered and formula.native
+            # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU, and swiglu an fp32 factor.
+            own = gated or (formula.centered and formula.native)
             mixed = not own and (not vectors or _is_norm(module, formula, width, mixed=True))
             found = replace(formula, mixed=mixed)
-            if mixed or formula.centered:  # "gemma" and "none" differ only where x and weight do
+            if mixed or formula.centered or gated:  # "gemma" and "none" differ only where x and weight do
                 return found
     if found is not None:
         return found
@@ -168,7 +172,8 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
             if value is not None and isinstance(eps, str):
                 vars(probe)[eps] = value
             added = vars(probe)[eps] if isinstance(eps, str) else eps
-            y = run(probe, here)
+            gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
+            y = run(probe, here, gate) if formula.gated else run(probe, here)
             if y is None:
                 return False
             size = None
@@ -184,6 +189,8 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
                 )
             else:
                 expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
+            if formula.gated:
+                expected = gated_reference(gate, expected, "silu")
             # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
             if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
                 return False
@@ -410,6 +417,14 @@ def signature_of(module: nn.Module) -> tuple[Any, ...]:
         if c is not None
     )
     return type(module), settings, parameters, children
+
+
+def _parameters_of(module: nn.Module) -> list[str]:
+    """The names of what its forward takes."""
+    try:
+        return list(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return []
 
 
 def _takes_one_argument(module: nn.Module) -> bool:
