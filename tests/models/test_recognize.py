@@ -14,6 +14,7 @@ from tigon.models.recognize import (
     Unknown,
     recognize_mlp,
     recognize_norm,
+    recognize_relu2,
 )
 from tigon.models.recognize_rotary import Turn, arguments_of, recognize_rotary
 
@@ -316,6 +317,18 @@ def test_what_stands_around_a_gated_mlp_still_runs(variant, training):
         assert fusion.report().fused[0].kind == "mlp"
         for ours, theirs in zip(run(), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_square_of_relu_is_found_by_itself():
+    assert str(recognize_relu2(Squared())) == "relu(x)²"
+    for module in (nn.ReLU(), nn.GELU(), nn.Identity(), nn.Dropout(), nn.Linear(3, 3), nn.ReLU6(), nn.Sequential()):
+        assert recognize_relu2(module) is None
+    model, x = nn.Sequential(nn.Linear(4, 8), Squared(), nn.Linear(8, 4)), torch.randn(3, 4)
+    plain = model(x)
+    with tigon.fuse(model) as fusion:
+        torch.testing.assert_close(model(x), plain)
+        assert fusion.report().calls == {"mlp": 1}
+        assert model[1](x.long()).dtype == torch.int64, "what tigon.relu2 does not take"
 
 
 def test_gelu_written_out_is_found():

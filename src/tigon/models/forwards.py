@@ -20,6 +20,7 @@ from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -242,6 +243,15 @@ def _is_plain_linear(layer: Any, x: Tensor) -> bool:
     weight = layer.weight
     plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
     return plain and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
+
+
+def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ledger: Ledger = self._tigon.ledger
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
+        return _plain(self, *args, **kwargs)
+    ledger.count("mlp")
+    return relu2(x)
 
 
 def _same_dtype(one: Any, other: Any) -> bool:

@@ -1,6 +1,6 @@
 """tigon.fuse(model): Tigon's operators in place of a model's own, in this one instance, until remove().
 
-What is replaced is the attribute `forward` of single modules: of the head, of RMS norms and gated MLPs, and of
+What is replaced is the attribute `forward` of single modules: of the head, of norms and gated MLPs, and of
 attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch are
 not touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to
 the module's own where its operator does not apply.
@@ -24,10 +24,11 @@ from tigon.models.forwards import (
     model_forward,
     norm_forward,
     nothing,
+    relu2_forward,
     restore,
 )
 from tigon.models.recipe import DTYPES
-from tigon.models.recognize import Unknown, recognize_mlp, recognize_norm, signature_of
+from tigon.models.recognize import Unknown, recognize_mlp, recognize_norm, recognize_relu2, signature_of
 from tigon.models.report import Ledger, Report, Row
 from tigon.models.rotary import Clones
 
@@ -41,7 +42,7 @@ def fuse(model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool =
     Args:
         model: a transformers model, plain or inside PEFT or a wrapper. Other modules: what is recognised in them.
         head: the loss is computed without building the logits, when labels are given.
-        norms, mlp, rotary: RMS norms, gated MLPs and rotary embeddings run as one kernel each.
+        norms, mlp, rotary: RMS and layer norms, gated MLPs and relu², and rotary embeddings run as one kernel each.
     Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
         also a context manager. A model that is fused already is left as it is, and its Fusion returned.
     Raises: TypeError for what is not a module.
@@ -136,9 +137,10 @@ class Fusion:
             for kind, wanted, recognize, forward in (
                 ("norm", norms, recognize_norm, norm_forward),
                 ("mlp", mlp, recognize_mlp, mlp_forward),
+                ("mlp", mlp, recognize_relu2, relu2_forward),
             ):
                 if wanted:
-                    key = kind, *signature_of(module)
+                    key = recognize, *signature_of(module)
                     if key not in known:
                         known[key] = recognize(module)
                     self._replace(module, kind, known[key], forward)

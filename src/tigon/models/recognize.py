@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tigon.ops.gated import gated_reference
 from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.relu2 import relu2_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
 HOOKS = (
@@ -268,6 +269,30 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
         return Unknown(f"it has other modules: {', '.join(others)}")
     name = type(children[others[0]]).__name__ if others else "its own activation"
     return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
+
+
+@dataclass(frozen=True)
+class Squared:
+    """y = relu(x)², an activation by itself, as `tigon.relu2` computes it."""
+
+    def __str__(self) -> str:
+        return "relu(x)²"
+
+
+@probing()
+def recognize_relu2(module: nn.Module) -> Squared | None:
+    if next(module.children(), None) is not None or _has_state(module) or not _takes_one_argument(module):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            probe = _copy(module, {})
+            probe.training = training
+            y = run(probe, x.to(dtype))
+            if not same_numbers(y, relu2_reference(x.to(dtype))):
+                return None
+    return Squared()
 
 
 def _has_state(module: nn.Module) -> bool:
