@@ -27,7 +27,8 @@ NAMES = (
     (WIDTH, """hidden_size d_model n_embd dim embed_dim embedding_size attention_hidden_size lru_width n_embed emb_dim
         model_dim hidden_dim projection_dim out_hidden_size dim_model embedding_dim text_hidden_size
         projector_hidden_size output_hidden_size vision_hidden_size encoder_hidden_size cross_attention_hidden_size
-        text_embed_dim adapter_hidden_size"""),
+        text_embed_dim adapter_hidden_size hidden_size_global audio_hidden_size adapter_in_dim
+        adapter_out_dim adapter_input_size adapter_output_size"""),
     (2 * WIDTH, """intermediate_size ffn_dim n_inner d_ff dim_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
         intermediate_size_mlp block_ff_dim mamba_intermediate_size dense_intermediate_size mlp_intermediate_size
         feed_forward_size ffn_intermediate_size"""),
@@ -53,6 +54,7 @@ NAMES = (
     (1, """n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace moe_num_shared_experts
         num_dense_layers mamba_n_groups n_groups bos_token_id"""),
     (0, "num_nextn_predict_layers pad_token_id decoder_start_token_id"),
+    (32, "base_channels"),
     (0.15, "initializer_range init_std"),
     (0.0, """dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob
         attention_probs_dropout_prob activation_dropout dropout_rate router_jitter_noise layerdrop encoder_layerdrop
@@ -68,14 +70,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 97, "patching_mode": "space"},
     "chameleon": {"vocabulary_map": {"<image>": 91}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     "DbrxFFNConfig": {"ffn_hidden_size": 2 * WIDTH, "moe_num_experts": 4, "moe_top_k": 2},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dots1": _MOE,
-    "dots3_note_audio": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
-    "dots3_note_vision": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "emu3": {"vocabulary_map": {"<image>": 91, "<|extra_200|>": 92, "<|visual token 000000|>": 93}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2],
@@ -91,11 +91,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD, "indexer_budget": 16,
         "indexer_compress_ratio": 4, "hc_lowrank": 16,
     },
-    "reformer": {"axial_pos_embds": False},
+    "reformer": {"axial_pos_embds": False, "hash_seed": 1},
     "step3p5": {"sliding_window": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -105,7 +107,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }  # fmt: skip
 # Inputs beside input_ids, attention_mask and labels, or in their place (None: left out).
-INPUTS: dict[str, dict[str, Any]] = {}
+INPUTS: dict[str, dict[str, Any]] = {
+    "git": {"pixel_values": (2, 3, 16, 16)},
+    "musicgen_decoder": {"input_ids": [8, 19], "labels": [2, 19, 4]},
+    "musicgen_melody_decoder": {"input_ids": [8, 19], "labels": [2, 19, 4]},
+    "udop": {"bbox": (2, 19, 4)},
+    "vision-encoder-decoder": {"pixel_values": (2, 3, 16, 16), "input_ids": None, "attention_mask": None},
+}  # shapes: of words in a list, of numbers from 0 to 1 in a tuple
 
 
 class NotTiny(Exception):
@@ -117,9 +125,8 @@ def tiny_config(config_class: type, default: Any = None) -> Any:
     default = config_class() if default is None else default
     fields = _fields(config_class)
     sizes = {k: v for k in fields if k in SIZES and isinstance(v := _given(default, k), (int, float))}
-    changes = {
-        k: SIZES[k] for k, v in sizes.items() if v != SIZES[k] and (v is False or v is True) == (SIZES[k] is False)
-    }
+    # What is off in the default, of size zero, stays off; True is no size.
+    changes = {k: SIZES[k] for k, v in sizes.items() if v and v != SIZES[k] and (v is True) == (SIZES[k] is False)}
     # None is no size, except where models read what their configuration leaves open.
     changes |= {k: SIZES[k] for k in ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim") if k in fields}
     _key_value_heads(default, fields, changes)
@@ -253,7 +260,7 @@ def tiny_model(model_class: Any, seed: int = 0) -> nn.Module:
     config = tiny_config(config_class)
     for part in (config, config.get_text_config()):
         if getattr(part, "is_encoder_decoder", False):
-            part.decoder_start_token_id = 0
+            part.decoder_start_token_id = part.pad_token_id = 0
         if "is_decoder" in _fields(type(part)) and not getattr(part, "is_encoder_decoder", False):
             part.is_decoder = True
     with torch.device("meta"):
@@ -291,5 +298,11 @@ def tiny_inputs(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
     size = getattr(getattr(model.config, "vision_config", None), "image_size", 16)
     if accepted.get("pixel_values", _OPTIONAL).default is inspect.Parameter.empty and isinstance(size, int):
         given["pixel_values"] = torch.randn(2, 3, size, size, generator=generator)
-    given |= INPUTS.get(getattr(model.config, "model_type", ""), {})
-    return {k: v for k, v in given.items() if v is not None}
+    for name, shape in INPUTS.get(getattr(model.config, "model_type", ""), {}).items():
+        if shape is None:
+            given.pop(name, None)
+        elif isinstance(shape, list):
+            given[name] = torch.randint(WORDS.start, WORDS.stop, shape, generator=generator)
+        else:
+            given[name] = torch.rand(shape, generator=generator)
+    return given

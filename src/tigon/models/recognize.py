@@ -243,12 +243,13 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
         return None
     # Three square layers are also every attention: not to be mentioned.
     silent = all(before == after for before, after in widths.values())
+    mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
     if module._parameters or module._buffers:
-        return None if silent else Unknown("it has parameters of its own")
+        return None if mixer else Unknown("it has parameters of its own")
     if len(others) > 3:
-        return None if silent else Unknown(f"it has other modules: {', '.join(others)}")
+        return None if mixer else Unknown(f"it has other modules: {', '.join(others)}")
     if not _takes_one_argument(module):
-        return None if silent else Unknown("its forward takes more than one input")
+        return None if mixer else Unknown("its forward takes more than one input")
     none: list[str | None] = [None]
     acts: list[str | None] = [
         k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
