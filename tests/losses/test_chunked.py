@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
-from tigon.losses.head import Head
+from tigon.losses.head import Head, empty_logits
 
 CPU = torch.device("cpu")
 
@@ -123,3 +123,14 @@ def test_starting_a_count_does_not_wait(device):
         ValidCount(labels)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("V", [1, 8, 100, 257])
+def test_rows_of_logits_begin_where_wide_loads_do(V, dtype):
+    logits = empty_logits(3, V, torch.empty(0), dtype)
+    assert logits.shape == (3, V)
+    assert logits.dtype == dtype
+    assert logits.stride(1) == 1
+    assert logits.stride(0) * dtype.itemsize % 16 == 0
+    assert logits.stride(0) < V + 64

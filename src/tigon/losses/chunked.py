@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.losses.head import Head, take
+from tigon.losses.head import Head, empty_logits, take
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
@@ -175,7 +175,7 @@ class Chunks:
         self.count = -(-self.visited // self.size) if self.visited else 0
 
     def __iter__(self) -> Iterator[Chunk]:
-        buffer = self.head.x.new_empty(self.size, self.head.weight.shape[0])
+        buffer = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.head.x.dtype)
         for start, stop in self.spans():
             yield self.compute(start, stop, buffer[: stop - start])
 

@@ -21,7 +21,7 @@ from tigon.backend import differentiable, is_traced, launcher, use_triton
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
 from tigon.losses.early import graph_is_kept
-from tigon.losses.head import Head, check_accumulate, check_head
+from tigon.losses.head import Head, check_accumulate, check_head, empty_logits
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
@@ -153,7 +153,7 @@ def _fwd_fake(
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
     _, room = _kept_chunks(rows, weight.shape[0], compute, budget, keep)
     stats = x.new_empty((rows, 3), dtype=torch.float32)
-    return one, *others, torch.empty_like(one), stats, x.new_empty((room, weight.shape[0]), dtype=compute)
+    return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, compute)
 
 
 @launcher(
@@ -226,7 +226,7 @@ def _linear_logprob_bwd(
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]
     first_kept = chunks.visited - _kept_chunks(chunks.visited, weight.shape[0], compute, budget, keep)[0]
-    scratch = None if ours else torch.empty_like(logits[: chunks.size])
+    scratch = None if ours else empty_logits(chunks.size, weight.shape[0], x, compute)
     for start, stop in reversed(chunks.spans()):
         if start >= first_kept:
             here = logits[start - first_kept : stop - first_kept]

@@ -25,7 +25,7 @@ from tigon.backend import differentiable, launcher
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import chunk_budget, chunk_rows, spared_by_one_chunk
 from tigon.losses.early import scaled_gradients
-from tigon.losses.head import Head, check_accumulate, check_head, take
+from tigon.losses.head import Head, check_accumulate, check_head, empty_logits, take
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 
@@ -331,7 +331,7 @@ def _token_loss_fwd(
     weight_sums = weight_gradient.parts(dw, more)
     parts = list(split(target, instance.together(), lengths, options[0], most))
     sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
-    buffer = x.new_empty(max(sizes, default=0), weight.shape[0], dtype=compute)
+    buffer = empty_logits(max(sizes, default=0), weight.shape[0], x, compute)
     # Leaving out what counts would be silent, so it is made loud, without looking at the device from here.
     enough = torch.ones((), dtype=torch.bool, device=x.device)
     if lengths and instance.together() == ALONE:

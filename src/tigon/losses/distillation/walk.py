@@ -20,7 +20,7 @@ from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks
 from tigon.losses.distillation.rows import distill_rows, topk_rows
 from tigon.losses.early import scaled_gradients
-from tigon.losses.head import Head
+from tigon.losses.head import Head, empty_logits
 
 
 def _fake(
@@ -131,7 +131,7 @@ def _walk(
             yield chunk, chunks.rows_of(chunk.start, chunk.stop, x, weight)
         return
     head = Head.of(x, weight, bias, compute)
-    buffer = head.x.new_empty(chunks.size, weight.shape[0])
+    buffer = empty_logits(chunks.size, weight.shape[0], head.x, compute)
     for chunk in chunks:
         (theirs,) = chunks.rows_of(chunk.start, chunk.stop, head.x)
         yield chunk, (head.logits(theirs, buffer[: chunk.stop - chunk.start]),)
