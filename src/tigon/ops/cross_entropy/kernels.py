@@ -31,12 +31,12 @@ def _cap(x, scale, softcap):
 
 
 @triton.jit
-def _slope(x, top, log2_sum, mass, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
-    """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − on_target − off_target).
+def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
+    """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − taken).
 
-    mass is what on_target and off_target add up to over the classes. A row's maximum and log₂ Σ exp(z − max) are kept
-    apart: one number for the log-sum-exp would be rounded at its own size, and every probability of a confident row
-    with it.
+    mass is what is taken off in all, at the target and elsewhere; None: nothing here. A row's maximum and log₂ Σ
+    exp(z − max) are kept apart: one number for the log-sum-exp would be rounded at its own size, and every probability
+    of a confident row with it.
     """
     if SOFTCAP:
         z, slope = _cap(x, scale, softcap)
@@ -49,7 +49,12 @@ def _slope(x, top, log2_sum, mass, on_target, off_target, factor, z_loss, softca
         lse = top * scale + log2_sum * LN2
         factor = factor * scale
     p = tl.exp2((z - top) * k - log2_sum)
-    return (p * (mass + 2.0 * z_loss * lse) - on_target - off_target) * factor
+    mass += 2.0 * z_loss * lse
+    if taken is None:
+        dx = p * (mass * factor)
+    else:
+        dx = (p * mass - taken) * factor
+    return dx
 
 
 @triton.jit
@@ -361,7 +366,7 @@ def _cross_entropy_bwd_kernel(
     inputs = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
     on_target = tl.where(cols[None, :] == target[:, None], on_target, 0.0)
-    dx = _slope(x, top, log2_sum, mass, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP)
+    dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
     dx = tl.where(counts[:, None], dx, 0.0).to(dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
 
@@ -395,9 +400,10 @@ def _cross_entropy_grad_kernel(
             )
             valid = (target >= 0) & (target < V)
             log2_sum = tl.where(valid, log2_sum, float("nan"))
-            z_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
+            x_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
+            z_target = x_target
             if SOFTCAP:
-                z_target, _ = _cap(z_target, scale, softcap)
+                z_target, _ = _cap(x_target, scale, softcap)
             loss, _, _ = _row_loss(
                 z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
             )
@@ -405,13 +411,16 @@ def _cross_entropy_grad_kernel(
             factor = 1.0
             if factor_ptr is not None:
                 factor = tl.load(factor_ptr + row * stride_factor)
-            off_target = smoothing / V if SMOOTHING else 0.0
-            # The target's logit is read above by every thread and overwritten below by one.
+            off_target = smoothing / V if SMOOTHING else None
+            # The target's logit is read above by every thread, and overwritten below: as if it were no target first.
             tl.debug_barrier()
             for i in range(blocks):
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
                 mask = at < V
                 x = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
-                on_target = tl.where(at == target, 1.0 - smoothing, 0.0)
-                dx = _slope(x, top, log2_sum, 1.0, on_target, off_target, factor, z_loss, softcap, scale, SOFTCAP)
+                dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(row_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
+            tl.debug_barrier()
+            taken = 1.0 - smoothing + smoothing / V
+            dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)
+            tl.store(row_ptr + target, dx.to(logits_ptr.dtype.element_ty), mask=valid)
