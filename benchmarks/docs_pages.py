@@ -8,6 +8,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- operators -->                  the operators by kind, with what they replace
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
+    <!-- families -->                   what fuse does to every class of transformers
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import families
 
 import tigon
 from tigon.bench import plots, report
@@ -90,6 +93,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
+        "families": lambda _: families.page(),
     }
     return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
 

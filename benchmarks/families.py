@@ -1,0 +1,77 @@
+"""The page of the families: benchmarks/families/transformers-*.json, written by `make sweep`, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "families"
+TASKS = {"causal": "causal language models", "image": "image and text to text", "seq2seq": "sequence to sequence"}
+KINDS = {"head": "loss", "norm": "norms", "rotary": "rotary", "mlp": "MLP"}
+
+
+def page() -> str:
+    files = sorted((json.loads(path.read_text()) for path in FOLDER.glob("transformers-*.json")), key=_version)[::-1]
+    if not files:
+        return "No sweep has been recorded yet."
+    newest = files[0]
+    ran = {name: row for name, row in newest["classes"].items() if row["status"] != "not run"}
+    return "\n".join(
+        [
+            "## In numbers", "", *summary(files), "",
+            f"## Every class that runs, transformers {newest['versions']['transformers']}", "", *table(ran), "",
+            "## Classes that do not run here", "", *unrunnable(newest["classes"]),
+        ]
+    )  # fmt: skip
+
+
+def _version(content: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(map(int, content["versions"]["transformers"].split(".")[:3]))
+
+
+def summary(files: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| transformers | classes | listed | run | equal | wrong | " + " | ".join(KINDS.values()) + " |",
+        "| :-- | :-- |" + " --: |" * (4 + len(KINDS)),
+    ]
+    for content in files:
+        for task, name in TASKS.items():
+            rows = [row for row in content["classes"].values() if task in row["tasks"]]
+            ran = [row for row in rows if row["status"] != "not run"]
+            cells = [content["versions"]["transformers"], name, len(rows), len(ran)]
+            cells += [sum(row["status"] == status for row in ran) for status in ("equal", "wrong")]
+            cells += [sum(bool(row.get("calls", {}).get(kind)) for row in ran) for kind in KINDS]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def table(rows: dict[str, Any]) -> list[str]:
+    lines = [
+        "| class | " + " | ".join(KINDS.values()) + " | left, and why |",
+        "| :-- |" + " --: |" * len(KINDS) + " :-- |",
+    ]
+    for name, row in rows.items():
+        calls = [str(row.get("calls", {}).get(kind, "–")) for kind in KINDS]
+        lines.append("| " + " | ".join([f"`{name}`", *calls, "; ".join(reasons(row))]) + " |")
+    return lines
+
+
+def reasons(row: dict[str, Any]) -> list[str]:
+    found = [f"**wrong**: {row['why']}"] if row["status"] == "wrong" else []
+    found += [f"loss: logits built by `{name}`" for name in row.get("logits_built_by", {})]
+    found += [f"`{name}`: {why}" for _, name, _, why in row.get("left", [])]
+    return [escaped(text) for text in dict.fromkeys(found)]
+
+
+def unrunnable(rows: dict[str, Any]) -> list[str]:
+    lines = ["| class | why |", "| :-- | :-- |"]
+    for name, row in rows.items():
+        if row["status"] == "not run":
+            lines.append(f"| `{name}` | {escaped(row['why'][:160])} |")
+    return lines
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([|<>])", r"\\\1", text)
