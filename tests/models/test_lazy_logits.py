@@ -280,6 +280,17 @@ def test_stale_logits_are_an_error_and_never_wrong_numbers(change, carrier):
     assert torch.equal(early.detach(), expected), "what was built in time stays"
 
 
+def test_under_autocast_a_vector_may_be_wider_than_the_logits():
+    case = Case()
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy, real = case.lazy() + WORDS[None], case.real() + WORDS[None]
+        assert lazy.dtype == real.dtype == torch.float32
+        fused, plain = (F.cross_entropy(*flat(z, case.target)) for z in (lazy, real))
+    assert case.ledger.calls["head"] == 1
+    torch.testing.assert_close(fused, plain, rtol=0.01, atol=0)
+    assert torch.equal(lazy.detach(), real.detach()), "built, they are the plain ones"
+
+
 def test_a_vector_that_was_added_counts_as_a_part_of_them():
     case, vector = Case(), torch.ones(V)
     lazy = case.lazy() + vector

@@ -67,9 +67,13 @@ class Recipe:
             return None
         if other.dim() > self.hidden.dim() or other.device != self.hidden.device or self.steps:
             return None
-        if other.dtype != self.dtype or (other.requires_grad and torch.is_grad_enabled()):
+        if other.requires_grad and torch.is_grad_enabled():
             return None
-        return self.then("add", other.detach().reshape(V))
+        if other.dtype == self.dtype:
+            return self.then("add", other.detach().reshape(V))
+        # Under autocast a buffer is wider than the logits. The loss narrows it, as F.linear narrows a bias there.
+        wider = other.dtype == torch.float32 and self.autocast is not None
+        return self.then("cast", torch.float32).then("add", other.detach().reshape(V)) if wider else None
 
     def rows(self, take: Callable[[Tensor], Tensor]) -> Recipe:
         """The same logits for other rows: `take` maps hidden states as the caller mapped the logits."""
