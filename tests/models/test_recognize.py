@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.models.recognize import (
-    Gated,
-    Norm,
-    Unknown,
-    recognize_mlp,
-    recognize_norm,
-    recognize_relu2,
-)
+from tigon.models.recognize import Norm, Unknown, recognize_norm
+from tigon.models.recognize_mlp import Gated, recognize_mlp, recognize_relu2
 from tigon.models.recognize_rotary import Turn, arguments_of, recognize_rotary
 
 N = 48

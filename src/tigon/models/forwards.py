@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tigon.models.compiled_logits import CompiledLogits
 from tigon.models.lazy_logits import LazyLogits
 from tigon.models.recipe import DTYPES, Recipe
-from tigon.models.recognize import HOOKS, Gated, Norm
+from tigon.models.recognize import HOOKS, Norm
+from tigon.models.recognize_mlp import Gated
 from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear

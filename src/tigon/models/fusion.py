@@ -28,7 +28,8 @@ from tigon.models.forwards import (
     restore,
 )
 from tigon.models.recipe import DTYPES
-from tigon.models.recognize import Unknown, recognize_mlp, recognize_norm, recognize_relu2, signature_of
+from tigon.models.recognize import Unknown, recognize_norm, signature_of
+from tigon.models.recognize_mlp import recognize_mlp, recognize_relu2
 from tigon.models.report import Ledger, Report, Row
 from tigon.models.rotary import Clones
 

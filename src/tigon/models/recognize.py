@@ -1,4 +1,4 @@
-"""What a module computes, found out by running it: norms and gated MLPs, by numbers, never by name.
+"""What a module computes, found out by running it, by numbers, never by name. Here: norms, and how probes are made.
 
 A probe is a copy of the module with small random weights on the CPU. It runs in fp32 and in bf16, beside every formula
 that Tigon has. A formula is accepted when it agrees
@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.gated import gated_reference
 from tigon.ops.layer_norm import layer_norm_reference
-from tigon.ops.relu2 import relu2_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
 HOOKS = (
@@ -112,7 +110,7 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
     if isinstance(module, nn.RMSNorm) and module.eps is None:
         epsilons = [torch.finfo(torch.float32).eps]
     gated = named and _parameters_of(module)[1:] == ["gate"]
-    if not (epsilons or named) or not (gated or _takes_one_argument(module)):
+    if not (epsilons or named) or not (gated or takes_one_argument(module)):
         return Unknown("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
     widths = sorted({p.numel() for p in vectors.values()}) or [FREE_WIDTH, *_numbers(module)]
@@ -169,7 +167,7 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
         given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
         # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
         for value in (None, 0.05) if isinstance(eps, str) else (None,):
-            probe = _copy(module, given)
+            probe = probe_of(module, given)
             if value is not None and isinstance(eps, str):
                 vars(probe)[eps] = value
             added = vars(probe)[eps] if isinstance(eps, str) else eps
@@ -198,232 +196,6 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bo
     return True
 
 
-# -------------------------------------------------------------------------------------------------------- gated MLPs
-
-
-ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
-
-
-@dataclass(frozen=True)
-class Gated:
-    """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
-
-    act: "silu", "gelu_tanh", "gelu" (the error function), "relu" or "relu2". act_module: the child that computes it.
-    up_first: the order in which the module calls them, which random numbers and hooks can tell.
-    between, after: children that the product and the result go through: dropout, a norm.
-    gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
-        dropped in training.
-    """
-
-    gate: str
-    up: str | None
-    down: str
-    act: str
-    act_module: str | None
-    up_first: bool = False
-    between: str | None = None
-    after: str | None = None
-    gate_scale: str | None = None
-    scale: str | None = None
-    dropout: str | None = None
-
-    def __str__(self) -> str:
-        gate = "gate" if self.gate_scale is None else "s · gate"
-        return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
-
-
-@probing()
-def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
-    """The formula of a gated MLP; Unknown for what is built like one and computes something else; None for the rest."""
-    children = dict(module.named_children())
-    widths = {k: w for k, c in children.items() if (w := _linear_widths(c)) is not None}
-    others = [k for k in children if k not in widths]
-    roles = list(_roles(widths)) if len(widths) in (2, 3) else []
-    if not roles:
-        return None
-    # Three square layers are also every attention: not to be mentioned.
-    silent = all(before == after for before, after in widths.values())
-    mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
-    if module._parameters or module._buffers:
-        return None if mixer else Unknown("it has parameters of its own")
-    if len(others) > 3:
-        return None if mixer else Unknown(f"it has other modules: {', '.join(others)}")
-    if not _takes_one_argument(module):
-        return None if mixer else Unknown("its forward takes more than one input")
-    none: list[str | None] = [None]
-    acts: list[str | None] = [
-        k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
-    ]
-    for act_module in acts or none:
-        rest = [k for k in others if k != act_module]
-        for gate, up, down in roles:
-            for act in ACTS:
-                formula = Gated(gate, up, down, act, act_module)
-                # A number among the attributes may scale something; or be what makes the module another one.
-                for attributes in ([k for k, v in vars(module).items() if type(v) is float], []):
-                    found = _gated(module, formula, rest, attributes)
-                    if found is not None:
-                        return found
-    if silent:
-        return None
-    if len(others) > 1:
-        return Unknown(f"it has other modules: {', '.join(others)}")
-    name = type(children[others[0]]).__name__ if others else "its own activation"
-    return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
-
-
-@dataclass(frozen=True)
-class Squared:
-    """y = relu(x)², an activation by itself, as `tigon.relu2` computes it."""
-
-    def __str__(self) -> str:
-        return "relu(x)²"
-
-
-@probing()
-def recognize_relu2(module: nn.Module) -> Squared | None:
-    if next(module.children(), None) is not None or _has_state(module) or not _takes_one_argument(module):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
-    for dtype in (torch.float32, torch.bfloat16):
-        for training in (True, False):
-            probe = _copy(module, {})
-            probe.training = training
-            y = run(probe, x.to(dtype))
-            if not same_numbers(y, relu2_reference(x.to(dtype))):
-                return None
-    return Squared()
-
-
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _linear_widths(module: nn.Module) -> tuple[int, int] | None:
-    """in and out features of whatever stands for a linear layer: plain, LoRA, quantised, parallel."""
-    widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
-
-
-def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
-    """(gate, up, down) that fit together; up None for two layers of which the first is twice as wide."""
-    if len(widths) == 2:
-        for gate in widths:
-            down = next(k for k in widths if k != gate)
-            if widths[gate] == (widths[down][1], 2 * widths[down][0]):
-                yield gate, None, down
-        return
-    for gate in widths:
-        for up in widths:
-            for down in widths:
-                if len({gate, up, down}) == 3 and widths[gate] == widths[up] == widths[down][::-1]:
-                    yield gate, up, down
-
-
-class _Recorder(nn.Linear):
-    """A linear layer that remembers its inputs, and its turn."""
-
-    name: str
-    seen: list[Tensor]
-    order: list[str]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x)
-        self.order.append(self.name)
-        return F.linear(x, self.weight, self.bias)
-
-
-class _Mark(nn.Module):
-    """In place of a dropout or a norm: multiplies by a power of two, which shows where it stands and rounds nothing."""
-
-    factor: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
-    """The formula with the places of the other children and of the scales; None where the numbers differ."""
-    factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
-    scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
-    found: set[Gated] = set()
-    dropouts: set[str | None] = set()
-    generator = torch.Generator().manual_seed(0)
-    narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
-    gate, up, down = formula.gate, formula.up, formula.down
-    for dtype in (torch.float32, torch.bfloat16):
-        for training in (True, False):
-            layers: dict[str, _Recorder] = {}
-            order: list[str] = []
-            for name in (gate, up, down):
-                if name is None:
-                    continue
-                size = (wide, narrow) if name == down else (narrow, 2 * wide if up is None else wide)
-                layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
-                for k, p in layer.named_parameters():
-                    setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
-                layer.name, layer.seen, layer.order = name, [], order
-            marks = {k: _Mark() for k in rest}
-            for k, mark in marks.items():
-                mark.factor = factors[k]
-            probe = _copy(module, {}, {**layers, **marks})
-            vars(probe).update(scales)
-            probe.training = training
-            for child in probe.children():
-                child.training = training
-            # Small and large numbers: a limit that gate or up is held to shows.
-            x = torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
-            x = x.view(2, 8, narrow).to(dtype)
-            y = run(probe, x)
-            inputs = layers[down].seen
-            if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
-                return None
-            last = F.linear(inputs[0], layers[down].weight, layers[down].bias)
-            after = next((k for k, f in {"": 1.0, **factors, **scales}.items() if torch.equal(y, last * f)), None)
-            dropout = next(
-                (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
-            )
-            if after is None and dropout is None:
-                return None  # something else follows the last layer
-            dropouts |= {dropout} if training else set()
-            g = F.linear(x, layers[gate].weight, layers[gate].bias)
-            u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
-            here = None
-            for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
-                expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
-                # gelu is a difference of numbers as large as gate, to which fp32 rounding is relative, and in bf16 too
-                # where it is written out. Modules round act(gate) and the product, Tigon the product alone.
-                written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
-                share = 0.5 if dtype == torch.float32 or written_out else 2**-15
-                terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
-                if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
-                    here = between or None, gate_scale or None
-                    break
-            if here is None:
-                return None
-            places = here[0], after if after in factors else None, here[1], after if after in scales else None
-            found.add(replace(formula, up_first=order[0] == up, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
-    placed = {k for f in found for k in (f.between, f.after) if k is not None}
-    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
-        return None
-    return replace(found.pop(), dropout=dropouts.pop())
-
-
-_PLACES = ("between", "after", "gate_scale", "scale")
-
-
-def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
-    kept = y != 0
-    return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
-
-
-def _product(gate: Tensor, up: Tensor | None) -> Tensor:
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
-    return (gate * up).abs()
-
-
 # ------------------------------------------------------------------------------------------------------------ probes
 
 
@@ -438,11 +210,17 @@ def signature_of(module: nn.Module) -> tuple[Any, ...]:
     )
     parameters = tuple((k, None if p is None else (p.dim(), p.shape[-1:])) for k, p in module._parameters.items())
     children = tuple(
-        (k, type(c), _linear_widths(c), None if _linear_widths(c) else signature_of(c))
+        (k, type(c), linear_widths(c), None if linear_widths(c) else signature_of(c))
         for k, c in module._modules.items()
         if c is not None
     )
     return type(module), settings, parameters, children
+
+
+def linear_widths(module: nn.Module) -> tuple[int, int] | None:
+    """in and out features of whatever stands for a linear layer: plain, LoRA, quantised, parallel."""
+    widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
 
 
 def _parameters_of(module: nn.Module) -> list[str]:
@@ -453,7 +231,7 @@ def _parameters_of(module: nn.Module) -> list[str]:
         return []
 
 
-def _takes_one_argument(module: nn.Module) -> bool:
+def takes_one_argument(module: nn.Module) -> bool:
     try:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -465,7 +243,7 @@ def _takes_one_argument(module: nn.Module) -> bool:
     )
 
 
-def _copy(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
+def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
     """A module of the same class and settings, with these weights and children, without hooks."""
     probe = module.__class__.__new__(module.__class__)
     state = dict(vars(module))
@@ -479,7 +257,7 @@ def _copy(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.
     state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
     state["_buffers"] = dict(module._buffers)
     state["_modules"] = {
-        k: (children or {}).get(k) or (c if c is None else _copy(c, {})) for k, c in module._modules.items()
+        k: (children or {}).get(k) or (c if c is None else probe_of(c, {})) for k, c in module._modules.items()
     }
     vars(probe).update(state)
     return probe

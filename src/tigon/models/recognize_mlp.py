@@ -1,0 +1,239 @@
+"""What gated MLPs and relu² are told by: the same probes as in recognize.py, on models' feed-forward layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.models.recognize import (
+    Unknown,
+    linear_widths,
+    probe_of,
+    probing,
+    run,
+    same_numbers,
+    takes_one_argument,
+)
+from tigon.ops.gated import gated_reference
+from tigon.ops.relu2 import relu2_reference
+
+ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+
+
+@dataclass(frozen=True)
+class Gated:
+    """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
+
+    act: "silu", "gelu_tanh", "gelu" (the error function), "relu" or "relu2". act_module: the child that computes it.
+    up_first: the order in which the module calls them, which random numbers and hooks can tell.
+    between, after: children that the product and the result go through: dropout, a norm.
+    gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
+        dropped in training.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    act_module: str | None
+    up_first: bool = False
+    between: str | None = None
+    after: str | None = None
+    gate_scale: str | None = None
+    scale: str | None = None
+    dropout: str | None = None
+
+    def __str__(self) -> str:
+        gate = "gate" if self.gate_scale is None else "s · gate"
+        return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
+
+
+@probing()
+def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
+    """The formula of a gated MLP; Unknown for what is built like one and computes something else; None for the rest."""
+    children = dict(module.named_children())
+    widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
+    others = [k for k in children if k not in widths]
+    roles = list(_roles(widths)) if len(widths) in (2, 3) else []
+    if not roles:
+        return None
+    # Three square layers are also every attention: not to be mentioned.
+    silent = all(before == after for before, after in widths.values())
+    mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
+    if module._parameters or module._buffers:
+        return None if mixer else Unknown("it has parameters of its own")
+    if len(others) > 3:
+        return None if mixer else Unknown(f"it has other modules: {', '.join(others)}")
+    if not takes_one_argument(module):
+        return None if mixer else Unknown("its forward takes more than one input")
+    none: list[str | None] = [None]
+    acts: list[str | None] = [
+        k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
+    ]
+    for act_module in acts or none:
+        rest = [k for k in others if k != act_module]
+        for gate, up, down in roles:
+            for act in ACTS:
+                formula = Gated(gate, up, down, act, act_module)
+                # A number among the attributes may scale something; or be what makes the module another one.
+                for attributes in ([k for k, v in vars(module).items() if type(v) is float], []):
+                    found = _gated(module, formula, rest, attributes)
+                    if found is not None:
+                        return found
+    if silent:
+        return None
+    if len(others) > 1:
+        return Unknown(f"it has other modules: {', '.join(others)}")
+    name = type(children[others[0]]).__name__ if others else "its own activation"
+    return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
+
+
+@dataclass(frozen=True)
+class Squared:
+    """y = relu(x)², an activation by itself, as `tigon.relu2` computes it."""
+
+    def __str__(self) -> str:
+        return "relu(x)²"
+
+
+@probing()
+def recognize_relu2(module: nn.Module) -> Squared | None:
+    if next(module.children(), None) is not None or _has_state(module) or not takes_one_argument(module):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            probe = probe_of(module, {})
+            probe.training = training
+            y = run(probe, x.to(dtype))
+            if not same_numbers(y, relu2_reference(x.to(dtype))):
+                return None
+    return Squared()
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
+    """(gate, up, down) that fit together; up None for two layers of which the first is twice as wide."""
+    if len(widths) == 2:
+        for gate in widths:
+            down = next(k for k in widths if k != gate)
+            if widths[gate] == (widths[down][1], 2 * widths[down][0]):
+                yield gate, None, down
+        return
+    for gate in widths:
+        for up in widths:
+            for down in widths:
+                if len({gate, up, down}) == 3 and widths[gate] == widths[up] == widths[down][::-1]:
+                    yield gate, up, down
+
+
+class _Recorder(nn.Linear):
+    """A linear layer that remembers its inputs, and its turn."""
+
+    name: str
+    seen: list[Tensor]
+    order: list[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.order.append(self.name)
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Mark(nn.Module):
+    """In place of a dropout or a norm: multiplies by a power of two, which shows where it stands and rounds nothing."""
+
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
+    """The formula with the places of the other children and of the scales; None where the numbers differ."""
+    factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
+    scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
+    found: set[Gated] = set()
+    dropouts: set[str | None] = set()
+    generator = torch.Generator().manual_seed(0)
+    narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
+    gate, up, down = formula.gate, formula.up, formula.down
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            layers: dict[str, _Recorder] = {}
+            order: list[str] = []
+            for name in (gate, up, down):
+                if name is None:
+                    continue
+                size = (wide, narrow) if name == down else (narrow, 2 * wide if up is None else wide)
+                layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
+                for k, p in layer.named_parameters():
+                    setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
+                layer.name, layer.seen, layer.order = name, [], order
+            marks = {k: _Mark() for k in rest}
+            for k, mark in marks.items():
+                mark.factor = factors[k]
+            probe = probe_of(module, {}, {**layers, **marks})
+            vars(probe).update(scales)
+            probe.training = training
+            for child in probe.children():
+                child.training = training
+            # Small and large numbers: a limit that gate or up is held to shows.
+            x = torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
+            x = x.view(2, 8, narrow).to(dtype)
+            y = run(probe, x)
+            inputs = layers[down].seen
+            if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
+                return None
+            last = F.linear(inputs[0], layers[down].weight, layers[down].bias)
+            after = next((k for k, f in {"": 1.0, **factors, **scales}.items() if torch.equal(y, last * f)), None)
+            dropout = next(
+                (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
+            )
+            if after is None and dropout is None:
+                return None  # something else follows the last layer
+            dropouts |= {dropout} if training else set()
+            g = F.linear(x, layers[gate].weight, layers[gate].bias)
+            u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
+            here = None
+            for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
+                expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
+                # gelu is a difference of numbers as large as gate, to which fp32 rounding is relative, and in bf16 too
+                # where it is written out. Modules round act(gate) and the product, Tigon the product alone.
+                written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
+                share = 0.5 if dtype == torch.float32 or written_out else 2**-15
+                terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
+                if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
+                    here = between or None, gate_scale or None
+                    break
+            if here is None:
+                return None
+            places = here[0], after if after in factors else None, here[1], after if after in scales else None
+            found.add(replace(formula, up_first=order[0] == up, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in found for k in (f.between, f.after) if k is not None}
+    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+        return None
+    return replace(found.pop(), dropout=dropouts.pop())
+
+
+_PLACES = ("between", "after", "gate_scale", "scale")
+
+
+def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
+    kept = y != 0
+    return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
+
+
+def _product(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return (gate * up).abs()
