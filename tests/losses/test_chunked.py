@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import tigon
 from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
-from tigon.losses.head import Head, empty_logits
+from tigon.losses.head import Head, class_blocks, empty_logits
 
 CPU = torch.device("cpu")
 
@@ -134,3 +135,43 @@ def test_rows_of_logits_begin_where_wide_loads_do(V, dtype):
     assert logits.stride(1) == 1
     assert logits.stride(0) * dtype.itemsize % 16 == 0
     assert logits.stride(0) < V + 64
+
+
+def test_classes_that_no_wide_load_reads_are_multiplied_apart():
+    for V, dtype in ((50304, torch.bfloat16), (50257, torch.float64), (1001, torch.bfloat16)):
+        blocks = class_blocks(V, dtype)
+        assert blocks[0].start == 0
+        assert blocks[-1].stop == V
+    assert len(class_blocks(50304, torch.bfloat16)) == 1
+    first, last = class_blocks(50257, torch.bfloat16)
+    assert first.stop == last.start == 50240
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "logprob", "grpo", "distill"])
+def test_an_odd_number_of_classes_changes_nothing(loss, backend, device):
+    """Two blocks of classes in every product, with a bias and an adapter, against one: the odd class has no weight."""
+    S, T, H, V = 2, 70, 16, 1025
+    x = torch.randn(S, T, H, device=device, requires_grad=True)
+    weight = torch.randn(V, H, device=device, requires_grad=True)
+    bias = torch.randn(V, device=device, requires_grad=True)
+    target = torch.randint(0, V - 1, (S, T), device=device)
+
+    def call(weight, bias):
+        if loss == "cross entropy":
+            return tigon.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
+        if loss == "logprob":
+            lora = torch.ones(2, H, device=device), torch.ones(weight.shape[0], 2, device=device), 0.1
+            return tigon.linear_logprob(x, weight, target, bias=bias, lora=lora, chunk_bytes=1).logprob.square().sum()
+        if loss == "grpo":
+            advantages = torch.arange(S, device=device) - 1.0
+            return tigon.losses.grpo(x, weight, target, bias=bias, advantages=advantages, chunk_bytes=1)[0]
+        teacher = x.detach() * 1.1, weight.detach()
+        return tigon.losses.distill(x, weight, *teacher, bias=bias, teacher_bias=bias.detach(), chunk_bytes=1)[0]
+
+    bias.data[-1] = -1e4
+    assert len(class_blocks(V, x.dtype)) == 2
+    assert len(class_blocks(V - 1, x.dtype)) == 1
+    odd, even = (call(weight[:n], bias[:n]) for n in (V, V - 1))
+    torch.testing.assert_close(odd, even)
+    for a, b in zip(*(torch.autograd.grad(each, (x, weight, bias)) for each in (odd, even)), strict=True):
+        torch.testing.assert_close(a, b)

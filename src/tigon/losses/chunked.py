@@ -212,7 +212,7 @@ class Chunks:
     def add_input_gradient(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
         """Rows of dx = dlogits W, where chunk.logits hold dlogits; and `more` = (a, b, alpha): + alpha · a b."""
         here = dx[chunk.rows] if self.index is None else torch.empty_like(chunk.x)
-        torch.mm(chunk.logits, self.head.weight, out=here)
+        self.head.input_gradient(chunk.logits, here)
         if more is not None:
             here.addmm_(more[0], more[1], alpha=more[2])
         if self.index is not None:

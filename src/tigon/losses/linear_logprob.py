@@ -21,7 +21,7 @@ from tigon.backend import differentiable, is_traced, launcher, use_triton
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
 from tigon.losses.early import graph_is_kept
-from tigon.losses.head import Head, check_accumulate, check_head, empty_logits
+from tigon.losses.head import Head, check_accumulate, check_head, class_blocks, empty_logits
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
@@ -131,7 +131,9 @@ class _Adapted:
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         chunk = self.chunks.compute(start, stop, logits)
         if self.lora_a is not None:
-            logits.addmm_(chunk.x @ self.lora_a.t(), self.lora_b.t(), alpha=self.lora_scale)
+            through = chunk.x @ self.lora_a.t()
+            for block in class_blocks(logits.shape[1], logits.dtype):
+                logits[:, block].addmm_(through, self.lora_b[block].t(), alpha=self.lora_scale)
         return chunk
 
 

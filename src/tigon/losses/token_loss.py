@@ -361,9 +361,9 @@ def _token_loss_fwd(
             dlogprob, dentropy = (None if s is None else s[here] for s in flat)
             logprob_gradient_rows(logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options)
             if need_dx and isinstance(rows, slice):
-                torch.mm(logits, walk.head.weight, out=dx[rows])
+                walk.head.input_gradient(logits, dx[rows])
             elif need_dx:
-                dx.index_copy_(0, rows, torch.mm(logits, walk.head.weight))
+                dx.index_copy_(0, rows, walk.head.input_gradient(logits, torch.empty_like(x_rows)))
             if need_dw:
                 weight_gradient.accumulate(weight_sums, logits, x_rows, first)
             if need_db:

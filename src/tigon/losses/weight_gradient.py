@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon.backend import cdiv, is_traced, launch, tl, triton, use_triton
+from tigon.losses.head import class_blocks
 
 BLOCK = 4096
 
@@ -54,9 +55,9 @@ def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) 
     """sums = or += dlogitsᵀ x, without a temporary of their size; they may be fp32 under half-precision factors."""
     start = 0
     for dw in sums:
-        columns = dlogits if len(sums) == 1 else dlogits[:, start : start + dw.shape[0]]
+        for block in class_blocks(dw.shape[0], x.dtype):
+            _accumulate(dw[block], dlogits[:, start + block.start : start + block.stop], x, first)
         start += dw.shape[0]
-        _accumulate(dw, columns, x, first)
 
 
 def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
