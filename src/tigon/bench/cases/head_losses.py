@@ -509,6 +509,9 @@ OPS = (
         "dpo",
         4,
         SEQUENCES,
+        # A pair's loss is a function of one sum over all its tokens, along which the rounding of the logits adds up: of
+        # one pair of 4096 tokens eager is 0.06 off as well.
+        slack=10.0,
         shapes=((16, 1024, 4096, 128256),),
         extra=LENGTHS,
         small=((4, 64, 64, 4096),),
