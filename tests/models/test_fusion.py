@@ -187,6 +187,26 @@ def test_labels_that_an_outer_model_keeps_to_itself():
     assert "forward" not in vars(model.inner)
 
 
+class OuterWithAModule(Outer):
+    """As Bart and T5 compute their loss."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.inner(input_ids, **kwargs).logits
+        loss = nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels.view(-1))
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_a_loss_module_made_in_the_forward_compiles():
+    model, inputs = OuterWithAModule(build("llama")), batch("llama")
+    plain, plain_grads = step(model, inputs)
+    with tigon.fuse(model) as fusion:
+        step(model, inputs)
+        assert fusion.report().calls["head"] == 1
+        fused, fused_grads = step(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=2e-6, atol=0)
+    assert_close({n.removeprefix("_orig_mod."): g for n, g in fused_grads.items()}, plain_grads)
+
+
 class Turned(nn.Module):
     """Calls a rotary function with and without k, by position and by name."""
 

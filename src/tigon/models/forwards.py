@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,10 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
     before: the forward that it stands for: the class's, or one of the instance's own, bound.
     """
 
+    # Dynamo puts a CrossEntropyLoss that is made in the forward into its graph unseen, and takes tensors alone for it.
+    code = getattr(inspect.unwrap(before), "__code__", None)
+    makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
+
     @functools.wraps(before)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = getattr(self, "_tigon", None)
@@ -135,6 +140,8 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
             ledger.new_step()
             ledger.see_labels(labels, shifted)
         ledger.lazy = outer or labels is not None or shifted is not None
+        if makes_loss_module and torch.compiler.is_compiling():
+            ledger.lazy = False
         try:
             return run(*args, **kwargs)
         finally:
