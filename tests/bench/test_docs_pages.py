@@ -23,6 +23,7 @@ def row(op, shape, by, ms, **more):
 def hook(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("docs_pages", HOOK)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.syspath_prepend(HOOK.parent)  # as MkDocs loads a hook
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     shape = OPS["rope"].shapes[0]
