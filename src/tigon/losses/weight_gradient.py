@@ -91,27 +91,28 @@ def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool 
         scaled = [t if factor is None else t * factor for t in (front, rest)]
         return torch.cat([t.to(dw.dtype) for t in scaled])
     out = dw if ours else torch.empty_like(dw)
-    n = front.numel()
+    blocks = cdiv(front.numel(), BLOCK)
     # The first step reads all before it writes any; every other one writes where those before it have read.
-    start, stop = 0, min(BLOCK, n) if ours else n
-    while start < n:
-        _narrow(front, out, factor, start, stop)
-        start, stop = stop, min(2 * stop, n)
-    _narrow(rest, out[front.shape[0] :], factor, 0, rest.numel())
+    start, stop = 0, 1 if ours else blocks
+    while start < blocks:
+        _narrow(front, out, factor, start, min(stop, blocks))
+        start, stop = stop, 2 * stop
+    _narrow(rest, out[front.shape[0] :], factor, 0, cdiv(rest.numel(), BLOCK))
     return out
 
 
-@triton.jit(do_not_specialize=["start", "stop"])
-def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, stop, BLOCK: tl.constexpr):
-    at = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < stop, other=0.0)
+@triton.jit(do_not_specialize=["start"])
+def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
+    at = (start + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < N, other=0.0)
     if factor_ptr is not None:
         x = x * tl.load(factor_ptr).to(tl.float32)
     tl.debug_barrier()
-    tl.store(y_ptr + at, x.to(y_ptr.dtype.element_ty), mask=at < stop)
+    tl.store(y_ptr + at, x.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 def _narrow(x: Tensor, y: Tensor, factor: Tensor | None, start: int, stop: int) -> None:
-    key = (start, stop, y.dtype, None if factor is None else factor.dtype)
-    plan = cdiv(stop - start, BLOCK), (start, stop, BLOCK), {"num_warps": 8}
+    """Blocks start to stop of x."""
+    key = (start, stop, x.numel(), y.dtype, None if factor is None else factor.dtype)
+    plan = stop - start, (start, x.numel(), BLOCK), {"num_warps": 8}
     launch(_narrow_kernel, key, (x, y, factor), lambda: plan)
