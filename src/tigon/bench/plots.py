@@ -110,9 +110,10 @@ def _memory(content: dict[str, Any], plt: Any) -> Any:
     axis.legend(fontsize=7)
     width, vocabulary = content["rows"][0]["shape"][-2:]
     axis.set_title(
-        f"{content['rows'][0]['op']}, width {width}, vocabulary {vocabulary}; a line ends where memory did", fontsize=9,
+        f"{content['rows'][0]['op']}, width {width}, vocabulary {vocabulary}; a line ends where it no longer ran",
+        fontsize=9,
         loc="left",
-    )  # fmt: skip
+    )
     return figure
 
 
