@@ -406,7 +406,7 @@ class Work(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if name in ("mm", "addmm", "addmm_"):
             self.products += math.prod(args[-2].shape) * args[-1].shape[1]
-        if isinstance(out, Tensor) and out.is_floating_point() and name == "new_empty" and out.shape[-1:] == (64,):
+        if isinstance(out, Tensor) and out.is_floating_point() and name == "new_empty" and out.shape[-1:] == (40,):
             self.largest += out.numel()
         return out
 
@@ -426,7 +426,7 @@ def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
         else:
             loss, _ = distill(*student[:2], *teacher[:2], target, **options)
     assert work.products == 512 * V * (3 * H + (0 if topk else WIDE))
-    assert work.largest == sides * 256 * 64  # 37 classes take the room of 64
+    assert work.largest == sides * 256 * 40  # 37 classes take the room of 40
     saved = [t for t in loss.grad_fn.saved_tensors if t is not None]
     assert {t.shape for t in saved} <= {(512, H), (V, H), (0,)}
 

@@ -57,10 +57,11 @@ def take(t: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for (rows, V) logits, uninitialised; each row begins at a multiple of 16 bytes."""
-    if V * dtype.itemsize % 16 == 0:
+    """Room for (rows, V) logits, uninitialised; rows of 16 bytes and more begin at multiples of 16 bytes."""
+    if V * dtype.itemsize % 16 == 0 or V * dtype.itemsize < 16:
         return like.new_empty(rows, V, dtype=dtype)
-    return like.new_empty(rows, -(-V // 64) * 64, dtype=dtype)[:, :V]
+    step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
+    return like.new_empty(rows, -(-V // step) * step, dtype=dtype)[:, :V]
 
 
 def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:

@@ -2,8 +2,8 @@
 
 An fp32 sum and its narrow result at once would be half as much memory again, beyond what the loss was allowed. So where
 the result is larger than a chunk of logits, the first half of the rows is summed in the memory of the result itself, as
-fp32, and the others in a tensor of their own: in all as much as one fp32 sum. Narrowing goes from the front, over twice
-as many numbers each time as were done before: what is written then lies where everything has been read.
+fp32, and the others in a tensor of their own: in all as much as one fp32 sum. Narrowing goes from the front, each time
+over as many numbers as were done before: what is written then lies where everything has been read.
 
     result (V, H) bf16    | fp32 of rows 0 … V/2              |        | bf16 of rows 0 … V/2 | bf16 of rows V/2 … V |
     more (V/2, H) fp32    | fp32 of rows V/2 … V              |
