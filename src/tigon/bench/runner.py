@@ -210,7 +210,7 @@ def run_case(
             fn = implementation.load()
             values = _first_run(row, fn, inputs.clone(), device)
             if checked is None or name in checked:
-                _check(row, values, expected, op.slack * TOLERANCE[dtype])
+                _check(row, values, expected, _tolerance(op, dtype))
             del values
             row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
             steps[name] = fn
@@ -255,7 +255,7 @@ def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: 
     inputs = op.make(shape, dtype, device, 0.0)
     try:
         values = _first_run(row, op.implementations[name].load(), inputs.clone(), device)
-        _check(row, values, op.expect(inputs), op.slack * TOLERANCE[dtype])
+        _check(row, values, op.expect(inputs), _tolerance(op, dtype))
     except Exception as error:
         row.status, row.reason = "failed", one_line(error)
     return row
@@ -276,6 +276,10 @@ def _check(row: Row, values: dict[str, Tensor], expected: Expected, tolerance: f
     off = [name for name, error in row.errors.items() if not error <= tolerance]  # NaN is not <=
     if off:
         row.status, row.reason = "wrong", f"relative error above {tolerance:g} in {', '.join(off)}"
+
+
+def _tolerance(op: Op, dtype: torch.dtype) -> float:
+    return TOLERANCE[dtype] * (op.slack if dtype.itemsize == 2 else 1.0)
 
 
 def _errors(values: dict[str, Tensor], expected: Expected) -> dict[str, float]:

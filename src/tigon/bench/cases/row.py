@@ -41,7 +41,7 @@ class Op:
     flops(shape): of the (forward, backward), where arithmetic is the floor; None where memory is.
     floor(inputs): closures timed in the same run, whose sum is the floor; None: nbytes at the copy bandwidth.
     counted: nbytes in words, (forward, backward), for the documentation.
-    slack: how many times the dtype's tolerance a result may be off, where rounded inputs alone put it off as much.
+    slack: how many times the tolerance a result may be off in 16 bits, where rounded logits alone put it off as much.
     """
 
     name: str

@@ -34,9 +34,9 @@ def _cap(x, scale, softcap):
 def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
     """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − taken).
 
-    mass is what is taken off in all, at the target and elsewhere; None: nothing here. A row's maximum and log₂ Σ
-    exp(z − max) are kept apart: one number for the log-sum-exp would be rounded at its own size, and every probability
-    of a confident row with it.
+    taken: what is taken off here, at the target and elsewhere; None for nothing. mass: what that adds up to over the
+    classes. A row's maximum and log₂ Σ exp(z − max) are kept apart: one number for the log-sum-exp would be rounded at
+    its own size, and every probability of a confident row with it.
     """
     if SOFTCAP:
         z, slope = _cap(x, scale, softcap)
