@@ -1,10 +1,12 @@
 """fuse() on one instance: put on, reported, copied, pickled, wrapped, taken off; nothing else changes."""
 
 import copy
+import gc
 import io
 import json
 import pickle
 import types
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import tigon
 from tigon.models.lazy_logits import LazyLogits
+from tigon.models.recognize_rotary import Turn
 
 transformers = pytest.importorskip("transformers")
 from zoo import BASE, batch, build  # noqa: E402
@@ -235,6 +238,66 @@ def test_a_rotary_function_of_one_tensor_or_two():
             for fused, expected in zip(model(q, k, cos, second), plain(q, k, cos, second), strict=True):
                 torch.testing.assert_close(fused, expected)
         assert fusion.report().calls == {"rotary": 10}
+
+
+def turn_back(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), -sin.unsqueeze(unsqueeze_dim)
+    first, second = (torch.stack(x.chunk(2, dim=-1)) for x in (q, k))
+    return tuple(x * cos + torch.cat((-h[1], h[0]), -1) * sin for x, h in ((q, first), (k, second)))
+
+
+class TurnedBack(nn.Module):
+    """As in NanoChat."""
+
+    def forward(self, q, k, cos, sin):
+        return turn_back(q, k, cos, sin)
+
+
+def test_spread_angles_do_not_outlive_a_step():
+    model, q, k = TurnedBack(), torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    with tigon.fuse(model, head=False) as fusion:
+        for _ in range(2):
+            angles = [torch.randn(2, 5, 16) for _ in range(2)]
+            for fused, expected in zip(model(q, k, *angles), turn_back(q, k, *angles), strict=True):
+                torch.testing.assert_close(fused, expected)
+            alive = [weakref.ref(t) for t in angles]
+            del angles
+            gc.collect()
+            assert [t() for t in alive] == [None, None]
+        assert fusion.report().calls == {"rotary": 2}
+
+
+@pytest.mark.parametrize("model_class", [Turned, TurnedBack])
+def test_angles_spread_in_inference_mode_are_not_kept(model_class):
+    model, plain = model_class(), model_class()
+    q, k = torch.randn(2, 4, 5, 16, requires_grad=True), torch.randn(2, 2, 5, 16)
+    cos, sin = (torch.randn(2, 5, 8 if model_class is Turned else 16) for _ in range(2))
+    with torch.inference_mode():
+        others = cos.clone(), sin.clone()
+    with tigon.fuse(model, head=False):
+        with torch.inference_mode():
+            for _ in range(2):  # nothing counts what is written into these
+                for fused, expected in zip(model(q, k, *others), plain(q, k, *others), strict=True):
+                    torch.testing.assert_close(fused, expected)
+                others[1].mul_(2.0)
+            model(q, k, cos, sin)
+        fused, expected = (torch.autograd.grad(m(q, k, cos, sin)[0].sum(), q)[0] for m in (model, plain))
+    torch.testing.assert_close(fused, expected)
+
+
+def test_angles_are_spread_within_a_captured_graph(monkeypatch):
+    spreads, spread = [], Turn.spread
+    monkeypatch.setattr(Turn, "spread", lambda *args: spreads.append(1) or spread(*args))
+    model, q, k = TurnedBack(), torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    cos, sin = (torch.randn(2, 5, 16) for _ in range(2))
+    with tigon.fuse(model, head=False):
+        model(q, k, cos, sin)
+        spreads.clear()
+        model(q, k, cos, sin)
+        assert not spreads
+        monkeypatch.setattr("tigon.models.rotary._capturing", lambda t: True, raising=False)
+        model(q, k, cos, sin)
+        assert spreads
 
 
 def test_parts_of_any_module_are_fused():

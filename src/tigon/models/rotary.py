@@ -90,15 +90,18 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Calla
     def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
         if turn.angles == "whole" and not turn.back:
             return cos, sin
-        if torch.compiler.is_compiling():
-            return turn.spread(cos, sin)
         # Of complex angles cos and sin are views, made anew at each call.
         first, second = (cos, sin) if freqs is None else (freqs, freqs)
+        if not _may_keep(first, second):
+            return turn.spread(cos, sin)
         kept = spread.get(first)
         if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
-            kept = ref(second), (version_of(first), version_of(second)), turn.spread(cos, sin)
+            # A value that holds its own key would keep it alive: what is not changed is left out.
+            made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
+            kept = ref(second), (version_of(first), version_of(second)), made
             spread[first] = kept
-        return kept[2]
+        wide_cos, wide_sin = kept[2]
+        return cos if wide_cos is None else wide_cos, sin if wide_sin is None else wide_sin
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
@@ -123,6 +126,19 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Calla
         return turned if len(heads) == 2 else turned[0]
 
     return apply
+
+
+def _may_keep(*angles: Tensor) -> bool:
+    """Whether what is made of them now serves later calls too."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False  # an inference tensor is of no use to a backward pass
+    if any(t.is_inference() for t in angles):
+        return False  # these do not count what is written into them
+    return not _capturing(angles[0])  # a replay must spread the angles of its own step
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors_fit(*tensors: Any) -> bool:
