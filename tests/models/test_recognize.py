@@ -184,6 +184,53 @@ def test_a_layer_norm_that_stores_its_weight_less_one():
     assert (found.centered, found.offset, found.bias) == (True, 1.0, "bias")
 
 
+class NormThatDrops(nn.RMSNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_norm_is_probed_in_training_and_not(training):
+    assert isinstance(recognize_norm(NormThatDrops(N, eps=1e-5).train(training)), Unknown)
+
+
+class NormOfSomeRanks(nn.LayerNorm):
+    def forward(self, x):
+        if self.variant == "from the second on":
+            return F.layer_norm(x, x.shape[2:], eps=self.eps)
+        if self.variant == "channels first" and x.dim() == 4:
+            return super().forward(x.transpose(1, 3)).transpose(1, 3)
+        if self.variant == "three alone" and x.dim() != 3:
+            return -x if self.calm else self.none
+        return super().forward(x)
+
+
+def test_a_norm_that_differs_in_some_rank_is_refused():
+    norm = NormOfSomeRanks(N, elementwise_affine=False)
+    norm.variant = "from the second on"
+    assert isinstance(recognize_norm(norm), Unknown)
+
+
+def test_a_norm_over_the_channels_of_an_image_is_left_to_itself():
+    norm, x = NormOfSomeRanks(N), torch.randn(2, N, 5, N)
+    norm.variant = "channels first"
+    plain = norm(x)
+    with tigon.fuse(norm):
+        assert torch.equal(norm(x), plain)
+
+
+def test_a_norm_runs_by_itself_in_ranks_that_were_not_shown():
+    norm = NormOfSomeRanks(N)
+    norm.variant, norm.calm = "three alone", False
+    assert recognize_norm(norm).ranks == (3,)
+    assert recognize_norm(nn.LayerNorm(N)).ranks == (2, 3, 4)
+    with tigon.fuse(norm) as fusion:
+        norm(torch.randn(2, 3, N))
+        assert fusion.report().calls == {"norm": 1}
+        norm.calm, x = True, torch.randn(2, N)
+        assert torch.equal(norm(x), -x)
+
+
 def test_what_is_no_norm_is_not_mentioned():
     for module in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.01), nn.LeakyReLU(0.01), nn.PReLU(4), nn.Embedding(4, 4)):
         assert recognize_norm(module) is None

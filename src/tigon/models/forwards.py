@@ -192,7 +192,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in DTYPES:
+    if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
         return False
     if formula.native and torch.is_autocast_enabled(x.device.type):
         return False

@@ -66,6 +66,7 @@ class Norm:
     weight, bias, eps: names of the module's attributes; None for a norm without them; eps a number if it has no name.
     mixed: holds also for an fp32 weight beside a narrower x.
     native: it calls torch's own norm, which autocast runs in fp32. width: the only one it takes, without weight.
+    ranks: how many dimensions x may have: those that it was shown for.
     """
 
     weight: str | None
@@ -78,6 +79,7 @@ class Norm:
     centered: bool = False
     bias: str | None = None
     gated: bool = False
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
@@ -90,6 +92,11 @@ class Norm:
 
 # Where no attribute holds eps, it is a number in the code.
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+RANKS = (
+    2,
+    3,
+    4,
+)  # of x: what normalises over another dimension than the last one, or counts them from the first, shows
 FREE_WIDTH = 96  # of the probe of a norm without a weight
 
 
@@ -118,11 +125,15 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
         for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
             formula = replace(formula, gated=gated)
-            if not _is_norm(module, formula, width, mixed=False):
+            if not _is_norm(module, formula, width):
                 continue
+            others = {rank: _is_norm(module, formula, width, rank=rank) for rank in RANKS if rank != 3}
+            if False in others.values():
+                continue
+            formula = replace(formula, ranks=tuple(rank for rank in RANKS if others.get(rank, True)))
             # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU, and swiglu an fp32 factor.
             own = gated or (formula.centered and formula.native)
-            mixed = not own and (not vectors or _is_norm(module, formula, width, mixed=True))
+            mixed = not own and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
             found = replace(formula, mixed=mixed)
             if mixed or formula.centered or gated:  # "gemma" and "none" differ only where x and weight do
                 return found
@@ -152,47 +163,49 @@ def _numbers(module: nn.Module) -> list[int]:
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
-def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool) -> bool:
+def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool = False, rank: int = 3) -> bool | None:
+    """Whether it computes this formula of inputs of this rank, in training and not; None if it refuses them."""
     generator = torch.Generator().manual_seed(0)
-    rows = 2 * max(4, 1024 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
+    rows = 4 * max(2, 512 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
     x = torch.randn(rows, width, generator=generator) + 0.5
-    # Rows as small as any eps. Three dimensions: what normalises over another than the last one shows.
-    x = (x * torch.logspace(-6, 2, rows)[:, None]).view(2, rows // 2, width)
+    # Rows as small as any eps.
+    x = (x * torch.logspace(-6, 2, rows)[:, None]).view(*(2,) * (rank - 2), -1, width)
     w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
     eps = formula.eps
     dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
-    for x_dtype, w_dtype in dtypes:
+    # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
+    values = (None, 0.05) if isinstance(eps, str) else (None,)
+    for (x_dtype, w_dtype), value, training in itertools.product(dtypes, values, (True, False)):
         here = x.to(x_dtype)
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
         given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
-        # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
-        for value in (None, 0.05) if isinstance(eps, str) else (None,):
-            probe = probe_of(module, given)
-            if value is not None and isinstance(eps, str):
-                vars(probe)[eps] = value
-            added = vars(probe)[eps] if isinstance(eps, str) else eps
-            gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
-            y = run(probe, here, gate) if formula.gated else run(probe, here)
-            if y is None:
-                return False
-            size = None
-            if formula.centered:
-                scale = weight if weight is None or not formula.offset else weight + formula.offset
-                expected = layer_norm_reference(here, scale, bias, eps=added)
-                # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
-                wide = here.float()
-                size = wide.abs() + wide.mean(-1, keepdim=True).abs()
-                size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + added)
-                size = size * (1.0 if scale is None else scale.float().abs()) + (
-                    0.0 if bias is None else bias.float().abs()
-                )
-            else:
-                expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
-            if formula.gated:
-                expected = gated_reference(gate, expected, "silu")
-            # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
-            if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
-                return False
+        probe = probe_of(module, given)
+        probe.training = training
+        if value is not None and isinstance(eps, str):
+            vars(probe)[eps] = value
+        added = vars(probe)[eps] if isinstance(eps, str) else eps
+        gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
+        y = run(probe, here, gate) if formula.gated else run(probe, here)
+        if y is None:
+            return None
+        size = None
+        if formula.centered:
+            scale = weight if weight is None or not formula.offset else weight + formula.offset
+            expected = layer_norm_reference(here, scale, bias, eps=added)
+            # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
+            wide = here.float()
+            size = wide.abs() + wide.mean(-1, keepdim=True).abs()
+            size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + added)
+            size = size * (1.0 if scale is None else scale.float().abs()) + (
+                0.0 if bias is None else bias.float().abs()
+            )
+        else:
+            expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
+        if formula.gated:
+            expected = gated_reference(gate, expected, "silu")
+        # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
+        if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
+            return False
     return True
 
 
