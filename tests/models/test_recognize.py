@@ -231,6 +231,24 @@ def test_a_norm_runs_by_itself_in_ranks_that_were_not_shown():
         assert torch.equal(norm(x), -x)
 
 
+@pytest.mark.parametrize("base", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_that_calls_that_of_torch_by_super_is_native(base):
+    class Wrapped(base):  # as in ConvNeXt
+        def forward(self, x):
+            return super().forward(x)
+
+    class Own(base):
+        def forward(self, x):
+            y = x.float()
+            if base is nn.LayerNorm:
+                y = y - y.mean(-1, keepdim=True)
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+            return y.to(x.dtype) if getattr(self, "bias", None) is None else (y + self.bias.float()).to(x.dtype)
+
+    assert recognize_norm(Wrapped(N, eps=1e-5)).native
+    assert not recognize_norm(Own(N, eps=1e-5)).native
+
+
 def test_what_is_no_norm_is_not_mentioned():
     for module in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.01), nn.LeakyReLU(0.01), nn.PReLU(4), nn.Embedding(4, 4)):
         assert recognize_norm(module) is None

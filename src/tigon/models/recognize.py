@@ -144,8 +144,10 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
 
 def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:
     """All formulas that these parameters may be those of."""
-    called = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
     native = "rms_norm" in called or "layer_norm" in called
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        native = native or "forward" in called  # that of its base class, by super()
     if len(vectors) < 2:
         weight = vectors[0] if vectors else None
         for offset in (0.0, 1.0) if vectors else (0.0,):
