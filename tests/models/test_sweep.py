@@ -21,7 +21,7 @@ def test_a_class_of_the_sample_is_fused_or_says_why_not(name):
     reasons = [kind for kind, *_ in row["left"] if kind == "head"] + list(row["logits_built_by"])
     assert row["calls"].get("head") or reasons, one_line(name, row)
     ran = {kind for kind, *_ in row["fused"]} - {"head"}
-    assert not ran or row["calls"], "parts are fused, and none of them runs"
+    assert ran <= set(row["calls"]), "parts are fused that never run"
 
 
 def test_models_are_small_and_random_all_over():
