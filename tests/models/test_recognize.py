@@ -307,6 +307,8 @@ class Gate(nn.Module):
             return self.c(self.f(self.a(x).clamp(max=100.0)) * self.b(x))
         if self.variant == "dropout of gate":
             return self.c(self.drop(self.f(self.a(x))) + self.b(x))
+        if self.variant == "fixed dropout":
+            return self.c(F.dropout(self.f(self.a(x)) * self.b(x), self.half, self.training))
         if self.variant == "residual dropout":
             return F.dropout(self.c(self.f(self.a(x)) * self.b(x)), self.half, self.training)
         if self.variant == "norm":
@@ -376,6 +378,17 @@ def test_what_stands_around_a_gated_mlp_still_runs(variant, training):
         assert fusion.report().fused[0].kind == "mlp"
         for ours, theirs in zip(run(), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_an_attribute_that_does_nothing_yet_is_honoured_when_it_changes():
+    model, x = Gate(nn.SiLU(), variant="fixed dropout"), torch.randn(3, 16)
+    model.half = 0.0
+    plain = model(x)
+    with tigon.fuse(model) as fusion:
+        torch.testing.assert_close(model(x), plain)
+        assert fusion.report().calls == {"mlp": 1}
+        model.half = 1.0
+        assert not model(x).any()
 
 
 def test_the_square_of_relu_is_found_by_itself():

@@ -208,6 +208,8 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     formula: Gated = patch.formula
     if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not _act_is_known(self, patch):
         return _plain(self, *args, **kwargs)
+    if any(getattr(self, name, None) != value for name, value in formula.held):
+        return _plain(self, *args)
     x = args[0]
     if formula.between is not None and not _same_dtype(getattr(self, formula.gate), getattr(self, formula.down)):
         return _plain(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it

@@ -34,6 +34,7 @@ class Gated:
     between, after: children that the product and the result go through: dropout, a norm.
     gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
         dropped in training.
+    held: attributes that do something else, and the values with which it is nothing.
     """
 
     gate: str
@@ -47,6 +48,7 @@ class Gated:
     gate_scale: str | None = None
     scale: str | None = None
     dropout: str | None = None
+    held: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         gate = "gate" if self.gate_scale is None else "s · gate"
@@ -81,10 +83,14 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
             for act in ACTS:
                 formula = Gated(gate, up, down, act, act_module)
                 # A number among the attributes may scale something; or be what makes the module another one.
-                for attributes in ([k for k, v in vars(module).items() if type(v) is float], []):
-                    found = _gated(module, formula, rest, attributes)
-                    if found is not None:
-                        return found
+                numbers = {k: v for k, v in vars(module).items() if type(v) is float}
+                found = _gated(module, formula, rest, list(numbers))
+                if found is not None:
+                    return found
+                # A probability of 0, or a factor of 1, where nothing looks for one: right as long as it stays so.
+                found = _gated(module, formula, rest, []) if numbers else None
+                if found is not None:
+                    return replace(found, held=tuple(numbers.items()))
     if silent:
         return None
     if len(others) > 1:
