@@ -115,3 +115,20 @@ def test_logits_take_the_place_of_an_fp32_sum(loss, device, monkeypatch):
     assert not wide()
     assert wide(chunk_bytes=chunked.CHUNK_BYTES)  # what is asked for is kept to
     assert not wide(chunk_bytes=chunked.CHUNK_BYTES, accumulate="weight")
+
+
+def test_no_step_writes_what_it_has_yet_to_read(device, triton_backend, monkeypatch):
+    """Programs run at once on a GPU, and one after another in the interpreter, which would not show it."""
+    dw, more = places(weight_of(1000, 129, torch.bfloat16, device), torch.bfloat16, True, 1, True)
+    steps = []
+    monkeypatch.setattr(weight_gradient, "_narrow", lambda x, y, factor, start, stop: steps.append((start, stop)))
+    narrowed(dw, more)
+    *front, rest = steps
+    blocks = -(-parts(dw, more)[0].numel() // weight_gradient.BLOCK)
+    assert len(front) > 3
+    assert front[0] == (0, 1)  # one program, which reads all before it writes
+    assert [start for start, _ in front[1:]] == [stop for _, stop in front[:-1]]
+    assert front[-1][1] == blocks
+    # Block b is read as fp32 at 2 b and 2 b + 1 in units of the bf16 that it is written as, at b.
+    assert all(stop <= 2 * start for start, stop in front[1:])
+    assert rest == (0, -(-more.numel() // weight_gradient.BLOCK))
