@@ -92,11 +92,8 @@ class Norm:
 
 # Where no attribute holds eps, it is a number in the code.
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
-RANKS = (
-    2,
-    3,
-    4,
-)  # of x: what normalises over another dimension than the last one, or counts them from the first, shows
+# Of x: a norm over another dimension than the last one, or one that counts them from the first, shows in one of these.
+RANKS = (2, 3, 4)
 FREE_WIDTH = 96  # of the probe of a norm without a weight
 
 
