@@ -1,0 +1,75 @@
+"""Axolotl's plugin: two lines of YAML fuse the model that it trains.
+
+    plugins:
+      - tigon.integrations.axolotl.TigonPlugin
+
+The model is fused in `post_model_load`, after Axolotl's own patches and after adapters, so that what they have put on
+a layer is seen. Nothing else of Axolotl is touched.
+
+Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolotl.ai/docs/custom_integrations.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from axolotl.integrations.base import BasePlugin
+    from axolotl.utils.logging import get_logger
+    from pydantic import BaseModel, model_validator
+except ImportError as error:
+    raise ImportError(f"tigon.integrations.axolotl needs Axolotl, pip install axolotl: {error}.") from None
+
+from tigon.models.fusion import Fusion, fuse
+
+PARTS = ("head", "norms", "mlp", "rotary")
+LOG = get_logger(__name__)
+
+
+class TigonArgs(BaseModel):
+    """What the plugin reads from Axolotl's configuration: the arguments of tigon.fuse, all on unless set to false."""
+
+    tigon_head: bool | None = None
+    tigon_norms: bool | None = None
+    tigon_mlp: bool | None = None
+    tigon_rotary: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_tigon_has_the_model_to_itself(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # Both patch transformers' classes: what they have replaced is then no longer there to be recognised.
+        others = sorted(k for k, v in data.items() if k.startswith("liger_") and v)
+        if data.get("cut_cross_entropy") and data.get("tigon_head") is not False:
+            others.append("cut_cross_entropy")
+        if others:
+            raise ValueError(
+                f"TigonPlugin: {', '.join(others)} must be off, since Tigon takes its place, got true; "
+                "or remove TigonPlugin from plugins."
+            )
+        return data
+
+
+class TigonPlugin(BasePlugin):  # type: ignore[misc]
+    """tigon.fuse on each model that Axolotl loads; its report in the log when training has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fusions: list[Fusion] = []
+
+    def get_input_args(self) -> str:
+        return "tigon.integrations.axolotl.TigonArgs"
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        options = {part: cfg.get(f"tigon_{part}") is not False for part in PARTS}
+        fusion = fuse(model, **options)
+        self.fusions.append(fusion)
+        LOG.info(f"tigon: {fusion.report().headline()}")
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        for fusion in self.fusions:
+            LOG.info(f"tigon: {fusion.report()}")
+
+    def post_train_unload(self, cfg: Any) -> None:
+        self.fusions.clear()  # they hold the models that Axolotl has just let go

@@ -1,0 +1,147 @@
+"""The Axolotl plugin in a stand-in for Axolotl that calls the documented hooks of BasePlugin in their order.
+
+The order is that of `ModelLoader.load` and `train` of Axolotl 0.19; pydantic validates the configuration, as there.
+"""
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
+pytest.importorskip("yaml")
+import pydantic
+import yaml
+from small_llama import CALLS, assert_same_step, batch, import_anew, llama, ran, stand_in, step
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
+
+
+class BasePlugin:
+    """The hooks that a plugin may have."""
+
+    def register(self, cfg): ...
+    def get_input_args(self): ...
+    def pre_model_load(self, cfg): ...
+    def post_model_build(self, cfg, model): ...
+    def pre_lora_load(self, cfg, model): ...
+    def post_lora_load(self, cfg, model): ...
+    def post_model_load(self, cfg, model): ...
+    def post_trainer_create(self, cfg, trainer): ...
+    def post_train(self, cfg, model): ...
+    def post_train_unload(self, cfg): ...
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=BasePlugin)
+    stand_in(monkeypatch, "axolotl.utils.logging", get_logger=logging.getLogger)
+    return import_anew(monkeypatch, "tigon.integrations.axolotl")
+
+
+def configured(plugin, **given):
+    """The configuration as Axolotl validates it: its own class, and those that plugins name, in one."""
+    module, name = plugin.get_input_args().rsplit(".", 1)
+    own = type("Base", (pydantic.BaseModel,), {"__annotations__": {"adapter": "str | None"}, "adapter": None})
+    config = type("AxolotlInputConfig", (own, getattr(importlib.import_module(module), name)), {})
+    return config(**given).model_dump(exclude_none=True)
+
+
+def train(plugin, cfg, model, adapt=lambda model: model, steps=2):
+    plugin.register(cfg)
+    plugin.pre_model_load(cfg)
+    plugin.post_model_build(cfg, model)
+    plugin.pre_lora_load(cfg, model)
+    model = adapt(model)
+    plugin.post_lora_load(cfg, model)
+    plugin.post_model_load(cfg, model)
+    plugin.post_trainer_create(cfg, None)
+    result = [step(model, batch(seed)) for seed in range(steps)][-1]
+    plugin.post_train(cfg, model)
+    return model, result
+
+
+def test_the_loaded_model_is_fused_and_the_log_says_so(axolotl, caplog):
+    plugin = axolotl.TigonPlugin()
+    with caplog.at_level(logging.INFO):
+        _, fused = train(plugin, configured(plugin), llama())
+    assert_same_step(fused, step(llama(), batch(1)))
+    (fusion,) = plugin.fusions
+    assert ran(fusion) == CALLS
+    assert "Ran in the last step: head 1" in caplog.text
+    plugin.post_train_unload({})
+    assert not plugin.fusions, "models are let go when Axolotl lets them go"
+
+
+def test_it_sees_what_adapters_have_put_on_the_layers(axolotl):
+    peft = pytest.importorskip("peft")
+
+    def adapt(model):
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+
+    plugin = axolotl.TigonPlugin()
+    _, fused = train(plugin, configured(plugin, adapter="lora"), llama(), adapt)
+    assert_same_step(fused, step(adapt(llama()), batch(1)))
+    (reason,) = [row.what for row in plugin.fusions[0].report().left if row.kind == "head"]
+    assert reason == "an adapter is on the head: it runs as it is, with real logits"
+
+
+@pytest.mark.parametrize("part", ["head", "norms", "mlp", "rotary"])
+def test_each_part_can_be_switched_off(axolotl, part):
+    plugin = axolotl.TigonPlugin()
+    train(plugin, configured(plugin, **{f"tigon_{part}": False}), llama())
+    kind = part.removesuffix("s")
+    assert ran(plugin.fusions[0]) == {k: v for k, v in CALLS.items() if k != kind}
+
+
+@pytest.mark.parametrize("other", ["liger_rms_norm", "liger_fused_linear_cross_entropy", "cut_cross_entropy"])
+def test_another_library_on_the_same_layers_is_refused(axolotl, other):
+    plugin = axolotl.TigonPlugin()
+    with pytest.raises(pydantic.ValidationError, match=f"TigonPlugin: {other} must be off"):
+        configured(plugin, **{other: True})
+    configured(plugin, **{other: False})
+    if other == "cut_cross_entropy":  # the loss alone may be the other's
+        configured(plugin, cut_cross_entropy=True, tigon_head=False)
+
+
+def test_the_example(axolotl):
+    cfg = yaml.safe_load(EXAMPLE.read_text())
+    (name,) = cfg["plugins"]
+    module, _, attribute = name.rpartition(".")
+    assert module == axolotl.__name__
+    plugin = getattr(axolotl, attribute)()
+    given = {k: v for k, v in cfg.items() if k.startswith("tigon_")}
+    assert given, "the example shows a switch"
+    assert set(given) <= set(axolotl.TigonArgs.model_fields)
+    _, fused = train(plugin, configured(plugin, **given), llama())
+    assert_same_step(fused, step(llama(), batch(1)))
+
+
+def test_without_axolotl_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "axolotl", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"^tigon\.integrations\.axolotl needs Axolotl, pip install axolotl: .*\.$"):
+        import_anew(monkeypatch, "tigon.integrations.axolotl")
+
+
+def test_with_axolotl_itself(monkeypatch):
+    base = pytest.importorskip("axolotl.integrations.base")
+    module = import_anew(monkeypatch, "tigon.integrations.axolotl")
+    plugin = base.load_plugin("tigon.integrations.axolotl.TigonPlugin")
+    assert isinstance(plugin, base.BasePlugin)
+    manager = base.PluginManager.get_instance()
+    monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
+    manager.register("tigon.integrations.axolotl.TigonPlugin")
+    assert manager.get_input_args() == ["tigon.integrations.axolotl.TigonArgs"]
+    model = llama()
+    manager.pre_model_load({})
+    manager.post_model_build({}, model)
+    manager.post_model_load({}, model)
+    assert_same_step(step(model, batch(1)), step(llama(), batch(1)))
+    (plugin,) = manager.plugins.values()
+    assert type(plugin) is module.TigonPlugin
+    assert ran(plugin.fusions[0]) == CALLS
