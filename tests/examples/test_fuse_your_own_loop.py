@@ -20,4 +20,4 @@ def test_it_learns_and_reports():
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4
     assert losses[-1] < 0.75 * losses[0]
-    assert "Ran in the last step: head 1, norm 5, mlp 2, rotary 2." in done.stdout
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in done.stdout

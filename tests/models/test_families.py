@@ -9,29 +9,30 @@ import tigon
 pytest.importorskip("transformers")
 from zoo import FAMILIES, batch, build
 
-# Calls of each kind in one step, from the configurations: two layers, and what a layer of the family has.
+# Calls of each kind in one step, from the configurations: two layers, and what a layer of the family has. A norm that runs
+# with the sum before it or the rotation after it counts as a norm too, and that rotation as one.
 CALLS = {
-    "llama": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
-    "mistral": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
-    "qwen2": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
-    "qwen3": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
-    "gemma": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
-    "gemma2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
-    "gemma3": {"head": 1, "norm": 13, "mlp": 2, "rotary": 2},
-    "mixtral": {"head": 1, "norm": 5, "rotary": 2},
-    "qwen3_moe": {"head": 1, "norm": 9, "rotary": 2},
-    "granite": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
-    "granitemoe": {"head": 1, "norm": 5, "rotary": 2},
+    "llama": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "mistral": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "qwen2": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "qwen3": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2},
+    "gemma": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "gemma2": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "gemma3": {"head": 1, "norm": 13, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2},
+    "mixtral": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},
+    "qwen3_moe": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "rotary": 2},
+    "granite": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "granitemoe": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},
     "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
     "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
     "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
     "phi": {"head": 1, "norm": 3, "rotary": 2},
-    "phi3": {"head": 1, "norm": 5, "mlp": 2, "rotary": 2},
+    "phi3": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gpt2": {"head": 1, "norm": 5},
-    "gpt_oss": {"head": 1, "norm": 5, "rotary": 2},  # its rotation takes a cos of half the width
-    "deepseek_v3": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},  # one dense layer, one with a shared expert
-    "llava": {"head": 1, "norm": 11, "mlp": 2, "rotary": 2},
-    "qwen2_5_vl": {"head": 1, "norm": 10, "mlp": 4, "rotary": 4},
+    "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},  # its rotation takes a cos of half the width
+    "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},  # one dense layer, one with a shared expert
+    "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2},
+    "qwen2_5_vl": {"head": 1, "norm": 10, "add_norm": 4, "mlp": 4, "rotary": 4},
 }
 
 

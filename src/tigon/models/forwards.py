@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.models.compiled_logits import CompiledLogits
+from tigon.models.head_norm import HeadNorm
 from tigon.models.lazy_logits import LazyLogits
 from tigon.models.recipe import DTYPES, Recipe
 from tigon.models.recognize import HOOKS, Norm
@@ -36,7 +37,11 @@ class Patch:
 
     before: the forward that this instance had of its own, if it had one.
     act: the activation whose formula was recognised; another one in its place is honoured.
+    heads: a norm whose result the module around it rotates next, if it is one of heads.
     """
+
+    key: Any = None  # of its row in the report
+    heads = False
 
     def __init__(
         self,
@@ -55,13 +60,19 @@ class Patch:
     def installed_on(self, module: nn.Module) -> bool:
         return getattr(vars(module).get("forward"), "__func__", None) is self.function
 
+    def is_all_of(self, module: nn.Module) -> bool:
+        """Whether to call the module is to call this forward: no hook on it, and none on all modules."""
+        state = vars(module)
+        hooked = torch.nn.modules.module._has_any_global_hook() or any(state.get(name) for name in HOOKS)
+        return self.installed_on(module) and not hooked
+
     def __reduce__(self) -> Any:
         return nothing, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
         copied = Patch(self.kind, ledger, self.formula, act, before=before, labels_at=self.labels_at)
-        copied.function = self.function
+        copied.function, copied.key, copied.heads = self.function, self.key, self.heads
         return copied
 
 
@@ -176,12 +187,14 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0]
     weight = None if formula.weight is None else getattr(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
-    if not _norm_fits(x, weight, formula) or (bias is not None and not _norm_fits(x, bias, formula)):
+    if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
         return _plain(self, *args)
     if formula.gated and not (isinstance(args[1], Tensor) and _fit_each_other(args[1], x)):
         return _plain(self, *args)
-    patch.ledger.count("norm")
     eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
+        return HeadNorm(x, weight, eps, formula.offset, formula.cast, patch)
+    patch.ledger.count("norm", patch.key)
     if formula.centered:
         if formula.offset and weight is not None:
             weight = weight + formula.offset
@@ -191,14 +204,15 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return swiglu(args[1], y) if formula.gated else y
 
 
-def _norm_fits(x: Any, weight: Tensor | None, formula: Norm) -> bool:
+def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:
+    """Whether the formula was shown for inputs such as x, of this dtype instead of its own."""
     if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
         return False
     if formula.native and torch.is_autocast_enabled(x.device.type):
         return False
     if weight is None:
         return formula.width in (None, x.shape[-1])
-    if weight.dtype != x.dtype and not (formula.mixed and weight.dtype == torch.float32):
+    if weight.dtype != (dtype or x.dtype) and not (formula.mixed and weight.dtype == torch.float32):
         return False
     return weight.device == x.device and weight.shape == x.shape[-1:]
 
@@ -225,7 +239,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     down = getattr(self, formula.down)
     plain = formula.between is None and formula.gate_scale is None
     if plain and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
-        patch.ledger.count("mlp")
+        patch.ledger.count("mlp", patch.key)
         y = gated_linear(gate, up, down.weight, down.bias, act=formula.act)
     else:
         product = _gated_product(self, patch, gate, up)
@@ -260,7 +274,7 @@ def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
         return _plain(self, *args, **kwargs)
-    ledger.count("mlp")
+    ledger.count("mlp", self._tigon.key)
     return relu2(x)
 
 
@@ -305,7 +319,7 @@ def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> 
     formula: Gated = patch.formula
     scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
     if _fit_each_other(gate, up):
-        patch.ledger.count("mlp")
+        patch.ledger.count("mlp", patch.key)
         return OPERATORS[formula.act](gate, up, gate_multiplier=scale)
     if up is None:
         gate, up = gate.chunk(2, dim=-1)

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from tigon.models.add_norm import Sums, is_rms_norm
+from tigon.models.clones import name_of
 from tigon.models.forwards import (
     Patch,
     head_forward,
@@ -30,7 +32,7 @@ from tigon.models.forwards import (
 from tigon.models.recipe import DTYPES
 from tigon.models.recognize import Unknown, recognize_norm, signature_of
 from tigon.models.recognize_mlp import recognize_mlp, recognize_relu2
-from tigon.models.report import Ledger, Report, Row
+from tigon.models.report import Ledger, Report, Row, advice_on
 from tigon.models.rotary import Clones
 
 REPLACED = "its forward is already replaced on this instance (a device hook, another library?)"
@@ -75,13 +77,22 @@ class Fusion:
         self._ledger = Ledger(model)
         self._modules: list[nn.Module] = []
         self._rows: Counter[tuple[str, str, bool, str]] = Counter()
+        self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
 
     def report(self) -> Report:
-        rows = [Row(kind, name, count, fused, what) for (kind, name, fused, what), count in self._rows.items()]
+        """What was replaced, how often it ran in the last step, what was left, and what to do about that."""
         ledger = self._ledger
+        totals: Counter[str] = Counter()
+        for (kind, _), calls in ledger.calls.items():
+            totals[kind] += calls
+        rows = []
+        for row, count in self._rows.items():
+            kind, name, fused, what = row
+            calls = ledger.calls[kind, self._keys.get(row, row)] if kind != "head" else totals[kind]
+            rows.append(Row(kind, name, count, fused, what, calls, "" if fused else advice_on(what)))
         return Report(
             type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
-            dict(ledger.calls), dict(ledger.built_by),
+            dict(totals), dict(ledger.built_by),
         )  # fmt: skip
 
     def remove(self) -> None:
@@ -109,7 +120,7 @@ class Fusion:
         copied = memo[id(self)] = Fusion(model)
         copied._ledger = copy.deepcopy(self._ledger, memo)
         copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
-        copied._rows = Counter(self._rows)
+        copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
         clones = Clones(copied._ledger)
         for module in copied._modules:
             patch = vars(module).get("_tigon")
@@ -147,6 +158,11 @@ class Fusion:
                     self._replace(module, kind, known[key], forward)
             if mlp and _is_experts(module):
                 self._left("experts", module, "grouped experts have no fused form")
+        if norms:
+            sums = Sums()
+            for module in modules:
+                self._fuse_sums(module, sums)
+                self._fuse_head_norms(module, clones)
         if self._modules:
             for owner in owners:
                 if not any(owner is m for m in self._modules):  # the model may itself be a norm
@@ -163,9 +179,13 @@ class Fusion:
         install(module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act)))
         self._done(kind, module, str(formula))
 
-    def _done(self, kind: str, module: nn.Module, what: str) -> None:
+    def _done(self, kind: str, module: nn.Module, what: str, key: Any = None) -> None:
+        """key: by which its calls are counted, where its forward does not know the module it belongs to."""
         self._modules.append(module)
-        self._rows[kind, type(module).__name__, True, what] += 1
+        vars(module)["_tigon"].key = row = (kind, type(module).__name__, True, what)
+        self._rows[row] += 1
+        if key is not None:
+            self._keys[row] = key
 
     def _left(self, kind: str, module: nn.Module, reason: str) -> None:
         self._rows[kind, type(module).__name__, False, reason] += 1
@@ -233,10 +253,49 @@ class Fusion:
                 self._left("rotary", module, reason)
             else:
                 install(module, forward, Patch("rotary", self._ledger, formula))
-                self._done("rotary", module, str(formula))
+                self._done("rotary", module, str(formula), key=name_of(forward))
+
+    def _fuse_sums(self, module: nn.Module, sums: Sums) -> None:
+        found = [name for name in sums.found(type(module).forward) if is_rms_norm(getattr(module, name, None))]
+        patch = vars(module).get("_tigon")
+        if not found or (patch is not None and patch.ledger is self._ledger):
+            return
+        forward = sums.of(type(module).forward)
+        reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+        if reason is not None:
+            self._left("add_norm", module, reason)
+            return
+        install(module, forward, Patch("add_norm", self._ledger, None))
+        what = f"the residual sum and {', '.join(found)} in one pass"
+        self._done("add_norm", module, what, key=name_of(type(module).forward))
+
+    def _fuse_head_norms(self, module: nn.Module, clones: Clones) -> None:
+        """Let the norms of q and k wait for the rotation, in a module that rotates and norms the heads before."""
+        patch = vars(module).get("_tigon")
+        if patch is None or patch.kind != "rotary" or patch.ledger is not self._ledger:
+            return
+        norms = [(n, p) for n in clones.before(type(module).forward) if (p := _head_norm(module, n)) is not None]
+        if len(norms) != 2 or norms[0][1].formula != norms[1][1].formula:
+            return
+        for _, norm in norms:
+            norm.heads = True
+        row = "qk_norm", type(module).__name__, True, f"{norms[0][0]}, {norms[1][0]} and the rotation in one pass"
+        self._rows[row] += 1
+        self._keys[row] = name_of(type(module).forward)
 
 
 # -------------------------------------------------------------------------------------------- what is left, and why
+
+
+def _head_norm(module: nn.Module, name: str) -> Patch | None:
+    """The patch of an RMS norm with a weight of one head's width."""
+    norm = getattr(module, name, None)
+    if not is_rms_norm(norm):
+        return None
+    patch = vars(norm)["_tigon"]
+    weight = patch.formula.weight
+    width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
+    return patch if weight is not None and getattr(norm, weight).numel() == width else None
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -65,6 +65,11 @@ class Turn:
             turned = tuple(torch.cat((x.to(y.dtype), y), dim=-1) for x, y in zip(passed, turned, strict=True))
         return turned
 
+    def whole_heads(self, given: int, head: int) -> bool:
+        """Whether `of` hands the heads to `rope` as they are. given: the width of cos, as the model has it."""
+        rotated = 2 * given if self.angles == "half" else given
+        return self.pairs != "parted" and not (self.tail and head > rotated)
+
     def fits(self, width: int, head: int) -> bool:
         return width % 2 == 0 and (width == head or (width < head and self.pairs != "parted"))
 

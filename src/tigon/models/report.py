@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KINDS = ("head", "norm", "mlp", "rotary")
+# What to do about what is left, by a part of the reason. Of the rest: nothing, it runs as it is.
+ADVICE = {
+    "takes no labels": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
+    "no get_output_embeddings": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
+    "an adapter is on the head": "leave the head out of target_modules, or name it in modules_to_save",
+    "not a plain torch.nn.Linear": "keep the head out of quantisation",
+    "its weight is float64": "load the model in float32, bfloat16 or float16",
+    "already replaced on this instance": "fuse before the hooks are put on, or take the other replacement off",
+    "fused before": "remove() the other Fusion first",
+    "the source of its forward": "import the model from a file that is still as it was imported",
+}
+KINDS = ("head", "norm", "add_norm", "mlp", "experts", "rotary", "qk_norm")
 
 
 class Ledger:
@@ -26,12 +37,13 @@ class Ledger:
         self.lazy = False
         self.valid: tuple[Any, int] | None = None
         self.steps = 0
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
 
-    def count(self, kind: str) -> None:
+    def count(self, kind: str, key: Any = None) -> None:
+        """key: which of the rows of this kind it was."""
         if not torch.compiler.is_compiling():  # a side effect in compiled code would compile it again at every step
-            self.calls[kind] += 1
+            self.calls[kind, key] += 1
 
     def built(self, why: str) -> None:
         if not torch.compiler.is_compiling():
@@ -77,15 +89,24 @@ class Ledger:
         return copy
 
 
+def advice_on(reason: str) -> str:
+    return next((advice for part, advice in ADVICE.items() if part in reason), "")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One kind of module: replaced, with the formula found, or left, with the reason."""
+    """One kind of module: replaced, with the formula found, or left, with the reason.
+
+    calls: how often these modules ran in the last step, in whatever form. advice: what to do about one that was left.
+    """
 
     kind: str
     name: str
     count: int
     fused: bool
     what: str
+    calls: int = 0
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,11 +160,20 @@ class Report:
         width = max((len(row.name) for row in self.rows), default=0)
         for row in self._shown():
             mark = "fused" if row.fused else "left "
-            lines.append(f"  {row.kind:<7} {mark} {row.count:>4} × {row.name:<{width}}  {row.what}")
+            ran = f"{self._ran(row):<7} " if self.steps else ""
+            lines.append(f"  {row.kind:<8} {mark} {row.count:>4} × {row.name:<{width}}  {ran}{self._told(row)}")
         hidden = len(self.rows) - len(self._shown())
         if hidden:
             lines.append(f"  … and {hidden} more: to_dict() has them all")
         return "\n".join([*lines, self.last_step()]).rstrip()
+
+    @staticmethod
+    def _ran(row: Row) -> str:
+        return f"ran {row.calls}" if row.fused else ""
+
+    @staticmethod
+    def _told(row: Row) -> str:
+        return f"{row.what} → {row.advice}" if row.advice else row.what
 
     def _shown(self) -> list[Row]:
         return self.rows[:20]
@@ -154,11 +184,13 @@ class Report:
         except ImportError:
             raise ImportError("Report.to_rich needs rich: pip install rich.") from None
         table = Table(title=self.headline(), caption=self.last_step() or None, title_justify="left")
-        for column in ("part", "", "count", "class", "formula or reason"):
-            table.add_column(column, justify="right" if column == "count" else "left")
+        columns = ("part", "", "count", "class", *(["ran"] if self.steps else []), "formula or reason")
+        for column in columns:
+            table.add_column(column, justify="right" if column in ("count", "ran") else "left")
         for row in self.rows:
+            ran = [str(row.calls) if row.fused else ""] if self.steps else []
             table.add_row(
-                row.kind, "fused" if row.fused else "left", str(row.count), row.name, row.what,
+                row.kind, "fused" if row.fused else "left", str(row.count), row.name, *ran, self._told(row),
                 style=None if row.fused else "dim",
             )  # fmt: skip
         return table

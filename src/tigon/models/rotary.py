@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tigon.models.clones import clone, name_of, rebuilt
 from tigon.models.forwards import transformed
+from tigon.models.head_norm import as_tensor, bare, rope_of
 from tigon.models.recipe import DTYPES, version_of
 from tigon.models.recognize import Unknown
 from tigon.models.recognize_rotary import Rotary, arguments_of, recognize_rotary
@@ -40,34 +42,25 @@ class Clones:
             }
         return self._found[forward]
 
+    def before(self, forward: Any) -> tuple[str, ...]:
+        """The names that a forward reads before it calls its rotary function."""
+        names = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+        first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
+        return names[:first]
+
     def of(self, forward: Any) -> Any:
         if forward not in self._clones:
-            self._clones[forward] = self._clone(forward)
+            self._clones[forward] = clone(forward, self._with_rope)
         return self._clones[forward]
 
-    def _clone(self, forward: Any) -> Any:
-        if not isinstance(forward, types.FunctionType):
-            return Unknown("its forward is not a plain function")
-        inner = getattr(forward, "__wrapped__", None)
-        if inner is None:
-            scope = dict(forward.__globals__)
-            # Dynamo guards a global by the name of its module, where the plain function still is.
-            scope.pop("__name__", None)
-            for name, formula in self.found(forward).items():
-                if isinstance(formula, Rotary):
-                    scope[name] = _rotary(forward.__globals__[name], formula, self.ledger)
-            return _rebuilt(forward, scope, forward.__closure__)
-        # A decorator holds the function that it calls in a closure cell: give it the clone there.
-        cells = forward.__closure__ or ()
-        if sum(cell.cell_contents is inner for cell in cells) != 1:
-            return Unknown("its forward is decorated in a way that cannot be cloned")
-        clone = self._clone(inner)
-        if isinstance(clone, Unknown):
-            return clone
-        closure = tuple(types.CellType(clone) if cell.cell_contents is inner else cell for cell in cells)
-        outer = _rebuilt(forward, forward.__globals__, closure)
-        outer.__wrapped__ = clone  # type: ignore[attr-defined]
-        return outer
+    def _with_rope(self, fn: types.FunctionType) -> types.FunctionType:
+        scope = dict(fn.__globals__)
+        # Dynamo guards a global by the name of its module, where the plain function still is.
+        scope.pop("__name__", None)
+        for name, formula in self.found(fn).items():
+            if isinstance(formula, Rotary):
+                scope[name] = _rotary(fn.__globals__[name], formula, self.ledger, name_of(fn))
+        return rebuilt(fn, scope, fn.__closure__)
 
 
 def _sounds_rotary(fn: Any) -> bool:
@@ -75,14 +68,7 @@ def _sounds_rotary(fn: Any) -> bool:
     return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
 
 
-def _rebuilt(fn: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
-    clone = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, closure)
-    clone.__kwdefaults__ = fn.__kwdefaults__
-    clone.__dict__.update(fn.__dict__)
-    return clone
-
-
-def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Callable[..., Any]:
+def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
     turn = formula.turn
     # All layers of a model are handed the same cos and sin.
     spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
@@ -105,20 +91,29 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger) -> Calla
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
-        if bound is None or not _tensors_fit(*bound[0], *bound[1:3]):
-            return plain(*args, **kwargs)
-        heads, cos, sin, dim = bound
+        heads = () if bound is None else tuple(bare(x) for x in bound[0])
+        if bound is None or not _tensors_fit(*heads, *bound[1:3]):
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        waiting, cos, sin, dim = bound
         flat = formula.flat and cos.dim() == 2 and all(x.dim() == 3 for x in heads) and "unsqueeze_dim" not in kwargs
         four, angles = heads, (cos, sin)
         if flat:
             four, angles, dim = tuple(x[None] for x in heads), (cos[None], sin[None]), 2
         if not _shapes_fit(four, *angles, dim, formula):
-            return plain(*args, **kwargs)
-        ledger.count("rotary")
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        rotate = (
+            rope_of(*waiting) if len(waiting) == 2 and turn.whole_heads(cos.shape[-1], heads[0].shape[-1]) else None
+        )
+        ledger.count("rotary", key)
+        if rotate is not None:
+            ledger.count("qk_norm", key)
+        if rotate is None and any(x is not y for x, y in zip(heads, waiting, strict=True)):
+            heads = as_tensor(waiting)
+            four = tuple(x[None] for x in heads) if flat else heads
         wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
             wide = wide[0][None], wide[1][None]
-        turned = turn.of(rope, four, *wide, dim)
+        turned = turn.of(rotate or rope, four, *wide, dim)
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:
