@@ -1,0 +1,198 @@
+"""Tigon's losses behind TRL's own trainers: `tigon.integrations.trl.fuse(trainer)`.
+
+TRL keeps its losses, metrics and options; what computes the numbers underneath is replaced, on the instances that the
+trainer holds and nowhere else:
+
+    SFT, DPO, KTO, GRPO, RLOO    model(…, fused_lm_head=True) gives per-token log-probabilities: tigon.linear_logprob,
+                                 in the policy and in the reference
+    Distillation, GKD            the divergence from the teacher: tigon.losses.distill
+    ORPO                         the loss and its metrics: tigon.losses.orpo
+
+and the layers of all these models run fused (`tigon.fuse`). Where an option wants what Tigon's operator does not offer,
+TRL's own code runs, and the report says why.
+
+A place is found by what the code is, not by a version number: a model's forward that takes `fused_lm_head` and calls an
+autograd function of the head's weight, a method that calls `_chunked_divergence_loss`, a trainer with
+`generalized_jsd_loss` or `odds_ratio_loss`. Where code of TRL's surrounds the operator, it is cloned with another value
+under the operator's name: the backbone, the shift, the gathering of shards, auxiliary losses and metrics remain TRL's.
+
+Source: TRL 1.16, https://github.com/huggingface/trl
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
+from tigon.integrations.trl.logprobs import replace_projection
+from tigon.integrations.trl.odds_ratio import replace_odds_ratio
+from tigon.integrations.trl.swap import Swaps, global_names
+from tigon.models.fusion import Fusion
+from tigon.models.fusion import fuse as fuse_model
+from tigon.models.report import Report, Row
+
+ROLES = {"model": "policy", "ref_model": "reference", "teacher_model": "teacher"}
+
+
+def fuse(trainer: Any, *, losses: bool = True, keep_bytes: int = 0, **options: Any) -> TrainerFusion:
+    """Make a TRL trainer's loss run without logits and its models' layers fused, in place and reversibly.
+
+    Args:
+        trainer: a trainer of TRL, made, but not training yet. Of a plain `transformers.Trainer` the model is fused.
+        losses: False leaves TRL's loss as it is.
+        keep_bytes: logits kept from the forward to the backward pass; as in `tigon.linear_logprob`.
+        options: of `tigon.fuse`, for each model that the trainer holds (norms=False, …).
+    Returns: a TrainerFusion. `report()` says what runs in place of what, how often it ran in the last training step,
+        and what was left to TRL and why; `remove()` puts everything back. It is also a context manager. A trainer that
+        is fused already is left as it is, and its TrainerFusion returned.
+    Raises: TypeError for what is no trainer.
+
+        trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
+        fusion = tigon.integrations.trl.fuse(trainer)
+        trainer.train()
+        print(fusion.report())
+    """
+    model = getattr(trainer, "model", None)
+    if not isinstance(model, nn.Module) or not callable(getattr(trainer, "training_step", None)):
+        raise TypeError(f"fuse: trainer must be a trainer of TRL or transformers, got {type(trainer).__name__}.")
+    present = vars(trainer).get("_tigon_fusion")
+    if present is not None:
+        return present
+    models: dict[str, nn.Module] = {}
+    for attribute, role in ROLES.items():
+        held = getattr(trainer, attribute, None)
+        if isinstance(held, nn.Module) and not any(held is other for other in models.values()):
+            models[role] = held
+    fusion = TrainerFusion(trainer, models, losses, keep_bytes, options)
+    vars(trainer)["_tigon_fusion"] = fusion
+    return fusion
+
+
+class TrainerFusion:
+    """What `fuse` did to one trainer. `models` are the Fusions of its policy, reference and teacher."""
+
+    def __init__(
+        self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any]
+    ) -> None:
+        self.trainer = trainer
+        self.models: dict[str, Fusion] = {}
+        self._swaps = Swaps()
+        self._ours: list[Fusion] = []
+        # The forward that TRL gave a model is replaced before tigon.fuse puts its own around it.
+        if losses:
+            self._replace_losses(models, keep_bytes)
+        for role, model in models.items():
+            fused_before = any("_tigon_fusion" in vars(m) for m in model.modules())
+            self.models[role] = fuse_model(model, **options)
+            self._swaps.ledgers[role] = self.models[role]._ledger
+            if not fused_before:
+                self._ours.append(self.models[role])
+        for name in ("training_step", "prediction_step"):
+            self._swaps.put(trainer, name, types.MethodType(self._counted(name), trainer))
+
+    def report(self) -> TrainerReport:
+        swaps = self._swaps
+        return TrainerReport(
+            type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
+            dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
+        )  # fmt: skip
+
+    def remove(self) -> None:
+        """Put the trainer and its models back as they were. A second call does nothing.
+
+        A model that was fused before stays fused.
+        """
+        for fusion in self._ours:
+            fusion.remove()
+        self._swaps.restore()
+        if vars(self.trainer).get("_tigon_fusion") is self:
+            del vars(self.trainer)["_tigon_fusion"]
+
+    def __enter__(self) -> TrainerFusion:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<TrainerFusion of {self.report().headline()}>"
+
+    def _replace_losses(self, models: dict[str, nn.Module], keep_bytes: int) -> None:
+        trainer, swaps = self.trainer, self._swaps
+        if callable(getattr(trainer, "generalized_jsd_loss", None)):
+            replace_jsd(trainer, swaps)
+        elif callable(getattr(trainer, "odds_ratio_loss", None)):
+            replace_odds_ratio(trainer, swaps)
+        elif DIVERGENCE in global_names(getattr(type(trainer), "_compute_loss", None)):
+            replace_divergence(trainer, swaps)
+        else:
+            for role, model in models.items():
+                replace_projection(trainer, swaps, role, model, keep_bytes)
+        if not swaps.rows:
+            reason = "no place was found where it computes log-probabilities from hidden states: it reads whole logits"
+            if not type(trainer).__module__.startswith("trl."):
+                reason = "the model's own loss, without logits when labels are given"
+            swaps.not_replaced("policy", reason)
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        own, swaps = getattr(self.trainer, name), self._swaps
+
+        def step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            swaps.new_step()
+            return own(*args, **kwargs)
+
+        step.__name__ = name
+        return step
+
+
+@dataclass(frozen=True)
+class TrainerReport:
+    """What runs in place of what in a trainer, and how often it ran in the last training step.
+
+    rows: the losses, replaced or left. calls: of Tigon's losses in the last step (a forward and backward pass), by role
+        and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each one's
+        `tigon.fuse` report. str(report) is for one screen; to_dict() is JSON.
+    """
+
+    trainer: str
+    active: bool
+    rows: list[Row]
+    steps: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    total: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    models: dict[str, Report] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        models = {role: report.to_dict() for role, report in self.models.items()}
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows], "models": models}
+
+    def headline(self) -> str:
+        state = "" if self.active else ", removed again"
+        if not any(row.fused for row in self.rows):
+            return f"{self.trainer}: the loss is the trainer's own{state}"
+        return f"{self.trainer}: the loss runs in Tigon{state}"
+
+    def last_step(self) -> str:
+        """One sentence on what ran."""
+        if not self.steps:
+            return "No step seen yet."
+        ran = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none of Tigon's losses"
+        text = f"Ran in the last of {self.steps} steps: {ran}."
+        if self.left:
+            text += " Left to TRL: " + "; ".join(f"{reason} ({n}×)" for reason, n in self.left.items()) + "."
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        for row in self.rows:
+            lines.append(f"  {row.kind:<7} {'fused' if row.fused else 'left '} {row.name:<9}  {row.what}")
+        lines.append(self.last_step())
+        for role, report in self.models.items():
+            lines += ["", f"{role}: {report}"]
+        return "\n".join(lines)

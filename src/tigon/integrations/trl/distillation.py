@@ -1,0 +1,112 @@
+"""The divergence from a teacher: DistillationTrainer takes it of hidden states and heads, GKDTrainer of logits."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
+from tigon.losses.distillation import distill
+from tigon.losses.linear_logprob import linear_logprob
+
+DIVERGENCE = "_chunked_divergence_loss"
+DIVERGENCE_ARGUMENTS = {
+    "completion_mask", "beta", "num_items_in_batch", "temperature",
+    *(f"{side}_{name}" for side in ("student", "teacher") for name in (
+        "hidden_states", "lm_head_weight", "lm_head_bias", "logit_scale", "final_logit_softcapping",
+    )),
+}  # fmt: skip
+JSD_ARGUMENTS = {"student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch"}
+WHAT = "divergence from the teacher by tigon.losses.distill"
+
+
+def replace_divergence(trainer: Any, swaps: Swaps) -> None:
+    function = type(trainer)._compute_loss
+    own = function.__globals__[DIVERGENCE]
+    signature = arguments_of(own, DIVERGENCE_ARGUMENTS)
+    if signature is None:
+        swaps.not_replaced("policy", f"{own.__name__} takes arguments that are not known here")
+        return
+
+    def divergence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        a = bind(signature, args, kwargs)
+        sides = [
+            Side(
+                a[f"{s}_hidden_states"], a[f"{s}_lm_head_weight"], a[f"{s}_lm_head_bias"],
+                a[f"{s}_final_logit_softcapping"], a[f"{s}_logit_scale"],
+            ) for s in ("student", "teacher")
+        ]  # fmt: skip
+        reason = sides[0].unusual() or sides[1].unusual()
+        if reason is not None:
+            swaps.left[reason] += 1
+            return own(*args, **kwargs)
+        valid = a["completion_mask"] != 0
+        student, teacher = (side.rows(valid).in_one_dtype() for side in sides)
+        loss = _distilled(student, teacher, a)
+        swaps.count("distill", "policy", "teacher")
+        with torch.no_grad():  # a metric of the trainer's
+            target = torch.zeros(student.x.shape[0], dtype=torch.int64, device=student.x.device)
+            entropy = linear_logprob(
+                student.x, student.weight, target, bias=student.bias, temperature=a["temperature"],
+                softcap=student.softcap, scale=student.scale,
+            ).entropy.sum()  # fmt: skip
+        return loss, entropy, valid.sum()
+
+    cloned = clone(function, **{DIVERGENCE: divergence})
+
+    def _compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not swaps.active:
+            return function(self, *args, **kwargs)
+        swaps.new_forward()
+        return cloned(self, *args, **kwargs)
+
+    swaps.put(trainer, "_compute_loss", types.MethodType(_compute_loss, trainer))
+    swaps.replaced("policy", WHAT)
+
+
+def replace_jsd(trainer: Any, swaps: Swaps) -> None:
+    own, compute_loss = trainer.generalized_jsd_loss, trainer.compute_loss
+    signature = arguments_of(own, JSD_ARGUMENTS)
+    if signature is None:
+        swaps.not_replaced("policy", "generalized_jsd_loss takes arguments that are not known here")
+        return
+
+    def generalized_jsd_loss(*args: Any, **kwargs: Any) -> Tensor:
+        if not swaps.active:
+            return own(*args, **kwargs)
+        a = bind(signature, args, kwargs)
+        student, teacher = Side.of(a["student_logits"]), Side.of(a["teacher_logits"])
+        reason = None
+        if student is None or teacher is None or student.autocast != teacher.autocast:
+            reason = "the student's or the teacher's logits are built: its head is not fused"
+        elif a["labels"] is None or (a["num_items_in_batch"] is None and a["reduction"] != "batchmean"):
+            reason = "a loss without labels, or with another reduction"
+        if reason is not None or student is None or teacher is None:
+            swaps.left[str(reason)] += 1
+            return own(*args, **kwargs)
+        valid = a["labels"] != -100
+        with student.as_in_its_forward():
+            loss = _distilled(student.rows(valid).in_one_dtype(), teacher.rows(valid).in_one_dtype(), a)
+        swaps.count("distill", "policy", "teacher")
+        return loss
+
+    def lazily(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with swaps.lazily() if swaps.active else contextlib.nullcontext():
+            return compute_loss(*args, **kwargs)
+
+    swaps.put(trainer, "generalized_jsd_loss", generalized_jsd_loss)
+    swaps.put(trainer, "compute_loss", types.MethodType(lazily, trainer))
+    swaps.replaced("policy", WHAT)
+
+
+def _distilled(student: Side, teacher: Side, a: dict[str, Any]) -> Tensor:
+    loss, _ = distill(
+        student.x, student.weight, teacher.x, teacher.weight, loss_type="jsd", beta=float(a["beta"]),
+        temperature=a["temperature"], bias=student.bias, teacher_bias=teacher.bias, divisor=a["num_items_in_batch"],
+        softcap=student.softcap, scale=student.scale, teacher_softcap=teacher.softcap, teacher_scale=teacher.scale,
+    )  # fmt: skip
+    return loss

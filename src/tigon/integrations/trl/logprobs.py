@@ -1,0 +1,110 @@
+"""Log-probabilities of tokens, of which SFT, DPO, KTO, GRPO and RLOO make their losses.
+
+TRL gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities and entropies in place of logits.
+It hands hidden states and the head's weight to an autograd function; here it hands them to tigon.linear_logprob.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
+from tigon.losses.linear_logprob import linear_logprob
+
+ARGUMENTS = {
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+}  # fmt: skip
+
+
+def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, keep_bytes: int) -> None:
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        found, direct = _fused_forward(forward)
+        if found is None:
+            continue
+        function, name = found
+        own = function.__globals__[name]
+        signature = arguments_of(own.forward, ARGUMENTS, skip=1)
+        if signature is None:
+            swaps.not_replaced(role, f"{own.__name__} takes arguments that are not known here")
+            continue
+        instead: dict[str, Any] = {name: _Projection(own, signature, role, swaps, keep_bytes)}
+        if callable(on_gpu := function.__globals__.get("_use_triton")):
+            # Leave rows without a label out on a CPU too, as TRL does on a GPU.
+            instead["_use_triton"] = lambda device, on_gpu=on_gpu: device.type == "cpu" or on_gpu(device)
+        # Mixed precision has wrapped the forward of TRL's reference by now. The clone runs outside of that wrapper.
+        context = contextlib.nullcontext if direct else trainer.accelerator.autocast
+        new = _forward(forward, clone(function, **instead), context, role, swaps)
+        swaps.put(module, "forward", types.MethodType(new, module))
+        swaps.replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
+
+
+def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
+    """TRL's forward in or under an instance's own, with the name of its autograd function; whether it is that one."""
+    function, direct = getattr(forward, "__func__", None), True
+    while function is not None:
+        if isinstance(function, types.FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
+            for name in global_names(function):
+                value = function.__globals__.get(name)
+                if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                    return (function, name), direct
+        function, direct = getattr(function, "__wrapped__", None), False
+    return None, False
+
+
+def _forward(
+    before: types.MethodType, cloned: types.FunctionType, context: Callable[[], Any], role: str, swaps: Swaps
+) -> Callable[..., Any]:
+    own = before.__func__
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head") or not swaps.active:
+            return own(self, *args, **kwargs)
+        ledger = swaps.ledgers.get(role)
+        if ledger is not None and not ledger.lazy:
+            ledger.new_step()  # the model was fused before TRL put its forward around it
+        with context():
+            return cloned(self, *args, **kwargs)
+
+    return forward
+
+
+class _Projection:
+    """In place of TRL's autograd function; `apply` as it has it."""
+
+    def __init__(self, own: Any, signature: inspect.Signature, role: str, swaps: Swaps, keep_bytes: int) -> None:
+        self.own, self.signature, self.role, self.swaps, self.keep_bytes = own, signature, role, swaps, keep_bytes
+
+    def apply(self, *args: Any) -> tuple[Tensor | None, ...]:
+        a = bind(self.signature, args, {})
+        temperature, outputs = a.get("temperature", 1.0), a.get("outputs", ())
+        head = Side(a["hidden"], a["weight"], a["bias"], a.get("final_logit_softcapping"), a.get("logit_scale", 1.0))
+        reason = head.unusual()
+        if "log_sum_sq_probs" in outputs:
+            reason = "use_weighting wants Σ p² of each token"
+        if reason is not None:
+            self.swaps.left[reason] += 1
+            return self.own.apply(*args)
+        head = head.in_one_dtype()
+        found = linear_logprob(
+            head.x, head.weight, a["targets"], bias=head.bias, temperature=temperature, softcap=head.softcap,
+            scale=head.scale, keep_bytes=self.keep_bytes,
+        )  # fmt: skip
+        self.swaps.count(f"{self.role} linear_logprob", self.role)
+        return (
+            found.logprob,
+            found.entropy if "entropy" in outputs else None,
+            None,
+            found.mean_logit / temperature if "mean_logits" in outputs else None,
+            found.is_top1 if "is_top1" in outputs else None,
+        )

@@ -1,0 +1,73 @@
+"""ORPO: the trainer reads whole logits for its loss and its metrics; tigon.losses.orpo gives both without them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.integrations.trl.swap import Side, Swaps
+from tigon.losses.linear_logprob import linear_logprob
+from tigon.losses.preference import orpo
+
+METRICS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/rejected", "logps/chosen",
+    "nll_loss", "log_odds_ratio", "log_odds_chosen",
+)  # fmt: skip
+
+
+def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
+    own = trainer.get_batch_loss_metrics
+    if trainer.is_encoder_decoder:
+        swaps.not_replaced("policy", "an encoder-decoder, whose prompts and completions are apart")
+        return
+
+    def get_batch_loss_metrics(
+        self: Any, model: Any, batch: Any, train_eval: str = "train"
+    ) -> tuple[Tensor, dict[str, float]]:
+        if not swaps.active:
+            return own(model, batch, train_eval)
+        pairs = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+        ids, attention = pairs["concatenated_input_ids"], pairs["concatenated_attention_mask"]
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        with swaps.lazily():
+            outputs = model(ids, attention_mask=attention, use_cache=False, **router)
+        head = Side.of(outputs.logits)
+        if head is None:
+            swaps.left["the logits are built: the head is not fused"] += 1
+            return own(model, batch, train_eval)
+        head = head._replace(x=head.x[:, :-1])
+        # The odds are of the completions, the likelihood is of prompt and completion.
+        target = torch.where(attention == 1, ids, -100)[:, 1:]
+        with head.as_in_its_forward():
+            head = head.in_one_dtype()
+            loss, found = orpo(
+                head.x, head.weight, target, bias=head.bias, beta=self.beta,
+                completion_mask=pairs["concatenated_labels"][:, 1:] != -100, softcap=head.softcap, scale=head.scale,
+            )  # fmt: skip
+            chosen, rejected = (_mean_logit(head._replace(x=x)) for x in head.x.detach().chunk(2))
+        swaps.count("orpo", "policy")
+        metrics = {name: found[name] for name in METRICS}
+        metrics.update({"logits/chosen": chosen, "logits/rejected": rejected})
+        prefix = "eval_" if train_eval == "eval" else ""
+        logged = {f"{prefix}{k}": self.accelerator.gather_for_metrics(v).mean().item() for k, v in metrics.items()}
+        if self.aux_loss_enabled:
+            loss = loss + self.aux_loss_coef * outputs.aux_loss
+        return loss, logged
+
+    swaps.put(trainer, "get_batch_loss_metrics", types.MethodType(get_batch_loss_metrics, trainer))
+    swaps.replaced("policy", "the loss and its metrics by tigon.losses.orpo")
+
+
+@torch.no_grad()
+def _mean_logit(head: Side) -> Tensor:
+    """Mean of all logits of all rows, of padding too, as TRL logs it."""
+    if head.softcap is None:  # linear: the mean row times the mean column
+        bias = 0.0 if head.bias is None else head.bias.float().mean()
+        mean = head.x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)
+        return head.scale * (mean + bias)
+    target = torch.zeros(head.x.shape[:-1], dtype=torch.int64, device=head.x.device)
+    logits = linear_logprob(head.x, head.weight, target, bias=head.bias, softcap=head.softcap, scale=head.scale)
+    return logits.mean_logit.mean()

@@ -1,0 +1,159 @@
+"""What is replaced in one trainer, on its instances, and what the replacements share."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.models.lazy_logits import LazyLogits
+from tigon.models.report import Ledger, Row
+
+
+class Swaps:
+    """The attributes replaced on the instances of one trainer, and how often what replaced them ran.
+
+    active: False after `restore`, for functions that somebody has wrapped in the meantime and that remain in use.
+    ledgers: of the models' fusions, by role. left: calls that went to TRL's own code, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.active = True
+        self.ledgers: dict[str, Ledger] = {}
+        self.rows: list[Row] = []
+        self.steps = 0
+        self.calls: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()
+        self._done: list[tuple[dict[str, Any], str, Any, bool, Any]] = []
+
+    def put(self, instance: Any, name: str, value: Any) -> None:
+        state = vars(instance)
+        self._done.append((state, name, value, name in state, state.get(name)))
+        state[name] = value
+
+    def restore(self) -> None:
+        self.active = False
+        for state, name, value, had, before in reversed(self._done):
+            if state.get(name) is not value:
+                continue  # what somebody has put around it stays in place, and ours, inactive now, passes through
+            if had:
+                state[name] = before
+            else:
+                del state[name]
+        self._done.clear()
+
+    def replaced(self, role: str, what: str) -> None:
+        self.rows.append(Row("loss", role, 1, True, what))
+
+    def not_replaced(self, role: str, reason: str) -> None:
+        self.rows.append(Row("loss", role, 1, False, reason))
+
+    def count(self, what: str, *roles: str) -> None:
+        self.calls[what] += 1
+        self.total[what] += 1
+        for role in roles:
+            if role in self.ledgers:
+                self.ledgers[role].count("head")
+
+    def new_step(self) -> None:
+        self.steps += 1
+        self.calls.clear()
+
+    def new_forward(self) -> None:
+        """What the models ran is counted from here, where a trainer calls no model's own forward."""
+        for ledger in self.ledgers.values():
+            if not ledger.lazy:
+                ledger.new_step()
+
+    @contextlib.contextmanager
+    def lazily(self) -> Iterator[None]:
+        """Heads leave their logits unbuilt in here, without labels too."""
+        self.new_forward()
+        before = {role: ledger.lazy for role, ledger in self.ledgers.items()}
+        for ledger in self.ledgers.values():
+            ledger.lazy = True
+        try:
+            yield
+        finally:
+            for role, ledger in self.ledgers.items():
+                ledger.lazy = before[role]
+
+
+def global_names(function: Any) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
+    """The same code, which sees other values under the names of some globals."""
+    scope = {**function.__globals__, **instead}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
+    """How to bind this function's arguments by name; None where it has others than those known."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    return inspect.Signature(parameters) if {p.name for p in parameters} <= known else None
+
+
+def bind(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+class Side(NamedTuple):
+    """What logits are made of: softcap · tanh(scale · (x Wᵀ + bias) / softcap)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    scale: float
+    autocast: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, logits: Any) -> Side | None:
+        """Of logits that were never built; None for others."""
+        if not isinstance(logits, LazyLogits) or not logits.pending():
+            return None
+        recipe = logits.recipe
+        form, bias = recipe.scale_and_softcap(), recipe.bias
+        if form is None:
+            return None
+        for step, value in recipe.steps:
+            if step == "add":
+                bias = value if bias is None else bias + value
+        return cls(recipe.hidden, recipe.weight, bias, form[1], form[0], recipe.autocast)
+
+    def unusual(self) -> str | None:
+        """Why TRL's own code must handle this head."""
+        for t in (self.weight, self.bias):
+            if t is not None and hasattr(t, "ds_id"):
+                return "ZeRO-3 gathers the head again in the backward pass"
+            if t is not None and not isinstance(t, nn.Parameter) and type(t) is not Tensor:
+                return f"the head's weight is a {type(t).__name__}"
+        positive = self.scale > 0 and (self.softcap is None or self.softcap > 0)
+        return None if positive else "the scale of the logits is not positive"
+
+    def rows(self, mask: Tensor) -> Side:
+        return self._replace(x=self.x[mask])
+
+    def in_one_dtype(self) -> Side:
+        """In that of the hidden states, as TRL computes; autocast casts by itself."""
+        if torch.is_autocast_enabled(self.x.device.type):
+            return self
+        bias = None if self.bias is None else self.bias.to(self.x.dtype)
+        return self._replace(weight=self.weight.to(self.x.dtype), bias=bias)
+
+    def as_in_its_forward(self) -> Any:
+        """Autocast as it stood when the head ran."""
+        return torch.autocast(self.x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
