@@ -9,8 +9,8 @@ import tigon
 pytest.importorskip("transformers")
 from zoo import FAMILIES, batch, build
 
-# Calls of each kind in one step, from the configurations: two layers, and what a layer of the family has. A norm that runs
-# with the sum before it or the rotation after it counts as a norm too, and that rotation as one.
+# Calls of each kind in one step, from the configurations: two layers, and what a layer of the family has. A norm that
+# runs with the sum before it or the rotation after it counts as a norm too, and that rotation as one.
 CALLS = {
     "llama": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "mistral": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
@@ -30,7 +30,7 @@ CALLS = {
     "phi3": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gpt2": {"head": 1, "norm": 5},
     "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},  # its rotation takes a cos of half the width
-    "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},  # one dense layer, one with a shared expert
+    "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},  # one dense, one shared expert
     "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2},
     "qwen2_5_vl": {"head": 1, "norm": 10, "add_norm": 4, "mlp": 4, "rotary": 4},
 }
