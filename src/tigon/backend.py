@@ -143,6 +143,13 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in _PLAIN
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype that autocast casts to on this type of device, or None where it is off, or there is none, as on meta."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
 

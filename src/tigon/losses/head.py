@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.backend import autocast_dtype
+
 ACCUMULATE = ("fp32", "weight")
 
 
@@ -30,8 +32,7 @@ def check_head(
         raise ValueError(f"{name}: {prefix}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     for argument, t in (("x", x), ("weight", weight), ("bias", bias), *beside):
         if t is None:
             continue
@@ -41,9 +42,9 @@ def check_head(
             )
         if t.device != x.device:
             raise ValueError(f"{name}: {prefix}{argument} must be on {prefix}x's device {x.device}, got {t.device}.")
-        if t.dtype != x.dtype and not autocast:
+        if t.dtype != x.dtype and autocast is None:
             raise ValueError(f"{name}: {prefix}{argument} must have {prefix}x's dtype {x.dtype}, got {t.dtype}.")
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
+    return autocast or x.dtype
 
 
 def check_accumulate(name: str, accumulate: str) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.backend import autocast_dtype
 from tigon.models.compiled_logits import CompiledLogits
 from tigon.models.head_norm import HeadNorm
 from tigon.models.lazy_logits import LazyLogits
@@ -208,7 +209,7 @@ def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype |
     """Whether the formula was shown for inputs such as x, of this dtype instead of its own."""
     if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
         return False
-    if formula.native and torch.is_autocast_enabled(x.device.type):
+    if formula.native and autocast_dtype(x.device.type) is not None:
         return False
     if weight is None:
         return formula.width in (None, x.shape[-1])
@@ -266,7 +267,7 @@ def _is_plain_linear(layer: Any, x: Tensor) -> bool:
         return False
     weight = layer.weight
     plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
-    return plain and (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type))
+    return plain and (weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None)
 
 
 def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.backend import autocast_dtype
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 
 # In fp64 the models' own `logits.float()` narrows; there the plain head serves.
@@ -41,7 +42,7 @@ class Recipe:
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any) -> Recipe | None:
         """The recipe of F.linear(hidden, weight, bias), or None where only the plain head will do."""
         device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(device)
         tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
         for t in tensors:
             # A DTensor, a ZeRO-3 shard or a tensor of another subclass brings its own F.linear.
@@ -153,7 +154,7 @@ class Recipe:
         scale, softcap = form
         device = self.hidden.device.type
         # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
-        dtype = torch.float32 if torch.is_autocast_enabled(device) else self.dtype
+        dtype = self.dtype if autocast_dtype(device) is None else torch.float32
         valid = self.ledger.valid_targets(target, ignore_index)
         bias = self.bias
         for step, value in self.steps:
@@ -188,9 +189,8 @@ class _autocast:
     """Autocast as it stood when the head ran; enters nothing where it stands so already."""
 
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:
-        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.context = None
-        if now != dtype:
+        if autocast_dtype(device) != dtype:
             self.context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
     def __enter__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher, use_triton
+from tigon.backend import autocast_dtype, differentiable, launcher, use_triton
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 
 ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
@@ -40,8 +40,8 @@ def gated_linear(
     if act not in ACTS:
         raise ValueError(f"gated_linear: act must be one of {ACTS}, got {act!r}.")
     device = gate.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and gate.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(device)
+    if dtype is not None and gate.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
         with torch.autocast(device, enabled=False):  # done above, and not to be done again in the middle
             return gated_linear(*cast, act=act)  # type: ignore[arg-type]
