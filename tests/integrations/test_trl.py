@@ -193,6 +193,19 @@ def test_a_model_that_was_fused_before(tmp_path):
     assert fusion.models["policy"] is own
 
 
+def test_a_model_that_was_fused_between(tmp_path):
+    plain, trainer = cases.twins(cases.sft, tmp_path)
+    own = tigon.fuse(trainer.model)
+    with trl.fuse(trainer) as fusion:
+        assert_same(cases.train(plain), cases.train(trainer))
+        assert fusion.report().calls == LOSS["sft"]
+        assert own.report().calls["norm"] == 5
+    assert own.report().active
+    own.remove()
+    trainer.train()
+    assert fusion.report().total == {"policy linear_logprob": 3}
+
+
 def test_parts_by_choice(tmp_path):
     fusion = trl.fuse(cases.sft(tmp_path, cases.model()), losses=False, norms=False)
     report = fusion.report()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,15 +50,35 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
 
 def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
     """TRL's forward in or under an instance's own, with the name of its autograd function; whether it is that one."""
-    function, direct = getattr(forward, "__func__", None), True
-    while function is not None:
+    for depth, function in enumerate(_layers_of(forward)):
         if isinstance(function, types.FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
             for name in global_names(function):
                 value = function.__globals__.get(name)
                 if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                    return (function, name), direct
-        function, direct = getattr(function, "__wrapped__", None), False
+                    return (function, name), depth == 0
     return None, False
+
+
+def _layers_of(forward: Any) -> Iterator[Any]:
+    """A forward of an instance's own, and what it wraps, from the outside."""
+    layer = forward
+    while layer is not None:
+        layer = getattr(layer, "__func__", layer)
+        yield layer
+        layer = _attributes(layer).get("__wrapped__")
+
+
+def loss_is_left_to_trl(model: nn.Module) -> bool:
+    """Whether a trainer of TRL's will compute its loss by its own operator."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    if all(_fused_forward(forward)[0] is None for forward in forwards):
+        return False
+    layers = (layer for forward in forwards if forward is not None for layer in _layers_of(forward))
+    return not any(vars(layer)["tigon"].active for layer in layers if "tigon" in _attributes(layer))
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    return getattr(layer, "__dict__", {})
 
 
 def _forward(
@@ -76,6 +96,7 @@ def _forward(
         with context():
             return cloned(self, *args, **kwargs)
 
+    forward.__dict__["tigon"] = swaps
     return forward
 
 

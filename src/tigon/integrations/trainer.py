@@ -1,0 +1,86 @@
+"""Tigon in the Hugging Face Trainer: a callback, or `tigon.fuse(model)` before the trainer is made.
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[TigonCallback()])
+
+The two compute the same. The callback also serves where the trainer makes the model itself (model_init), says on the
+main process what it did, and can take it back at the end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tigon.integrations.trl.logprobs import loss_is_left_to_trl
+from tigon.models.fusion import Fusion, fuse
+from tigon.models.report import Report
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("tigon.integrations.trainer needs transformers: pip install 'tigon[hf]'.") from error
+
+LIGER = (
+    "use_liger_kernel=True: Liger-Kernel has replaced parts of the model, and Tigon leaves these to it. Set "
+    "use_liger_kernel=False to have all of the model run in Tigon."
+)
+TRL = (
+    "this trainer computes its loss from the head's weight, not by the model: the layers run fused, the loss is TRL's "
+    "own. Call tigon.integrations.trl.fuse(trainer) in place of this callback to have both."
+)
+
+
+class TigonCallback(TrainerCallback):
+    """Fuses the model when training begins.
+
+    Args:
+        remove: put the model back as it was when training ends. What was fused before training stays fused.
+        report: print what was fused when training begins, and what ran in the last step when it ends.
+        options: of `tigon.fuse` (norms=False, …).
+
+    `fusion` is the model's `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`. Warns
+    when the first step ran nothing of what was fused.
+    """
+
+    def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
+        self.fusion: Fusion | None = None
+        self._remove, self._print, self._options = remove, report, options
+        self._ours = self._checked = False
+
+    def report(self) -> Report:
+        """What runs fused, and how often it ran in the last step. Raises RuntimeError before training has begun."""
+        if self.fusion is None:
+            raise RuntimeError("TigonCallback.report: nothing is fused before training begins.")
+        return self.fusion.report()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if getattr(args, "use_liger_kernel", False):
+            warnings.warn(LIGER, stacklevel=2)
+        fused_before = any("_tigon_fusion" in vars(module) for module in model.modules())
+        self._ours = self._ours if self.fusion is not None and fused_before else not fused_before
+        self.fusion = fuse(model, **self._options)
+        self._checked = False
+        if loss_is_left_to_trl(model):
+            warnings.warn(TRL, stacklevel=2)
+        if self._print and state.is_world_process_zero:
+            print(self.fusion.report())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checked or self.fusion is None:
+            return
+        self._checked = True
+        # What runs inside torch.compile is not counted.
+        if not getattr(args, "torch_compile", False) and not self.fusion.report().calls:
+            warnings.warn(
+                "nothing of what tigon.fuse replaced ran in the first step: does the trainer train another model, or a "
+                "copy? Print TigonCallback.report() to see what was replaced.",
+                stacklevel=2,
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.fusion is None:
+            return
+        if self._print and state.is_world_process_zero:
+            print(self.fusion.report().last_step())
+        if self._remove and self._ours:
+            self.fusion.remove()

@@ -1,0 +1,166 @@
+"""TigonCallback in the Hugging Face Trainer: what it computes, what it says, and that it can be taken back."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import tigon
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from tigon.integrations.trainer import TigonCallback
+
+WORDS, LENGTH = 64, 16
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=LENGTH, initializer_range=0.3,
+        )
+    )  # fmt: skip
+
+
+def counting():
+    start = torch.randint(WORDS, (64, 1), generator=torch.Generator().manual_seed(1))
+    ids = (start + torch.arange(LENGTH)) % WORDS
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(folder, model=None, callbacks=(), model_init=None, **options):
+    few = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+           "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 2}  # fmt: skip
+    arguments = TrainingArguments(str(folder), **{**few, **options})
+    return Trainer(model, arguments, train_dataset=counting(), callbacks=list(callbacks), model_init=model_init)
+
+
+def losses(made):
+    made.train()
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning, message=".*(fuse|Tigon|Liger).*")
+        yield
+
+
+def test_callback_and_fuse_before_compute_what_the_plain_trainer_does(tmp_path, capsys):
+    plain = losses(trainer(tmp_path, llama()))
+    callback = TigonCallback()
+    by_callback = losses(trainer(tmp_path, llama(), [callback]))
+    model = llama()
+    fusion = tigon.fuse(model)
+    before = losses(trainer(tmp_path, model))
+    assert by_callback == pytest.approx(plain, rel=1e-5)
+    assert by_callback == before
+    assert plain[-1] < plain[0]
+    for report in (callback.report(), fusion.report()):
+        assert report.calls["head"] == 1
+        assert report.calls["norm"] == 5
+        assert not report.logits_built_by
+    said = capsys.readouterr().out
+    assert said.count("parts fused") == 1
+    assert said.count("Ran in the last step: head 1, norm 5") == 1
+
+
+def test_remove_at_the_end(tmp_path, capsys):
+    model = llama()
+    callback = TigonCallback(remove=True, report=False)
+    trainer(tmp_path, model, [callback]).train()
+    assert not any({"forward", "_tigon", "_tigon_fusion"} & vars(module).keys() for module in model.modules())
+    assert not callback.report().active
+    assert "fused" not in capsys.readouterr().out
+
+
+def test_what_was_fused_before_stays_fused(tmp_path):
+    model = llama()
+    fusion = tigon.fuse(model)
+    callback = TigonCallback(remove=True)
+    made = trainer(tmp_path, model, [callback])
+    made.train()
+    assert callback.fusion is fusion
+    assert fusion.report().active
+    made.train()
+    assert fusion.report().active
+
+
+def test_training_twice(tmp_path):
+    made = trainer(tmp_path, llama(), [TigonCallback(remove=True)])
+    made.train()
+    made.train()
+    assert "_tigon_fusion" not in vars(made.model)
+
+
+def test_options_of_fuse(tmp_path):
+    callback = TigonCallback(norms=False)
+    trainer(tmp_path, llama(), [callback]).train()
+    assert "norm" not in callback.report().calls
+    assert callback.report().calls["mlp"] == 2
+    with pytest.raises(TypeError, match="norm_layers"):
+        trainer(tmp_path, llama(), [TigonCallback(norm_layers=False)]).train()
+
+
+def test_model_init_mixed_precision_and_compile(tmp_path):
+    plain = trainer(tmp_path, bf16=True, model_init=llama)
+    callback = TigonCallback()
+    fused = trainer(tmp_path, bf16=True, model_init=llama, callbacks=[callback])
+    assert losses(fused) == pytest.approx(losses(plain), rel=2e-2)
+    assert callback.report().calls["head"] == 1
+
+    compiled = trainer(
+        tmp_path, llama(), [TigonCallback()], torch_compile=True, torch_compile_backend="eager", max_steps=2
+    )
+    expected = losses(trainer(tmp_path, llama(), max_steps=2))
+    assert losses(compiled) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_is_not_the_one_trained(tmp_path):
+    callback = TigonCallback()
+    made = trainer(tmp_path, llama(), [callback])
+
+    class Other(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return self.other(**inputs).loss
+
+    made.__class__ = Other
+    made.other = copy.deepcopy(made.model)
+    with pytest.warns(UserWarning, match="nothing of what tigon.fuse replaced ran in the first step"):
+        made.train()
+
+
+def test_liger_beside_it_gets_a_sentence(tmp_path):
+    callback = TigonCallback()
+    made = trainer(tmp_path, llama(), [callback])
+    made.args.use_liger_kernel = True
+    with pytest.warns(UserWarning, match="Liger-Kernel has replaced parts of the model"):
+        callback.on_train_begin(made.args, made.state, made.control, model=made.model)
+
+
+def test_report_before_training():
+    with pytest.raises(RuntimeError, match="nothing is fused before training begins"):
+        TigonCallback().report()
+
+
+def test_in_a_trainer_of_trl_it_names_what_does_more(tmp_path):
+    pytest.importorskip("trl", minversion="1.16")
+    pytest.importorskip("datasets")
+    import trl_cases
+
+    from tigon.integrations import trl
+
+    made = trl_cases.sft(tmp_path, trl_cases.model())
+    made.add_callback(TigonCallback())
+    with pytest.warns(UserWarning, match=r"Call tigon.integrations.trl.fuse\(trainer\)"):
+        made.train()
+    other = trl_cases.sft(tmp_path, trl_cases.model())
+    trl.fuse(other)
+    other.add_callback(TigonCallback())
+    other.train()  # no warning
