@@ -1,0 +1,74 @@
+"""Tigon in Lightning: a callback fuses the model that a LightningModule holds.
+
+    trainer = L.Trainer(max_steps=1000, callbacks=[TigonCallback()])
+
+Source: Lightning 2.6, `Callback`, https://lightning.ai/docs/pytorch/stable/extensions/callbacks.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tigon.models.fusion import Fusion, fuse
+from tigon.models.report import Report
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    try:
+        from pytorch_lightning.callbacks import Callback
+    except ImportError:
+        raise ImportError(f"tigon.integrations.lightning needs Lightning, pip install lightning: {error}.") from None
+
+
+class TigonCallback(Callback):  # type: ignore[misc]
+    """Fuses the LightningModule in `setup`, before its strategy wraps it.
+
+    Args:
+        remove: put the model back as it was when the run ends. What was fused before it stays fused.
+        report: print, on the main process, what was fused when the run begins, and what ran in the last step.
+        options: of `tigon.fuse` (norms=False, …).
+
+    A model that `configure_model` makes is not there yet in `setup`: it is fused in `on_fit_start`. `fusion` is the
+    `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`.
+    """
+
+    def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.fusion: Fusion | None = None
+        self._remove, self._print, self._options = remove, report, options
+        self._ours = False
+
+    def report(self) -> Report:
+        """What runs fused, and how often it ran in the last step. Raises RuntimeError before there is a model."""
+        if self.fusion is None:
+            raise RuntimeError("TigonCallback.report: nothing is fused before the run begins.")
+        return self.fusion.report()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._fuse(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.fusion is None:
+            self._fuse(trainer, pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.fusion is None:
+            return
+        if self._print and trainer.is_global_zero:
+            print(self.fusion.report().last_step())
+        if self._remove and self._ours:
+            self.fusion.remove()
+            self.fusion = None
+
+    def _fuse(self, trainer: Any, pl_module: Any) -> None:
+        if self.fusion is not None and self.fusion.report().active:
+            return  # of a run before this one
+        fused_before = any("_tigon_fusion" in vars(module) for module in pl_module.modules())
+        fusion = fuse(pl_module, **self._options)
+        if not fusion.report().fused:
+            fusion.remove()  # nothing there to fuse; maybe there is in on_fit_start
+            return
+        self.fusion, self._ours = fusion, not fused_before
+        if self._print and trainer.is_global_zero:
+            print(fusion.report())
