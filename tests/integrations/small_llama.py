@@ -74,6 +74,13 @@ def stand_in(monkeypatch, name, **members):
     return parent
 
 
+def absent(monkeypatch, *names):
+    """As if these packages were not installed, until the test ends."""
+    loaded = [n for n in sys.modules if n.partition(".")[0] in names]
+    for name in {*names, *loaded}:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
 def import_anew(monkeypatch, name):
     """Import a module of Tigon while stand-ins are in place; it is forgotten at the test's end, and they with it."""
     package, _, last = name.rpartition(".")

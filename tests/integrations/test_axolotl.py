@@ -5,7 +5,6 @@ The order is that of `ModelLoader.load` and `train` of Axolotl 0.19; pydantic va
 
 import importlib
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("yaml")
 import pydantic
 import yaml
-from small_llama import CALLS, assert_same_step, batch, import_anew, llama, ran, stand_in, step
+from small_llama import CALLS, absent, assert_same_step, batch, import_anew, llama, ran, stand_in, step
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
 
@@ -123,7 +122,7 @@ def test_the_example(axolotl):
 
 
 def test_without_axolotl_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "axolotl", None)  # as if it were not installed
+    absent(monkeypatch, "axolotl")
     with pytest.raises(ImportError, match=r"^tigon\.integrations\.axolotl needs Axolotl, pip install axolotl: .*\.$"):
         import_anew(monkeypatch, "tigon.integrations.axolotl")
 

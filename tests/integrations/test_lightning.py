@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import re
 import runpy
-import sys
 import types
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-from small_llama import CALLS, batch, import_anew, llama, ran, stand_in
+from small_llama import CALLS, absent, batch, import_anew, llama, ran, stand_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -173,7 +172,6 @@ def test_the_example(lightning, monkeypatch, capsys):
 
 
 def test_without_lightning_one_sentence(monkeypatch):
-    for name in ("lightning", "pytorch_lightning"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    absent(monkeypatch, "lightning", "pytorch_lightning")
     with pytest.raises(ImportError, match=r"^tigon\.integrations\.lightning needs Lightning, pip install .*\.$"):
         import_anew(monkeypatch, "tigon.integrations.lightning")

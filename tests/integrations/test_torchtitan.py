@@ -5,7 +5,6 @@ The stand-in has the protocol alone: configurations that build their owners, `Mo
 """
 
 import runpy
-import sys
 import types
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
-from small_llama import assert_same_step, import_anew, stand_in
+from small_llama import absent, assert_same_step, import_anew, stand_in
 
 import tigon
 
@@ -313,7 +312,7 @@ def test_the_converter_of_0_2(monkeypatch):
 
 
 def test_without_torchtitan_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if it were not installed
+    absent(monkeypatch, "torchtitan")
     with pytest.raises(ImportError, match=r"^tigon\.integrations\.torchtitan needs torchtitan, pip install .*\.$"):
         import_anew(monkeypatch, "tigon.integrations.torchtitan")
 
