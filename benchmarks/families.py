@@ -9,7 +9,10 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "families"
 TASKS = {"causal": "causal language models", "image": "image and text to text", "seq2seq": "sequence to sequence"}
-KINDS = {"head": "loss", "norm": "norms", "rotary": "rotary", "mlp": "MLP"}
+KINDS = {
+    "head": "loss", "norm": "norms", "add_norm": "with the sum", "rotary": "rotary", "qk_norm": "with the norm",
+    "mlp": "MLP", "experts": "experts",
+}  # fmt: skip
 
 
 def page() -> str:

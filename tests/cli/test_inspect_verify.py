@@ -12,14 +12,17 @@ def test_inspect_needs_no_weights(tigon):
     found = json.loads(tigon("inspect", "llama-3-8b", "--json").ok().out)
     assert found["class"] == "LlamaForCausalLM"
     assert found["parameters"] == 8_030_261_248
-    assert "norm" in json.dumps(found["report"])
+    assert found["no_step"] is None
+    assert found["report"]["calls"] == {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32}
+    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == found["report"]["calls"]
 
 
 def test_inspect_a_configuration_file(tigon, checkpoint):
     shown = tigon("inspect", checkpoint / "config.json").ok().out
     assert "LlamaForCausalLM" in shown
-    for part in ("head", "norm", "mlp", "rotary"):
+    for part in ("head", "norm", "mlp", "rotary", "add_norm"):
         assert part in shown
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in " ".join(shown.split())
 
 
 def test_verify_a_model_with_weights(tigon, checkpoint):
