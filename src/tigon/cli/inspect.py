@@ -1,6 +1,6 @@
 """`tigon inspect`: what `tigon.fuse` would replace in a model, how often it runs in a step, what not, and why.
 
-All from the configuration alone: the model, and the step, are on the meta device, where tensors have shapes and no memory.
+All from the configuration alone: model and step are on the meta device, where tensors have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What would be replaced in a model, how often it runs in a step, what not, and why. Needs no weights and no memory."""
+    """What would be replaced in a model, how often it runs, what not, and why. Needs no weights and no memory."""
     needs("tigon inspect", "train", "torch", "transformers")
     from rich.console import Console
 
