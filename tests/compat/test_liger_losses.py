@@ -135,6 +135,7 @@ FURTHER = {
     "token scaling, sum": {"use_token_scaling": True, "reduction": "sum", "lse_square_scale": 1e-2},
     "token scaling, none": {"use_token_scaling": True, "reduction": "none", "softcap": 5.0},
     "class weights": {"ce_weight": CLASS_WEIGHTS, "label_smoothing": 0.1},
+    "class weights and z-loss": {"ce_weight": CLASS_WEIGHTS, "lse_square_scale": 1e-2, "softcap": 4.0},
     "class weights, sum": {"ce_weight": CLASS_WEIGHTS, "reduction": "sum"},
     "class weights, none": {"ce_weight": CLASS_WEIGHTS, "reduction": "none", "use_token_scaling": True},
     "sum in fp32": {"use_token_scaling": True, "accum_dtype": torch.float32},
@@ -316,12 +317,6 @@ def test_fused_cross_entropy_and_distance(dtype):
         (lambda x, w, t: liger.liger_cross_entropy(x, t, size_average=True), "size_average must be None"),
         (lambda x, w, t: liger.liger_cross_entropy(x, t, reduce=False), "reduce must be None"),
         (lambda x, w, t: liger.liger_kl_div(x, x, reduce=False), "reduce must be True"),
-        (
-            lambda x, w, t: liger.liger_fused_linear_cross_entropy(
-                x, w, t, ce_weight=CLASS_WEIGHTS, lse_square_scale=0.1
-            ),
-            "ce_weight must come without lse_square_scale",
-        ),
         (
             lambda x, w, t: liger.liger_fused_linear_cross_entropy(x, w, t, accum_dtype=torch.float16),
             "accum_dtype must be torch.float32 or the weight's",

@@ -52,11 +52,10 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("chunked_loss", "functional")
 
-_FUSE = "tigon.fuse(model) treats the experts of a model where it can"
 _NO_KERNEL = "Tigon has no kernel for it"
 # What Liger has and Tigon does not, with what to do about it.
 MISSING = {
-    "LigerExperts": _FUSE,
+    "LigerExperts": "experts are fused in a model, by tigon.fuse(model), where they can be",
     "LigerExpertParallelFusedMoe": _NO_KERNEL,
     "LigerFusedNeighborhoodAttention": _NO_KERNEL,
     "LigerFusedNeighborhoodAttentionConfig": _NO_KERNEL,

@@ -230,7 +230,7 @@ class LigerFusedLinearSimPOLoss(Options):
 
 
 class LigerFusedLinearKTOLoss(Options):
-    """`liger_fused_linear_kto`: forward(x, weight, target, bias, preference_labels, ref_x, ref_weight, ref_bias, kl)"""
+    """`liger_fused_linear_kto`: forward(x, weight, target, bias, preference_labels, ref_x, ref_weight, …, kl)."""
 
     def __init__(
         self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,

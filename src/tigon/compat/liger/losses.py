@@ -80,7 +80,7 @@ def liger_fused_linear_cross_entropy(
     that the backward pass computes again: as little memory, a fourth matrix product.
 
     Args:
-        lse_square_scale: its z_loss. Not together with ce_weight.
+        lse_square_scale: its z_loss, which ce_weight does not weight.
         accum_dtype: what the weight's gradient is summed in: fp32 by default, or the weight's dtype.
         chunk_mem_const: 1; chunks follow a budget in bytes.
     Returns: as `liger_cross_entropy`.
@@ -88,8 +88,6 @@ def liger_fused_linear_cross_entropy(
     name = "liger_fused_linear_cross_entropy"
     without_effect(name, chunk_mem_const=(chunk_mem_const, 1))
     summed = accumulate(name, accum_dtype, weight)
-    if ce_weight is not None and lse_square_scale:
-        raise ValueError(f"{name}: ce_weight must come without lse_square_scale, got {lse_square_scale}.")
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     valid = target != ignore_index
     count = valid.sum().clamp(min=1)
@@ -101,10 +99,13 @@ def liger_fused_linear_cross_entropy(
         )  # fmt: skip
 
     def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        loss, z, _, predicted = cross_entropy(
-            logits, target, weight=ce_weight, ignore_index=ignore_index, reduction="none", z_loss=lse_square_scale,
+        loss, _, _, predicted = cross_entropy(
+            logits, target, weight=ce_weight, ignore_index=ignore_index, reduction="none",
             label_smoothing=label_smoothing, softcap=softcap, details=True,
         )  # fmt: skip
+        z = torch.zeros_like(loss)
+        if lse_square_scale:  # by itself, since class weights and their sum are none of its business
+            z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)
         if use_token_scaling:
             p = logprob(logits.detach(), target, ignore_index=ignore_index, softcap=softcap).logprob.exp()
             loss, z = loss * p, z * p
@@ -113,11 +114,20 @@ def liger_fused_linear_cross_entropy(
     loss, z, predicted = _in_chunks(rows, input, weight, bias, target, accum_dtype=accum_dtype)
     accuracy = _correct(predicted, target, valid)
     if reduction != "none":
-        divisor = count if reduction == "mean" else count.new_ones(())
-        if ce_weight is not None and reduction == "mean":
-            divisor = torch.where(valid, ce_weight.detach()[torch.where(valid, target, 0)], 0.0).sum()
-        loss, z, accuracy = loss.sum() / divisor, z.sum() / divisor, accuracy.sum() / valid.sum()
-    return _output(wanted, loss, z, accuracy, predicted) if any(wanted) else loss
+        loss, z, accuracy = loss.sum(), z.sum(), accuracy.sum() / valid.sum()
+    if reduction == "mean":
+        weights = count
+        if ce_weight is not None:
+            weights = torch.where(valid, ce_weight.detach()[torch.where(valid, target, 0)], 0.0).sum()
+        loss, z = loss / weights, z / count
+    return _output(wanted, loss + z, z, accuracy, predicted) if any(wanted) else loss + z
+
+
+def _z_loss(logits: Tensor, coefficient: float, softcap: float | None) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return coefficient * logits.logsumexp(-1).square()
 
 
 def _correct(predicted: Tensor, target: Tensor, valid: Tensor) -> Tensor:

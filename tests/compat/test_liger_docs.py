@@ -1,0 +1,99 @@
+"""docs/how-to/from-liger.md: its tables are those of the code, and its examples run.
+
+`python tests/compat/test_liger_docs.py` writes the tables into the page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tigon.compat import liger
+from tigon.compat.liger import models
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-liger.md"
+HEADINGS = {
+    "models": "Models",
+    "auto": "",
+    "modules": "Norms and other modules",
+    "mlp": "MLPs",
+    "rotary": "Rotary embeddings",
+    "functional": "Functions",
+    "losses": "Losses of logits and of a head",
+    "chunked_loss": "Chunked losses",
+}
+
+
+def first_sentence(value) -> str:
+    paragraph = inspect.getdoc(value).split("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0].replace("|", "\\|")
+
+
+def names() -> str:
+    lines = []
+    for module, heading in HEADINGS.items():
+        if heading:
+            lines += ["", f"### {heading}", "", "| name | what it is here |", "| :-- | :-- |"]
+        for name in liger._NAMES[module].split():
+            if not name.startswith("apply_"):
+                lines.append(f"| `{name}` | {first_sentence(getattr(liger, name))} |")
+            elif name == "apply_liger_kernel_to_llama":
+                lines.append(f"| `apply_liger_kernel_to_*`, {len(models.ARGUMENTS)} families | `tigon.fuse(model)`. |")
+        if module == "chunked_loss":
+            functions = [n for n in liger.chunked_loss.__all__ if n.startswith("liger_")]
+            lines += [f"| `chunked_loss.{n}` | {first_sentence(getattr(liger.chunked_loss, n))} |" for n in functions]
+    lines += ["", "### Not here", "", "| name | why, or what instead |", "| :-- | :-- |"]
+    lines += [f"| `{name}` | {reason[0].upper()}{reason[1:]}. |" for name, reason in liger.MISSING.items()]
+    return "\n".join(lines[1:])
+
+
+def flags() -> str:
+    known = inspect.signature(models.fuse).parameters
+    lines = ["| Liger's flag | `tigon.fuse` |", "| :-- | :-- |"]
+    for flag, parts in models.FLAGS.items():
+        lines.append(f"| `{flag}` | {', '.join(f'`{part}`' for part in parts if part in known)} |")
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with its tables."""
+    for marker, table in (("flags", flags()), ("names", names())):
+        start, end = f"<!-- {marker} -->", f"<!-- end of {marker} -->"
+        page = re.sub(rf"{start}(.*{end})?", lambda _, t=f"{start}\n\n{table}\n\n{end}": t, page, flags=re.S)
+    return page
+
+
+def test_the_tables_are_those_of_the_code():
+    page = PAGE.read_text()
+    assert page == written(page), f"python {Path(__file__).relative_to(PAGE.parents[2])} writes the tables"
+
+
+def test_every_name_is_in_the_page():
+    page = PAGE.read_text()
+    for name in (*liger._HOME, *liger.MISSING):
+        if not name.startswith("apply_liger_kernel_to_"):
+            assert f"`{name}`" in page, name
+
+
+def test_every_example_runs(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        names = {
+            "model": transformers.LlamaForCausalLM(config), "path": tmp_path,
+            "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        }  # fmt: skip
+        exec(block, names)
+        assert names["model"]._tigon_fusion.report().fused
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
