@@ -54,8 +54,27 @@ def _call_functions_cheaply() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
+def _multiply_bf16() -> None:
+    """The interpreter holds bf16 as the integers that its bits make, and multiplies matrices of these."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = np.ascontiguousarray(handle.data).view(np.uint16).astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    builder.create_dot = lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+
+
 if backend_module.INTERPRET and HAS_TRITON:
     _round_to_bf16_as_gpus_do()
+    _multiply_bf16()
     _call_functions_cheaply()
 
 

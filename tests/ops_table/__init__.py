@@ -8,6 +8,7 @@ from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
+from ops_table.experts import MOE_MLP
 from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
@@ -26,6 +27,7 @@ OPS: tuple[Op, ...] = (
     REGLU,
     RELU2,
     GATED_LINEAR,
+    MOE_MLP,
     DYT,
     POLY_NORM,
     ROPE,

@@ -1,0 +1,50 @@
+"""The specification of the experts' layer in plain PyTorch: its CPU path, and the oracle of its kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.experts.options import Options
+from tigon.ops.gated import _ACTS
+
+
+def moe_mlp_reference(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, options: Options,
+) -> Tensor:  # fmt: skip
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    # One unbind, not an indexing for each expert: the gradient of each of those would be as large as all experts'.
+    matrices = (w.unbind() for w in (gate_up, down))
+    biases = ([None] * gate_up.shape[0] if b is None else b.unbind() for b in (gate_up_bias, down_bias))
+    of_experts = list(zip(*matrices, *biases, strict=True))
+    for expert, (first, second, first_bias, second_bias) in enumerate(of_experts):
+        if torch.compiler.is_compiling():  # which of the rows is known to no graph: all of them, most by zero
+            share = torch.where(index == expert, weights.to(wide), 0.0).sum(-1)
+            out = out + share[:, None] * _one_expert(x, first, second, first_bias, second_bias, options).to(wide)
+        else:
+            token, choice = torch.where(index == expert)
+            y = _one_expert(x[token], first, second, first_bias, second_bias, options).to(wide)
+            out.index_add_(0, token, weights[token, choice, None].to(wide) * y)
+    return out.to(x.dtype)
+
+
+def _one_expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: Options
+) -> Tensor:
+    return F.linear(activation_reference(F.linear(x, gate_up, gate_up_bias), options), down, down_bias)
+
+
+def activation_reference(z: Tensor, options: Options) -> Tensor:
+    """h of z = x gate_upᵀ + bias: computed in fp32, rounded once."""
+    act, alpha, limit = _ACTS[options.act], options.alpha, options.limit
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))
+    if not options.gated:
+        return act(wide).to(z.dtype)
+    gate, up = (wide[..., ::2], wide[..., 1::2]) if options.interleaved else wide.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
+    return (gate * (up + options.up_offset)).to(z.dtype)

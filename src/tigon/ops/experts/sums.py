@@ -1,0 +1,136 @@
+"""Sums in a fixed order: of a token's K results, of an expert's rows, and of a routing weight's gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tigon.backend import cdiv, launch, next_power_of_2, tl, triton
+from tigon.ops.experts.routing import Routing
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["T"])
+def _token_sum_kernel(
+    rows_ptr, place_ptr, weights_ptr, y_ptr, T, N, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """y[t] = Σ_k weight · rows[place], of the choices that have a place."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (token < T)[:, None] & (cols < N)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for k in tl.static_range(TOP_K):
+        place = tl.load(place_ptr + token * TOP_K + k, mask=token < T, other=-1).to(tl.int64)
+        known = mask & (place >= 0)[:, None]
+        row = tl.load(rows_ptr + place[:, None] * N + cols[None, :], mask=known, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            row *= tl.load(weights_ptr + token * TOP_K + k, mask=token < T, other=0.0).to(tl.float32)[:, None]
+        total += tl.where(known, row, 0.0)  # the weight of a choice without a place may be anything
+    tl.store(y_ptr + token[:, None] * N + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expert_sum_kernel(
+    rows_ptr, order_ptr, weights_ptr, offsets_ptr, y_ptr, N, stride_rows,
+    TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y[e] = Σ over the expert's rows; with weights, of tokens' rows by their weights. The gradient of a bias."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for r in range(start, end, BLOCK_R):
+        rows = r + tl.arange(0, BLOCK_R)
+        inside = rows < end
+        mask = inside[:, None] & (cols < N)[None, :]
+        if weights_ptr is not None:
+            slot = tl.load(order_ptr + rows, mask=inside, other=0)
+            rows = slot // TOP_K
+            weight = tl.load(weights_ptr + slot, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + rows.to(tl.int64)[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
+        row = row.to(tl.float32)
+        total += row * weight[:, None] if weights_ptr is not None else row
+    tl.store(y_ptr + expert.to(tl.int64) * N + cols, tl.sum(total, 0).to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _weight_sum_kernel(
+    dots_ptr, place_ptr, index_ptr, dy_ptr, bias_ptr, dweights_ptr, S, P, D, stride_dy,
+    TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each routing weight: Σ of what the blocks of columns gave, and dy · down_bias of its expert."""
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
+    place = tl.load(place_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
+    known = place >= 0
+    total = tl.zeros((BLOCK_S,), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        mask = known[:, None] & (p < P)[None, :]
+        total += tl.sum(tl.load(dots_ptr + place[:, None] * P + p[None, :], mask=mask, other=0.0), 1)
+    if bias_ptr is not None:
+        expert = tl.load(index_ptr + slot, mask=known, other=0).to(tl.int64)
+        dot = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+        for first in range(0, D, BLOCK_D):
+            d = first + tl.arange(0, BLOCK_D)
+            mask = known[:, None] & (d < D)[None, :]
+            dy = tl.load(dy_ptr + (slot // TOP_K)[:, None] * stride_dy + d[None, :], mask=mask, other=0.0)
+            bias = tl.load(bias_ptr + expert[:, None] * D + d[None, :], mask=mask, other=0.0)
+            dot += dy.to(tl.float32) * bias.to(tl.float32)
+        total += tl.sum(dot, 1)
+    tl.store(dweights_ptr + slot, total.to(dweights_ptr.dtype.element_ty), mask=slot < S)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _token_tile(N: int) -> tuple[int, int, dict[str, int]]:
+    """Tokens and columns a program: 16 bytes a thread and row, of K rows at once."""
+    block = min(1024, next_power_of_2(N))
+    return 1024 // block, block, {"num_warps": 4}
+
+
+def _expert_tile() -> tuple[int, int, dict[str, int]]:
+    """Rows on their way at a time, and columns: 32 of them, 64 bytes each, for a program of an expert's 256."""
+    return 32, 64, {"num_warps": 4}
+
+
+def _weight_tile(P: int) -> tuple[int, int, int, dict[str, int]]:
+    """Slots a program, shares of a slot at a time, and columns of dy and the bias at a time."""
+    return 16, min(16, next_power_of_2(P)), 256, {"num_warps": 4}
+
+
+def token_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor, K: int) -> None:
+    """Write the sum of each token's rows (S, N) to y (T, N)."""
+    T, N = y.shape
+    if not y.numel():
+        return
+    block_t, block_n, options = _token_tile(N)
+    key = (T, N, K, rows.dtype, None if weights is None else weights.dtype)
+    plan = cdiv(T, block_t) * cdiv(N, block_n), (T, N, K, block_t, block_n), options
+    launch(_token_sum_kernel, key, (rows, routing.place, weights, y), lambda: plan)
+
+
+def expert_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor, K: int) -> None:
+    """Write the sum of each expert's rows to y (E, N): of (S, N), or of tokens (T, N) by their weights."""
+    E, N = y.shape
+    if not y.numel():
+        return
+    block_r, block_n, options = _expert_tile()
+    key = (E, N, K, rows.stride(0), rows.dtype, None if weights is None else weights.dtype)
+    plan = E * cdiv(N, block_n), (N, rows.stride(0), K, block_r, block_n), options
+    launch(_expert_sum_kernel, key, (rows, routing.order, weights, routing.offsets, y), lambda: plan)
+
+
+def weight_sum(dots: Tensor, routing: Routing, index: Tensor, dy: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the gradient of the routing weights, from the shares (S, P) of sorted slots, to out (T, K)."""
+    (S, P), D = dots.shape, dy.shape[1]
+    if not S:
+        return
+    block_s, block_p, block_d, options = _weight_tile(P)
+    key = (S, P, D, out.shape[1], dy.stride(0), dy.dtype, index.dtype, out.dtype, bias is None)
+    arguments = (S, P, D, dy.stride(0), out.shape[1], block_s, block_p, block_d)
+    plan = cdiv(S, block_s), arguments, options
+    launch(_weight_sum_kernel, key, (dots, routing.place, index, dy, bias, out), lambda: plan)

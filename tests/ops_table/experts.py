@@ -1,0 +1,127 @@
+"""The row of the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ops_table.row import Bad, Case, Inputs, Op, randn
+from tigon.ops.experts import moe_mlp
+from tigon.ops.experts.options import Options
+from tigon.ops.experts.reference import moe_mlp_reference
+
+
+def _make(shape, dtype, generator, bias=False, transposed=False, gated=True, weights=None, unknown=False, used=None):
+    """shape is (T, D, I, E, K). unknown: some choices are E. used: the experts that are chosen at all, from 0 on."""
+    T, D, inner, E, K = shape
+    width = 2 * inner if gated else inner
+    among = E if used is None else used
+    index = torch.rand(T, among + unknown, generator=generator).argsort(-1)[:, :K]
+    gate_up = (torch.randn((E, width, D), generator=generator) / D**0.5).to(dtype)
+    down = (torch.randn((E, D, inner), generator=generator) / inner**0.5).to(dtype)
+    if transposed:  # stored as gpt-oss does
+        gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
+    biases = (randn((E, width), dtype, generator), randn((E, D), dtype, generator)) if bias else (None, None)
+    scale = torch.rand(T, K, generator=generator) + 0.5
+    return randn((T, D), dtype, generator), index, scale.to(weights or dtype), gate_up, down, *biases
+
+
+def _reference(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, **options):
+    return moe_mlp_reference(x, index, weights, gate_up, down, gate_up_bias, down_bias, Options(**options))
+
+
+_ACTS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda g: F.relu(g).square(),
+}
+
+
+def _eager(
+    x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, act="silu", gated=True, interleaved=False,
+    alpha=1.0, limit=None, up_offset=0.0,
+):  # fmt: skip
+    """As transformers writes it, one expert after the other."""
+    y = torch.zeros_like(x)
+    for expert in range(len(gate_up)):
+        token, choice = torch.where(index == expert)
+        z = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        if gated:
+            gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else _ACTS[act](gate)
+            h = gate * (up + up_offset) if up_offset else gate * up
+        else:
+            h = _ACTS[act](z)
+        z = F.linear(h, down[expert], None if down_bias is None else down_bias[expert])
+        y.index_add_(0, token, (z * weights[token, choice, None]).to(y.dtype))
+    return y
+
+
+def _bad(**replaced: Any) -> Callable[[], Inputs]:
+    made = {
+        "x": torch.ones(3, 4), "index": torch.zeros(3, 2).long(), "weights": torch.ones(3, 2),
+        "gate_up": torch.ones(5, 12, 4), "down": torch.ones(5, 4, 6), "gate_up_bias": None, "down_bias": None,
+    }  # fmt: skip
+    return lambda: tuple((made | replaced).values())
+
+
+_OSS = {"interleaved": True, "alpha": 1.702, "up_offset": 1.0}
+MOE_MLP = Op(
+    name="moe_mlp",
+    public=moe_mlp,
+    reference=_reference,
+    eager=_eager,
+    make=_make,
+    cases=(
+        Case("masked, with biases", (13, 24, 20, 3, 2), {}, {"bias": True}, draws=2),
+        Case("gpt-oss", (11, 16, 20, 3, 2), {**_OSS, "limit": 1.5}, {"bias": True, "transposed": True}, draws=2),
+        Case("stored by columns", (9, 16, 24, 2, 2), {"act": "gelu"}, {"transposed": True}, draws=2),
+        Case(
+            "no gate",
+            (9, 16, 24, 3, 1),
+            {"act": "relu2", "gated": False},
+            {"gated": False, "transposed": True, "weights": torch.float32},
+            draws=4,
+        ),
+        Case("tiles of 128 rows", (100, 24, 20, 1, 1), {"interleaved": True, "act": "relu"}),
+        Case("experts of other ranks", (13, 16, 16, 3, 2), {"limit": 0.7}, {"unknown": True}, draws=4),
+    ),
+    empty=((0, 8, 6, 4, 2),),
+    bad=(
+        Bad(_bad(), r"moe_mlp: act must be one of .*got 'tanh'", {"act": "tanh"}),
+        Bad(
+            _bad(), r"moe_mlp: alpha must be 1 where act is not 'silu', got 2.0 and 'gelu'", {"act": "gelu", "alpha": 2}
+        ),
+        Bad(_bad(), r"moe_mlp: alpha must be positive, got -1.0", {"alpha": -1}),
+        Bad(_bad(), r"moe_mlp: limit must be positive or None, got 0.0", {"limit": 0}),
+        Bad(_bad(), r"moe_mlp: interleaved, alpha, .* must be left out where gated is", {"gated": False, "limit": 7.0}),
+        Bad(_bad(x=torch.ones(3, 1, 4)), r"moe_mlp: x must be \(T, D\) floats, got \(3, 1, 4\)"),
+        Bad(_bad(index=torch.zeros(2, 2).long()), r"moe_mlp: top_k_index must be .* with T = 3, got \(2, 2\)"),
+        Bad(_bad(index=torch.zeros(3, 2)), r"moe_mlp: top_k_index must be .* got \(3, 2\) torch.float32"),
+        Bad(_bad(weights=torch.ones(3, 1)), r"moe_mlp: top_k_weights must be .* shape \(3, 2\), got \(3, 1\)"),
+        Bad(_bad(down=torch.ones(5, 3, 6)), r"moe_mlp: down must be \(E, D, I\) with D = 4, .*got \(5, 3, 6\)"),
+        Bad(_bad(gate_up=torch.ones(5, 6, 4)), r"moe_mlp: gate_up must be .*= \(5, 12, 4\) .*got \(5, 6, 4\)"),
+        Bad(_bad(down_bias=torch.ones(5, 5)), r"moe_mlp: down_bias must be \(5, 4\), got \(5, 5\)"),
+        Bad(_bad(down=torch.ones(5, 4, 6).half()), r"moe_mlp: down must have x's dtype torch.float32, got .*float16"),
+    ),
+    launches=("moe_mlp_fwd", "moe_mlp_bwd"),
+    models=(
+        Case("Mixtral-8x7B", (8192, 4096, 14336, 8, 2)),
+        Case("gpt-oss-20b", (8192, 2880, 2880, 32, 4), {**_OSS, "limit": 7.0}, {"bias": True, "transposed": True}),
+        Case("few tokens, Qwen3-30B-A3B", (64, 2048, 768, 128, 8), {}, {"weights": torch.float32}),
+    ),
+    wide_loads=False,  # the choices are sorted as they come, 8 bytes each; the products' operands are read 16 at a time
+    # On sm_100 alone, where tensor memory holds the product, and taking interleaved columns apart after it takes more
+    # registers than there are: 160 bytes with the activation, 280 with its derivative, outside the loops.
+    spills=280,
+    large=(Case("tokens", (1000, 4096, 16, 4, 2)),),
+    dtensor="refused",
+    products=True,
+)
