@@ -1,0 +1,157 @@
+"""Tigon's layers for Hugging Face `kernels`: kernelize(), and model.set_use_kernels() of transformers, without the Hub.
+
+This directory is a kernel repository as `kernels` lays them out, a variant for each backend, beside the code that it
+holds (layers.py). It is loaded from where Tigon is installed; nothing is fetched.
+
+`kernels` exchanges layers by a name that their classes carry, and several formulas go by one name: "RMSNorm" is Llama's
+in 129 classes of transformers, and OLMo's and Nemotron's, which round elsewhere, in 13 more. So the layer for a name is
+chosen for a model, by the numbers that its modules give.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tigon.models.recognize import Norm, Unknown, recognize_norm, signature_of
+from tigon.models.recognize_mlp import Gated, recognize_mlp
+from tigon.models.recognize_rotary import Rotary, Turn, recognize_rotary
+
+REPOSITORY = Path(__file__).parent
+
+# By offset, cast and whether there is a gate; by activation; by whether the dtypes of q and k are kept.
+_NORMS = {
+    (0.0, "llama", False): "RMSNorm",
+    (0.0, "gemma", False): "RMSNormRoundedOnce",
+    (1.0, "gemma", False): "RMSNormZeroCentered",
+    (0.0, "llama", True): "RMSNormGated",
+}
+_MLPS = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}
+_ROTARY = {False: "RotaryPosEmb", True: "RotaryPosEmbKept"}
+
+
+def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
+    """Which layer of this repository stands for which name that `kernels` knows in a model.
+
+    Args:
+        model: any module, with classes that `use_kernel_forward_from_hub` has marked; in transformers they are marked
+            where `kernels` was installed before transformers was imported.
+        rotary: also rotary functions. `kernels` holds these once for all models of a family: they are then exchanged
+            in all of them, and stay so.
+    Returns: {"RMSNorm": "RMSNorm", …}; without the names whose modules compute what Tigon has no layer for. A name
+        that stands for two formulas in one model is left out, with a warning.
+    Raises: TypeError for what is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"layers_for: model must be a torch.nn.Module, got {type(model).__name__}.")
+    known: dict[Any, str | None] = {}
+    found: dict[str, set[str | None]] = {}
+    for module in model.modules():
+        name = getattr(type(module), "kernel_layer_name", None)
+        if name is not None:
+            key = signature_of(module)
+            if key not in known:
+                known[key] = _layer_for(module)
+            found.setdefault(str(name), set()).add(known[key])
+        for function in _functions(module) if rotary else ():
+            if id(function) not in known:
+                known[id(function)] = _rotary_for(function)
+            found.setdefault(type(function).kernel_layer_name, set()).add(known[id(function)])
+    for name, layers in found.items():
+        if len(layers) > 1:
+            warnings.warn(
+                f"tigon: the layers called {name!r} in {type(model).__name__} compute different things, and kernels "
+                "has one layer for all: they stay as they are.",
+                stacklevel=2,
+            )
+    return {name: layer for name, layers in found.items() if len(layers) == 1 and (layer := next(iter(layers)))}
+
+
+def mapping(model: nn.Module, *, rotary: bool = False) -> dict[str, dict[str, Any]]:
+    """What `kernels.use_kernel_mapping` takes, for a model.
+
+    Args: as of `layers_for`. Returns: {name: {device type: repository}}, for the device that the model is on, in
+        training, inference and under torch.compile.
+    Raises: ImportError without `kernels`; ValueError for a model without layers that it could exchange.
+
+    ::
+
+        with kernels.use_kernel_mapping(hub.mapping(model), inherit_mapping=False):
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+    """
+    try:
+        from kernels import LocalLayerRepository
+    except ImportError as error:
+        raise ImportError(f"tigon.integrations.hub needs kernels, pip install kernels: {error}.") from None
+    device = _device(model)
+    layers = _some_layers("mapping", model, rotary)
+    return {
+        name: {device: LocalLayerRepository(repo_path=REPOSITORY, layer_name=layer)} for name, layer in layers.items()
+    }
+
+
+def kernel_config(model: nn.Module, *, rotary: bool = False) -> Any:
+    """What `model.set_use_kernels(True, kernel_config=…)` of transformers takes, for a model on a GPU.
+
+    Args: as of `layers_for`. Returns: a transformers.KernelConfig.
+    Raises: ImportError without transformers; ValueError for a model without layers that `kernels` could exchange.
+
+    transformers registers the layers for the mode that the model is in at that call. From training it finds them for
+    evaluation too, but not the other way round: call model.train() first.
+    """
+    try:
+        from transformers import KernelConfig
+    except ImportError as error:
+        raise ImportError(f"kernel_config needs transformers, pip install 'tigon[hf]': {error}.") from None
+    layers = _some_layers("kernel_config", model, rotary)
+    return KernelConfig({name: f"{REPOSITORY}:{layer}" for name, layer in layers.items()}, use_local_kernel=True)
+
+
+def _some_layers(caller: str, model: nn.Module, rotary: bool) -> dict[str, str]:
+    layers = layers_for(model, rotary=rotary)
+    if not layers:
+        raise ValueError(
+            f"{caller}: model must have layers that kernels can exchange and Tigon has, got none in "
+            f"{type(model).__name__}; transformers marks its layers only where kernels is installed, in a version "
+            "that it takes, before it is imported. tigon.fuse(model) needs neither."
+        )
+    return layers
+
+
+def _layer_for(module: nn.Module) -> str | None:
+    norm = recognize_norm(module)
+    if isinstance(norm, Norm):
+        eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"  # as layers.py reads it
+        if norm.centered or norm.weight != "weight" or norm.eps != eps or norm.native:
+            return None
+        return _NORMS.get((norm.offset, norm.cast, norm.gated))
+    mlp = recognize_mlp(module) if norm is None or isinstance(norm, Unknown) else None
+    if isinstance(mlp, Gated):
+        plain = Gated("gate_proj", "up_proj", "down_proj", mlp.act, mlp.act_module)
+        return _MLPS.get(mlp.act) if mlp == plain else None
+    return None
+
+
+def _functions(module: nn.Module) -> Iterator[Any]:
+    yield from vars(module).get("_kernel_funcs", {}).values()
+
+
+def _rotary_for(function: Any) -> str | None:
+    # The class's own forward: the instance may have another one by now.
+    found = recognize_rotary(functools.partial(type(function).forward, function))
+    if not isinstance(found, Rotary) or found.turn != Turn() or found.names != ("q", "k", "cos", "sin"):
+        return None
+    return _ROTARY[found.keeps] if found.full and found.unsqueeze and found.default == 1 else None
+
+
+def _device(model: nn.Module) -> str:
+    import torch
+
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    return "rocm" if device == "cuda" and torch.version.hip is not None else device

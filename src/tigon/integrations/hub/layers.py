@@ -1,0 +1,173 @@
+"""Layers for the `kernels` package: forwards that it binds to modules of a model, in place of those modules' own.
+
+`kernels` takes the function `forward` of such a class and nothing else: `self` is then the model's own module, with its
+weights and settings. So the classes have no constructor and no members beside the two flags that `kernels` reads. Where
+an operator does not apply (fp64, torch.func, another dtype of the weight), the forward of the module's own class runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tigon.models.forwards import transformed
+from tigon.models.recipe import DTYPES
+from tigon.ops.gated import geglu, swiglu
+from tigon.ops.rms_norm import rms_norm
+from tigon.ops.rope import rope
+
+
+class RMSNorm(nn.Module):
+    """Llama's: x / rms(x) is rounded to x's dtype, then multiplied by the weight."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _norm_fits(self, hidden_states):
+            return type(self).forward(self, hidden_states)
+        return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="llama")
+
+
+class RMSNormRoundedOnce(nn.Module):
+    """OLMo's and Nemotron's: multiplied by the weight in fp32, and rounded at the end."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _norm_fits(self, hidden_states):
+            return type(self).forward(self, hidden_states)
+        return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="gemma")
+
+
+class RMSNormZeroCentered(nn.Module):
+    """Gemma's and Qwen3.5's: multiplied by 1 + weight in fp32, and rounded at the end."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _norm_fits(self, x):
+            return type(self).forward(self, x)
+        return rms_norm(x, self.weight, eps=_eps(self), offset=1.0, cast="gemma")
+
+
+class RMSNormGated(nn.Module):
+    """Qwen3-Next's: Llama's norm, times silu(gate)."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = hidden_states
+        alike = isinstance(gate, Tensor) and (gate.dtype, gate.shape) == (x.dtype, x.shape)
+        if not alike or self.weight.dtype != x.dtype or not _norm_fits(self, x):
+            return type(self).forward(self, x, gate)
+        return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
+
+
+class SwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)). The layers are called as modules: what is on them takes part."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if transformed():
+            return type(self).forward(self, x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GeGLUMLP(nn.Module):
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu by its tanh formula."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if transformed():
+            return type(self).forward(self, x)
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+
+
+class SiluAndMul(nn.Module):
+    """silu of the first half of x times the second half."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).forward(self, x) if transformed() else swiglu(x)
+
+
+class GeluAndMul(nn.Module):
+    """gelu of the first half of x, by erf, times the second half."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).forward(self, x) if transformed() else geglu(x, approximate="none")
+
+
+class GeluTanhAndMul(nn.Module):
+    """gelu of the first half of x, by its tanh formula, times the second half."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).forward(self, x) if transformed() else geglu(x, approximate="tanh")
+
+
+class RotaryPosEmb(nn.Module):
+    """Llama's: halves of the head rotated, the result in the promoted dtype of each with cos."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if not _rotary_fits(q, k, cos, sin, unsqueeze_dim):
+            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+        return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+class RotaryPosEmbKept(nn.Module):
+    """OLMo's: the same, the results in the dtypes of q and k."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if not _rotary_fits(q, k, cos, sin, unsqueeze_dim):
+            return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+        turned_q, turned_k = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _eps(module: Any) -> float:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _norm_fits(module: Any, x: Tensor) -> bool:
+    weight = module.weight
+    if x.dtype not in DTYPES or x.dim() == 0 or transformed():
+        return False
+    if weight.dtype != x.dtype and weight.dtype.itemsize != 4:  # an fp32 weight beside a narrower x is usual
+        return False
+    return weight.shape == x.shape[-1:] and weight.device == x.device
+
+
+def _rotary_fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    if transformed() or any(t.dtype not in DTYPES for t in (q, k, cos, sin)):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or unsqueeze_dim not in (1, 2) or cos.shape != sin.shape:
+        return False
+    batch, time, width = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+    if (k.shape[0], k.shape[3 - unsqueeze_dim], k.shape[3]) != (batch, time, width):
+        return False
+    return (
+        cos.shape[0] in (1, batch) and cos.shape[1:] == (time, width) and not (cos.requires_grad or sin.requires_grad)
+    )
