@@ -166,6 +166,21 @@ def test_a_wider_residual_stream():
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("which", ["one", "other", "both"])
+def test_the_sum_lies_in_memory_as_the_plain_one_does(which):
+    """Code behind it may call view()."""
+    layer = Plain()
+    layer.mix = nn.Identity()
+    x, residual = (t.detach() for t in inputs())
+    if which in ("one", "both"):
+        residual = residual.transpose(0, 1).contiguous().transpose(0, 1)
+    if which in ("other", "both"):
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = layer(x, residual)
+    with tigon.fuse(layer):
+        assert layer(x, residual).stride() == expected.stride()
+
+
 def test_a_class_that_is_made_of_a_fused_layer_still_checkpoints():
     """FSDP2 gives a module a class made from its own, and transformers wraps the forward of that class anew."""
     torch.manual_seed(0)

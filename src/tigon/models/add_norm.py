@@ -101,7 +101,7 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
     eps = getattr(norm, formula.eps) if isinstance(formula.eps, str) else formula.eps
-    normed, total = add_rms_norm(one, other, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+    normed, total = add_rms_norm(other, one, weight, eps=eps, offset=formula.offset, cast=formula.cast)
     return total, normed
 
 

@@ -76,8 +76,8 @@ def add_rms_norm(
     Args:
         x: (..., N), what a layer adds. residual: (..., N), what it is added to; any float dtypes and strides.
         weight, eps, offset, cast: as for `rms_norm`, of the sum.
-    Returns: (norm, sum). The sum is rounded to the promoted dtype of x and residual, and the norm is the norm of what
-        was rounded: the same numbers as of the two steps.
+    Returns: (norm, sum), both in the order of residual's memory. The sum is rounded to the promoted dtype of x and
+        residual, and the norm is the norm of what was rounded: the same numbers as of the two steps.
     Raises: ValueError as `rms_norm`, and where residual and x differ in shape.
 
     Replaces::
@@ -377,7 +377,8 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
 
 def _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast):
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return empty_rows(x, _out_dtype(dtype, weight, cast)), empty_rows(x, dtype), _empty_rstd(x, dtype)
+    # In the order of the residual: that is what residual + x has.
+    return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
 
 
 @launcher(
