@@ -22,7 +22,9 @@ HEADINGS = {
     "mlp": "MLPs",
     "rotary": "Rotary embeddings",
     "functional": "Functions",
-    "losses": "Losses of logits and of a head",
+    "cross_entropy": "Cross entropy",
+    "causal_lm": "",
+    "divergences": "Divergences",
     "chunked_loss": "Chunked losses",
 }
 
@@ -46,7 +48,8 @@ def names() -> str:
             functions = [n for n in liger.chunked_loss.__all__ if n.startswith("liger_")]
             lines += [f"| `chunked_loss.{n}` | {first_sentence(getattr(liger.chunked_loss, n))} |" for n in functions]
     lines += ["", "### Not here", "", "| name | why, or what instead |", "| :-- | :-- |"]
-    lines += [f"| `{name}` | {reason[0].upper()}{reason[1:]}. |" for name, reason in liger.MISSING.items()]
+    missing = {**liger.MISSING, "Liger…OutputWithPast": "a fused model returns what it returned before"}
+    lines += [f"| `{name}` | {reason[0].upper()}{reason[1:]}. |" for name, reason in missing.items()]
     return "\n".join(lines[1:])
 
 

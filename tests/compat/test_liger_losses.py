@@ -188,6 +188,53 @@ def test_all_ignored_is_zero():
         assert not weight.grad.any()
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_items_in_batch": 31},
+        {"num_items_in_batch": torch.tensor(31)},
+        {"final_logit_softcapping": 3.0},
+        {"label_smoothing": 0.1, "cu_seq_lens": 1},
+    ],
+)
+def test_the_loss_of_a_causal_model(dtype, options):
+    """Labels are shifted; what the model hands on to other parts is left out."""
+    labels = targets().view(2, 6)
+
+    def expected(x, weight):
+        logits = (x @ weight.t())[:, :-1].flatten(0, 1)
+        further = {"softcap": options.get("final_logit_softcapping")}
+        further["label_smoothing"] = options.get("label_smoothing", 0.0)
+        items = options.get("num_items_in_batch")
+        of = plain.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum" if items else "mean", **further)[0]
+        return of / items if items else of
+
+    x, weight, _ = head(dtype)
+    check(lambda x, w: liger.LigerForCausalLMLoss(x, w, labels, H, **options), expected, x.view(2, 6, H), weight)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    of_shifted = liger.LigerForCausalLMLoss(x.view(2, 6, H), weight, None, H, shift_labels=shifted, **options)
+    torch.testing.assert_close(of_shifted, liger.LigerForCausalLMLoss(x.view(2, 6, H), weight, labels, H, **options))
+
+
+def test_the_loss_of_a_causal_model_with_more():
+    x, weight, _ = head(torch.float32)
+    found = liger.fixed_fused_linear_cross_entropy(
+        x, weight, targets(), 20, return_token_accuracy=True, return_predicted_tokens=True, use_token_scaling=True
+    )
+    loss, _, accuracy, predicted = plain.cross_entropy(x @ weight.t(), targets(), reduction="sum", token_scaling=True)
+    got = liger.unpack_cross_entropy_result(found)
+    torch.testing.assert_close(got[0], loss / 20)
+    assert got[1] is None
+    torch.testing.assert_close(got[2], accuracy)
+    assert torch.equal(got[3], predicted)
+    assert liger.unpack_cross_entropy_result(loss) == (loss, None, None, None)
+    assert liger.unpack_cross_entropy_result((loss, accuracy)) == (loss, accuracy, None, None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'smoothing'"):
+        liger.fixed_fused_linear_cross_entropy(x, weight, targets(), smoothing=0.1)
+
+
 # ------------------------------------------------------------------------------------------------------ divergences
 
 

@@ -371,6 +371,15 @@ def test_rotary_of_heads_behind_tokens():
         torch.testing.assert_close(ours, rotated(x, cos, sin, dim=2))
 
 
+def test_rotary_with_angles_that_have_heads():
+    cos, sin = angles(2, 5, 8)
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
+    expected = liger.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    for dim in (1, 2):
+        ours = liger.liger_rotary_pos_emb(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim), unsqueeze_dim=2)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
 def test_rotary_with_angles_that_are_not_doubled():
     cos, sin = angles(2, 5, 8)
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)

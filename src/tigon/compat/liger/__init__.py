@@ -36,10 +36,11 @@ _NAMES = {
     "mlp": """LigerBlockSparseTop2MLP LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerGEGLUMLPForGemma4
         LigerHunyuanV1SwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP
         LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP""",
-    "losses": """CrossEntropyOutput LigerCrossEntropyLoss LigerFusedCETVDLoss LigerFusedLinearCrossEntropyLoss
-        LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss LigerTVDLoss liger_cross_entropy
-        liger_fused_linear_cross_entropy liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div
-        liger_tvd""",
+    "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss liger_cross_entropy
+        liger_fused_linear_cross_entropy""",
+    "causal_lm": "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
+    "divergences": """LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss
+        LigerTVDLoss liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div liger_tvd""",
     "functional": """liger_dyt liger_fused_add_rms_norm liger_geglu liger_group_norm liger_layer_norm
         liger_modulated_rms_norm liger_multi_token_attention liger_poly_norm liger_relu_squared liger_rms_norm
         liger_softmax liger_sparsemax liger_swiglu""",
@@ -64,6 +65,7 @@ MISSING = {
     "LigerORPOTrainer": "the loss of TRL's own trainer can be LigerFusedLinearORPOLoss, or tigon.losses.orpo",
     "LigerVocabParallelCrossEntropy": "no operator here takes logits whose classes are spread over ranks",
     "apply_liger_llama4_rope_full": "it patches a module of transformers for all models; tigon.fuse(model) does not",
+    "lce_forward": "no family needs a forward of its own, as tigon.fuse(model) does without",
     "liger_attn_res": _NO_KERNEL,
     "liger_fused_linear_scaled_cross_entropy_tp": "no operator here takes a head that is spread over ranks",
     "liger_fused_neighborhood_attention": _NO_KERNEL,
@@ -91,6 +93,8 @@ def __getattr__(name: str) -> Any:
 
 def absent(name: str, module: str) -> str:
     """The sentence about a name that is not there."""
+    if name.startswith("Liger") and name.endswith("OutputWithPast"):
+        return f"{module} has no {name}: a fused model returns what it returned before."
     if name in MISSING:
         return f"{module} has no {name}: {MISSING[name]}."
     return f"module {module!r} has no attribute {name!r}"

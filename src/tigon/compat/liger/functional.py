@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.compat.liger import absent
-from tigon.compat.liger.losses import (
-    CrossEntropyOutput,
-    liger_cross_entropy,
-    liger_fused_linear_cross_entropy,
+from tigon.compat.liger.cross_entropy import CrossEntropyOutput, liger_cross_entropy, liger_fused_linear_cross_entropy
+from tigon.compat.liger.divergences import (
     liger_fused_linear_jsd,
     liger_fused_linear_kl_div,
     liger_jsd,

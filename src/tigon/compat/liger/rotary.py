@@ -21,10 +21,13 @@ def liger_rotary_pos_emb(
 
     Args:
         q, k: (B, H, T, D), or (B, T, H, D) with unsqueeze_dim=2, which Liger does not look at.
-        cos, sin: (B, T, R), (1, T, R) or (T, R).
+        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a dimension of one for the heads, there or first.
         rotary_dim: how many entries of a head are rotated, where cos and sin hold half as many, as in GPT-OSS.
     """
     without_effect("liger_rotary_pos_emb", position_ids=(None if position_ids is None else "…", None))
+    if cos.dim() == 4:
+        heads = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
+        cos, sin = cos.squeeze(heads), sin.squeeze(heads)
     if rotary_dim is not None and cos.shape[-1] != rotary_dim:
         if 2 * cos.shape[-1] != rotary_dim:
             raise ValueError(

@@ -1,0 +1,202 @@
+"""Liger's divergences of a student from a teacher, of probabilities, of logits and of heads.
+
+Losses are fp32 whatever the inputs are, and no gradient flows to the teacher.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.compat.liger.cross_entropy import in_chunks
+from tigon.compat.liger.options import Options, accumulate, without_effect
+from tigon.losses.distillation import distill
+from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.divergence import jsd, kl_div, tvd
+
+
+def liger_kl_div(
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """`tigon.kl_div`: KL(target ‖ input) of input (M, V), log-probabilities, and target, probabilities by default.
+
+    Args:
+        reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
+        size_average, reduce: True; `reduction` says it.
+    """
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value not in (True, None):
+            raise ValueError(f"liger_kl_div: {name} must be True, since reduction says it, got {value!r}.")
+    without_effect("liger_kl_div", eps=(eps, 1e-10))
+    if reduction == "none":
+        input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))
+        return F.kl_div(input, target, reduction="none", log_target=log_target)
+    return kl_div(input, target.detach(), reduction=reduction, log_target=log_target)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """`tigon.jsd`: log-probabilities (M, V) of the student, and of the teacher, whose weight in the mixture is beta.
+
+    beta 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher). The mean is over rows that shift_labels do not ignore.
+    """
+    return jsd(input, target.detach(), beta=beta, labels=shift_labels, ignore_index=ignore_index)
+
+
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """`tigon.tvd`: half the distance of the probabilities (M, V) of the student and the teacher.
+
+    Args:
+        reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
+    """
+    if reduction == "none":
+        input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))
+        distance = 0.5 * (input - target).abs()
+        return distance if shift_labels is None else distance * (shift_labels != ignore_index).unsqueeze(-1)
+    return tvd(input, target.detach(), reduction=reduction, labels=shift_labels, ignore_index=ignore_index)
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`tigon.losses.distill` with loss_type="jsd"; beta as in `liger_jsd`, accum_dtype as in cross entropy."""
+    return distill(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+        ignore_index=ignore_index, temperature=temperature,
+        accumulate=accumulate("liger_fused_linear_jsd", accum_dtype, student_weight),
+    )[0]  # fmt: skip
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`tigon.kl_div` of given probabilities (M, V) and a head's, through chunks of logits.
+
+    Args:
+        student_input: (M, H). student_weight: (V, H). target: (M, V) probabilities.
+        reduction: "batchmean", "mean" or "sum".
+    """
+    name = "liger_fused_linear_kl_div"
+    without_effect(name, eps=(eps, 1e-10))
+    accumulate(name, accum_dtype, student_weight)
+    if reduction not in ("batchmean", "mean", "sum"):
+        raise ValueError(f"{name}: reduction must be 'batchmean', 'mean' or 'sum', got {reduction!r}.")
+    M, V = target.shape
+    labels = target.new_zeros(M, dtype=torch.int64) if shift_labels is None else shift_labels
+    ignored = ignore_index if shift_labels is not None else -1
+
+    def rows(logits: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        log_q = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+        return (kl_div(log_q, target, reduction="rows", log_target=False, labels=labels, ignore_index=ignored),)
+
+    (loss,) = in_chunks(
+        rows, student_input, student_weight, None, target.detach(), labels, accum_dtype=accum_dtype
+    )  # fmt: skip
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / ((labels != ignored).sum().clamp(min=1) * (V if reduction == "mean" else 1))
+
+
+# ---------------------------------------------------------------------------------------------------------- modules
+
+
+class LigerFusedCETVDLoss(Options):
+    """Cross entropy and total variation distance from a teacher, one number a row each, of logits (M, V).
+
+    forward(student_logits, teacher_logits, target) → (cross entropy, distance), 0 where target is ignore_index.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index: int
+        self._keep(ignore_index=ignore_index)
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        ce = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
+        distance = tvd(
+            student_logits, teacher_logits.detach(), reduction="rows", logits=True, labels=target,
+            ignore_index=self.ignore_index,
+        )  # fmt: skip
+        return ce, distance
+
+
+class LigerJSD(Options):
+    """`liger_jsd` with its options fixed: forward(log_q of the student, log_p of the teacher, shift_labels)."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self._keep(beta=beta, ignore_index=ignore_index)
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_jsd(log_q, log_p, shift_labels, **self.options)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """`liger_kl_div` with the arguments of torch.nn.KLDivLoss after eps: forward(log-probabilities, target)."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+
+
+class LigerTVDLoss(Options):
+    """`liger_tvd` with its options fixed: forward(p of the student, q of the teacher, shift_labels)."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self._keep(reduction=reduction, ignore_index=ignore_index)
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_tvd(p, q, shift_labels, **self.options)
+
+
+class LigerFusedLinearJSD(Options):
+    """`liger_fused_linear_jsd` with its options fixed: forward(x, weight, teacher's x, teacher's weight, labels)."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._keep(jsd_beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype)
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options
+        )
+
+
+class LigerFusedLinearKLDivLoss(Options):
+    """`liger_fused_linear_kl_div` with its options fixed: forward(x, weight, probabilities, labels)."""
+
+    def __init__(
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._keep(
+            reduction=reduction, ignore_index=ignore_index, temperature=temperature, eps=eps, accum_dtype=accum_dtype
+        )
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)
