@@ -18,6 +18,7 @@ from torch import nn
 
 from tigon.models.add_norm import Sums, is_rms_norm
 from tigon.models.clones import name_of
+from tigon.models.experts import experts_forward, recognize_experts
 from tigon.models.forwards import (
     Patch,
     head_forward,
@@ -39,13 +40,17 @@ REPLACED = "its forward is already replaced on this instance (a device hook, ano
 FUSED_BEFORE = "fused before, by another tigon.fuse"
 
 
-def fuse(model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True) -> Fusion:
+def fuse(
+    model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
+    experts: bool = True,
+) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
     Args:
         model: a transformers model, plain or inside PEFT or a wrapper. Other modules: what is recognised in them.
         head: the loss is computed without building the logits, when labels are given.
         norms, mlp, rotary: RMS and layer norms, gated MLPs and relu², and rotary embeddings run as one kernel each.
+        experts: the experts of a mixture run together, without a loop or a copy of their tokens; the router stays.
     Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
         also a context manager. A model that is fused already is left as it is, and its Fusion returned.
     Raises: TypeError for what is not a module.
@@ -59,7 +64,7 @@ def fuse(model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool =
     if present is not None:
         return present
     fusion = Fusion(model)
-    fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary)
+    fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary, experts=experts)
     if not fusion._modules:
         # A wrapper around a fused model: PEFT, DDP, torch.compile.
         inner = [f for m in model.modules() if (f := vars(m).get("_tigon_fusion")) is not None]
@@ -133,11 +138,11 @@ class Fusion:
 
     # ------------------------------------------------------------------------------------------------------- finding
 
-    def _fuse(self, *, head: bool, norms: bool, mlp: bool, rotary: bool) -> None:
+    def _fuse(self, *, head: bool, norms: bool, mlp: bool, rotary: bool, experts: bool) -> None:
         modules = list(dict.fromkeys(self.model.modules()))
         taken: set[int] = set()
         owners = self._fuse_heads(modules, taken) if head else []
-        if not owners and "forward" not in vars(self.model) and (norms or mlp or rotary):
+        if not owners and "forward" not in vars(self.model) and (norms or mlp or rotary or experts):
             owners = [self.model]
         known: dict[Any, Any] = {}
         clones = Clones(self._ledger)
@@ -150,14 +155,15 @@ class Fusion:
                 ("norm", norms, recognize_norm, norm_forward),
                 ("mlp", mlp, recognize_mlp, mlp_forward),
                 ("mlp", mlp, recognize_relu2, relu2_forward),
+                ("experts", experts, recognize_experts, experts_forward),
             ):
                 if wanted:
                     key = recognize, *signature_of(module)
                     if key not in known:
                         known[key] = recognize(module)
                     self._replace(module, kind, known[key], forward)
-            if mlp and _is_experts(module):
-                self._left("experts", module, "grouped experts have no fused form")
+                    if kind == "experts" and getattr(known[key], "act_module", None) is not None:
+                        taken.add(id(getattr(module, known[key].act_module)))  # part of the experts' own pass
         if norms:
             sums = Sums()
             for module in modules:
@@ -296,11 +302,6 @@ def _head_norm(module: nn.Module, name: str) -> Patch | None:
     weight = patch.formula.weight
     width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
     return patch if weight is not None and getattr(norm, weight).numel() == width else None
-
-
-def _is_experts(module: nn.Module) -> bool:
-    stacked = any(p is not None and p.dim() == 3 for p in module._parameters.values())
-    return stacked and "expert" in type(module).__name__.lower()  # the name decides what is reported, nothing else
 
 
 def _why_not(module: nn.Module) -> str | None:
