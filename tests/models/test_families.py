@@ -19,18 +19,18 @@ CALLS = {
     "gemma": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gemma2": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gemma3": {"head": 1, "norm": 13, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2},
-    "mixtral": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},
-    "qwen3_moe": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "rotary": 2},
+    "mixtral": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},
+    "qwen3_moe": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "rotary": 2, "experts": 2},
     "granite": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "granitemoe": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},
+    "granitemoe": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},
     "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
     "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
     "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
     "phi": {"head": 1, "norm": 3, "rotary": 2},
     "phi3": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gpt2": {"head": 1, "norm": 5},
-    "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2},  # its rotation takes a cos of half the width
-    "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},  # one dense, one shared expert
+    "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},  # rotates by half a cos
+    "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2, "experts": 1},  # one dense layer
     "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2},
     "qwen2_5_vl": {"head": 1, "norm": 10, "add_norm": 4, "mlp": 4, "rotary": 4},
 }

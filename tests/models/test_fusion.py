@@ -331,12 +331,13 @@ def test_the_report_says_what_and_how_often():
         outputs, _ = step(model, batch("mixtral"))
         report = fusion.report()
         assert [(row.kind, row.name, row.count, row.calls) for row in report.fused] == [
-            ("head", "Linear", 1, 1), ("rotary", "MixtralAttention", 2, 2), ("norm", "MixtralRMSNorm", 5, 5),
-            ("add_norm", "MixtralDecoderLayer", 2, 2),
+            ("head", "Linear", 1, 1), ("rotary", "MixtralAttention", 2, 2), ("experts", "MixtralExperts", 2, 2),
+            ("norm", "MixtralRMSNorm", 5, 5), ("add_norm", "MixtralDecoderLayer", 2, 2),
         ]  # fmt: skip
-        assert {row.kind: row.what for row in report.left} == {"experts": "grouped experts have no fused form"}
-        assert "Ran in the last step: head 1, norm 5, add_norm 2, rotary 2." in str(report)
-        assert json.loads(json.dumps(report.to_dict()))["calls"] == {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2}
+        assert report.left == []
+        assert "Ran in the last step: head 1, norm 5, add_norm 2, experts 2, rotary 2." in str(report)
+        calls = {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2}
+        assert json.loads(json.dumps(report.to_dict()))["calls"] == calls
         outputs.logits.argmax(-1)
         assert fusion.report().logits_built_by == {"argmax": 1}
         assert "Logits were built by argmax (1×)." in str(fusion.report())
