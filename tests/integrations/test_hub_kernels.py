@@ -308,6 +308,22 @@ def test_without_kernels_one_sentence(monkeypatch):
         hub.mapping(nn.Linear(2, 2))
 
 
+def test_fuse_knows_a_rotary_function_that_is_marked(kernels):
+    """Where kernels is installed, that is the case for most families of transformers."""
+    from transformers.models.llama.modeling_llama import rotate_half
+
+    from tigon.models.recognize_rotary import recognize_rotary
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+    marked = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(apply_rotary_pos_emb)
+    assert isinstance(marked, nn.Module)
+    assert recognize_rotary(marked) == recognize_rotary(apply_rotary_pos_emb)
+    assert str(recognize_rotary(marked)) == "rotate halves, full"
+
+
 @pytest.fixture
 def with_kernels(tmp_path):
     """The environment of a process in which transformers finds a `kernels` of a version that it takes."""
@@ -323,6 +339,41 @@ def with_kernels(tmp_path):
     # Without the interpreter, which a user does not have on.
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return {**plain, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [plain.get("PYTHONPATH")])])}
+
+
+TRANSFORMERS = """
+import kernels, tigon, tiny, torch
+from tigon.integrations import hub
+from transformers.utils import kernel_config
+
+model = tiny.model().train()
+ids = torch.arange(20).view(2, 10)
+plain = model(input_ids=ids, labels=ids).loss
+with tigon.fuse(model) as fusion:
+    model(input_ids=ids, labels=ids)
+    print("fused", sorted(kind for kind, n in fusion.report().calls.items() if n))
+kernel_config.infer_device = lambda model: "cpu"
+kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")  # of this process alone: a CPU is all that there is
+model.set_use_kernels(True, kernel_config=hub.kernel_config(model))
+for training in (True, False, True):
+    model.train(training)
+    norm = vars(model.model.norm)["forward"].__func__
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, plain)
+    print("training" if training else "evaluation", norm.__module__, norm.__qualname__)
+"""
+
+
+def test_transformers_own_entry(with_kernels):
+    """model.set_use_kernels(), in a process in which transformers has marked its layers."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS], capture_output=True, text=True, env=with_kernels, timeout=300,
+        cwd=EXAMPLE.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert {"head", "mlp", "norm", "rotary"} <= set(re.findall(r"'(\w+)'", lines[0]))
+    layer = "tigon.integrations.hub.layers RMSNorm.forward"
+    assert lines[1:] == [f"training {layer}", f"evaluation {layer}", f"training {layer}"]
 
 
 def test_the_example(with_kernels):

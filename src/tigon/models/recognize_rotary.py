@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tigon.models.recognize import Unknown, probing, run, same_numbers
 from tigon.ops.rope import rope_reference
@@ -142,7 +142,7 @@ class Rotary:
 def arguments_of(fn: Any) -> tuple[str, ...] | None:
     """The names of a function's leading arguments if they are such as make it worth a probe."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = list(_signature(fn).parameters.values())
     except (TypeError, ValueError):
         return None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -153,6 +153,12 @@ def arguments_of(fn: Any) -> tuple[str, ...] | None:
     if names[1:3] in (("cos", "sin"), ("sin", "cos")) and required <= 3:
         return names[:3]
     return names[:3] if len(names) >= 3 and names[2].startswith("freqs") and required == 3 else None
+
+
+def _signature(fn: Any) -> inspect.Signature:
+    # Where Hugging Face kernels is installed, transformers makes a module of the function, which has its signature on
+    # `forward`.
+    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
 
 
 @probing()
@@ -177,7 +183,7 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
     def holds(dim: int, **options: Any) -> bool:
         return all(_is_rope(fn, turn, names, dim, width, **options) == keeps for width, keeps in shown.items())
 
-    parameters = inspect.signature(fn).parameters
+    parameters = _signature(fn).parameters
     named = "unsqueeze_dim" in parameters and all(holds(dim, unsqueeze_dim=dim) for dim in (1, 2))
     alone = len(names) == 4 and parameters[names[1]].default is None and holds(default, alone=True)
     return Rotary(
