@@ -54,10 +54,9 @@ def names() -> str:
 
 
 def flags() -> str:
-    known = inspect.signature(models.fuse).parameters
     lines = ["| Liger's flag | `tigon.fuse` |", "| :-- | :-- |"]
     for flag, parts in models.FLAGS.items():
-        lines.append(f"| `{flag}` | {', '.join(f'`{part}`' for part in parts if part in known)} |")
+        lines.append(f"| `{flag}` | {', '.join(f'`{part}`' for part in parts)} |")
     return "\n".join(lines)
 
 

@@ -123,10 +123,18 @@ def test_norms_have_one_flag():
         liger.apply_liger_kernel_to_gemma3(model=model("Gemma"), rms_norm=False, layer_norm=True)
 
 
+def test_experts_go_with_swiglu():
+    one = model("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    assert "experts" in {row.kind for row in liger.apply_liger_kernel_to_mixtral(model=one).report().fused}
+    one = model("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    fusion = liger.apply_liger_kernel_to_mixtral(model=one, swiglu=False)
+    assert not {"experts", "mlp"} & {row.kind for row in fusion.report().fused}
+
+
 def test_every_part_of_fuse_has_a_flag():
     """So that what Liger can switch off does not stay on under another name."""
     parts = set(inspect.signature(models.fuse).parameters) - {"model"}
-    assert {"head", "norms", "mlp", "rotary"} <= {part for targets in models.FLAGS.values() for part in targets} & parts
+    assert parts == {part for targets in models.FLAGS.values() for part in targets}
 
 
 # ---------------------------------------------------------------------------------------------------- the process

@@ -297,6 +297,37 @@ def test_mlps(name, formula):
     assert len(list(mlp.parameters())) == (2 if name == "LigerPhi3SwiGLUMLP" else 3)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_experts": 5, "moe_intermediate_size": 12},
+        {"num_local_experts": 5},
+        {"n_routed_experts": 5},
+    ],
+)
+def test_experts(sizes):
+    """Some of them without a token."""
+    experts = liger.LigerExperts(SimpleNamespace(hidden_size=H, intermediate_size=16, hidden_act="silu", **sizes))
+    width = sizes.get("moe_intermediate_size", 16)
+    index = torch.randint(0, 4, (2, 7, 2), generator=torch.Generator().manual_seed(0))
+
+    def expected(x, weights, gate_up, down):
+        y = torch.zeros_like(x)
+        for e in range(5):
+            gate, up = F.linear(x, gate_up[e]).split(width, dim=-1)
+            share = (weights * (index == e)).sum(-1, keepdim=True)
+            y = y + share * F.linear(F.silu(gate) * up, down[e])
+        return y
+
+    def op(x, weights, gate_up, down):
+        parameters = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(experts, parameters, (x, index, weights))
+
+    check(
+        op, expected, drawn(torch.float32, (2, 7, H), (2, 7, 2), (5, 2 * width, H), (5, H, width)), draws=2, roundings=8
+    )  # fmt: skip
+
+
 def test_falcons_multiplier_is_of_the_bias_too():
     config = copy.copy(CONFIG)
     config.mlp_bias = True

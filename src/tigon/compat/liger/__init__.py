@@ -33,8 +33,8 @@ _NAMES = {
         LigerRMSNormForGemma3 LigerRMSNormForGemma4 LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer
         LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next LigerReLUSquared
         LigerSoftmax LigerSparsemax""",
-    "mlp": """LigerBlockSparseTop2MLP LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP LigerGEGLUMLPForGemma4
-        LigerHunyuanV1SwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP
+    "mlp": """LigerBlockSparseTop2MLP LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP
+        LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP
         LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP""",
     "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss liger_cross_entropy
         liger_fused_linear_cross_entropy""",
@@ -56,7 +56,6 @@ _MODULES = ("chunked_loss", "functional")
 _NO_KERNEL = "Tigon has no kernel for it"
 # What Liger has and Tigon does not, with what to do about it.
 MISSING = {
-    "LigerExperts": "experts are fused in a model, by tigon.fuse(model), where they can be",
     "LigerExpertParallelFusedMoe": _NO_KERNEL,
     "LigerFusedNeighborhoodAttention": _NO_KERNEL,
     "LigerFusedNeighborhoodAttentionConfig": _NO_KERNEL,

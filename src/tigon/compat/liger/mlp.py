@@ -1,4 +1,4 @@
-"""Liger's gated MLPs over tigon.swiglu and tigon.geglu, made from a model's configuration.
+"""Liger's gated MLPs over tigon.swiglu and tigon.geglu, and its experts, made from a model's configuration.
 
 The projections are modules that are called, so that an adapter on one of them counts.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tigon.ops.experts import moe_mlp
 from tigon.ops.gated import geglu, swiglu
 
 SILU = ("silu", "swish")
@@ -107,6 +108,32 @@ class LigerBlockSparseTop2MLP(LigerMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.ffn_dim, self.hidden_dim = self.intermediate_size, self.hidden_size
+
+
+class LigerExperts(nn.Module):
+    """`tigon.ops.experts.moe_mlp` with the weights of all experts: forward(x, top_k_index, top_k_weights).
+
+    gate_up_proj (E, 2I, D) and down_proj (E, D, I) are not initialised: a model or a checkpoint does that.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if config.hidden_act not in SILU:
+            raise ValueError(f"LigerExperts: config.hidden_act must be silu or swish, got {config.hidden_act!r}.")
+        counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        self.num_experts = next((n for n in counts if n is not None), None)
+        if self.num_experts is None:
+            raise ValueError("LigerExperts: config must have num_experts, num_local_experts or n_routed_experts.")
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        width = self.intermediate_dim
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * width, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, width))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        index, weights = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
+        return moe_mlp(x, index, weights, self.gate_up_proj, self.down_proj).view(hidden_states.shape)
 
 
 class LigerFalconH1SwiGLUMLP(_Gated):

@@ -15,7 +15,7 @@ from torch import nn
 
 from tigon.models.fusion import Fusion, fuse
 
-# Liger's flags, and what tigon.fuse has by which names. A name that this version of fuse has not is left out.
+# Liger's flags, and what they are in tigon.fuse.
 FLAGS: dict[str, tuple[str, ...]] = {
     "rope": ("rotary",),
     "cross_entropy": ("head",),
@@ -107,8 +107,7 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
     off |= set() if head else set(kinds)
-    known = inspect.signature(fuse).parameters
-    return fuse(model, **{part: False for flag in off for part in FLAGS[flag] if part in known})
+    return fuse(model, **{part: False for flag in off for part in FLAGS[flag]})
 
 
 def _function(family: str, arguments: str) -> Callable[..., Fusion]:
