@@ -84,15 +84,13 @@ DEFAULT_SIDES = ("hf", "liger", "tigon")
 
 def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A preset with random weights, drawn on the device itself: eight billion of them take a second there."""
-    from transformers import AutoModelForCausalLM
-
-    from tigon.models.presets import preset_config
+    from tigon.models.presets import auto_class, preset_config
 
     config = preset_config(name, **overrides)
     config.use_cache = False
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     return model.train()
 
 

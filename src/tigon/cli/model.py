@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.cli.problem import Problem, one_line
-from tigon.models.presets import PRESETS, close_names, preset_config
+from tigon.models.presets import PRESETS, auto_class, close_names, preset_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -98,9 +98,7 @@ def _from_hub(name: str) -> Source:
 
 
 def _with_head(source: Source) -> Source:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(source.config) is None:
         raise Problem(
             f"model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
             "training on text needs"
@@ -110,20 +108,16 @@ def _with_head(source: Source) -> Source:
 
 def random_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A model with random weights, from the current seed."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_config(config, **options)
+        return auto_class(config).from_config(config, **options)
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
 
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
     """The model with its trained weights. Raises Problem where they are missing or unreadable."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_pretrained(_folder(source), dtype=dtype, **options)
+        return auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
     except Exception as error:
         raise Problem(f"model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
 

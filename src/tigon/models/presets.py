@@ -49,6 +49,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5,
         rope_parameters=_rope(5e5), tie_word_embeddings=False, bos_token_id=128000, eos_token_id=128001,
     ),
+    "llama-3.1-8b": dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e5, factor=8.0, **_LLAMA_3_SCALING), tie_word_embeddings=False,
+        bos_token_id=128000, eos_token_id=128001,
+    ),
     "llama-3.2-1b": dict(
         model_type="llama", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
         num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
@@ -81,6 +87,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
         rope_parameters=_rope(1e6), tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151645,
     ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        router_aux_loss_coef=1e-3, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_parameters=_rope(1e6),
+        tie_word_embeddings=False, bos_token_id=151643, eos_token_id=151645,
+    ),
+    "qwen2.5-vl-7b": dict(
+        model_type="qwen2_5_vl", tie_word_embeddings=False, image_token_id=151655, video_token_id=151656,
+        vision_start_token_id=151652, vision_end_token_id=151653,
+        text_config=dict(
+            vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+            num_key_value_heads=4, max_position_embeddings=128000, rms_norm_eps=1e-6,
+            rope_parameters=_rope(1e6, mrope_section=[16, 24, 24]), bos_token_id=151643, eos_token_id=151645,
+        ),
+        vision_config=dict(
+            depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, out_hidden_size=3584,
+            window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
+        ),
+    ),
     "gemma-7b": dict(
         model_type="gemma", vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
@@ -92,6 +118,42 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
         rope_parameters=_rope(1e4), query_pre_attn_scalar=256, sliding_window=4096, attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0, tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    ),
+    "gemma-3-4b": dict(
+        model_type="gemma3_text", vocab_size=262208, hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, max_position_embeddings=131072, rms_norm_eps=1e-6,
+        rope_parameters={
+            "sliding_attention": _rope(1e4), "full_attention": {**_rope(1e6), "rope_type": "linear", "factor": 8.0},
+        },
+        query_pre_attn_scalar=256, sliding_window=1024, tie_word_embeddings=True, bos_token_id=2, eos_token_id=1,
+        pad_token_id=0,
+    ),
+    "phi-4": dict(
+        model_type="phi3", vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40,
+        num_attention_heads=40, num_key_value_heads=10, max_position_embeddings=16384,
+        original_max_position_embeddings=16384, rms_norm_eps=1e-5, rope_parameters=_rope(2.5e5), sliding_window=None,
+        tie_word_embeddings=False, bos_token_id=100257, eos_token_id=100265, pad_token_id=100349,
+    ),
+    "granite-3.1-8b": dict(
+        model_type="granite", vocab_size=49155, hidden_size=4096, intermediate_size=12800, num_hidden_layers=40,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e7), embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22,
+        attention_multiplier=0.0078125, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ),
+    "olmo-2-7b": dict(
+        model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        rope_parameters=_rope(5e5), tie_word_embeddings=False, eos_token_id=100257, pad_token_id=100277,
+    ),
+    "gpt-oss-20b": dict(
+        model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        sliding_window=128, router_aux_loss_coef=0.9, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_parameters=_rope(
+            1.5e5, rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+        tie_word_embeddings=False, eos_token_id=200002, pad_token_id=199999,
     ),
     "phi-3-mini": dict(
         model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
@@ -113,8 +175,9 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
 
     Args:
         name: a key of PRESETS.
-        overrides: fields of the configuration class, such as num_hidden_layers=2 or vocab_size=4096. Token ids beyond
-            an overridden vocabulary are dropped, unless they are overridden too.
+        overrides: fields of the configuration class, such as num_hidden_layers=2 or vocab_size=4096; of the text model,
+            where there is a vision model beside it. Token ids beyond an overridden vocabulary are dropped, unless they
+            are overridden too.
     Raises: ValueError for an unknown name.
     """
     if name not in PRESETS:
@@ -123,9 +186,27 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
         raise ValueError(f"preset_config: name must be a preset, got {name!r}; {hint}")
     from transformers import AutoConfig
 
-    fields = {**PRESETS[name], **overrides}
+    fields = {**PRESETS[name]}
+    if "text_config" in fields:
+        text = fields["text_config"] = {**fields["text_config"], **overrides}
+    else:
+        text = fields = {**fields, **overrides}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # The configuration classes have defaults of their own, made for their own vocabularies.
-        if key not in overrides and (fields.get(key) is None or fields[key] >= fields["vocab_size"]):
-            fields[key] = None
+        if key not in overrides and (text.get(key) is None or text[key] >= text["vocab_size"]):
+            text[key] = None
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that builds a model with a language head for this configuration, or None."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    for names, auto in (
+        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
+        (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, AutoModelForImageTextToText),
+    ):
+        if config.model_type in names:
+            return auto
+    return None

@@ -1,0 +1,49 @@
+"""Presets have the shape of the models of their names: the published numbers of parameters."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import ViTConfig
+
+from tigon.models.presets import PRESETS, auto_class, preset_config
+
+PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "gemma-3-4b": 3_880_263_168,
+    "phi-4": 14_659_507_200,
+    "granite-3.1-8b": 8_170_848_256,
+    "olmo-2-7b": 7_298_617_344,
+    "gpt-oss-20b": 20_914_757_184,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name):
+    config = preset_config(name)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_fields_are_those_of_the_configuration_class(name):
+    """A mistyped field would be kept as an attribute, and do nothing."""
+    known = type(preset_config(name))()
+    # head_dim: Qwen3-MoE's attention asks for it, and its configuration has it only when it is given.
+    assert [key for key in PRESETS[name] if not hasattr(known, key) and key != "head_dim"] == []
+
+
+def test_overrides_go_to_the_text_model():
+    config = preset_config("qwen2.5-vl-7b", num_hidden_layers=2, vocab_size=100)
+    assert (config.text_config.num_hidden_layers, config.text_config.vocab_size) == (2, 100)
+    assert config.text_config.eos_token_id is None, "it is beyond the vocabulary"
+    assert config.vision_config.depth == 32
+
+
+def test_a_model_without_a_language_head():
+    assert auto_class(ViTConfig()) is None
