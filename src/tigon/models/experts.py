@@ -71,7 +71,7 @@ class Experts:
         if self.by_columns:
             first, second = first.transpose(1, 2), second.transpose(1, 2)
         biases = (None if n is None else getattr(module, n) for n in (self.gate_up_bias, self.down_bias))
-        return (first, second, *biases)  # type: ignore[return-value]
+        return first, second, next(biases), next(biases)
 
 
 @probing()
@@ -136,11 +136,11 @@ def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
             (width, D), (D_down, inner) = first, second
             if E_down != E or D_down != D or width != factor * inner or min(E, D, inner) < 1:
                 continue
-            for biases in (vectors, vectors[::-1]) if vectors else ((None, None),):
-                wanted = ((E, width), (E, D))
-                if vectors and any(shapes[b] != s for b, s in zip(biases, wanted, strict=True)):  # type: ignore[index]
-                    continue
-                yield _Layout(gate_up, down, *biases, by_columns, factor == 2, E)
+            if not vectors:
+                yield _Layout(gate_up, down, None, None, by_columns, factor == 2, E)
+            for first_bias, second_bias in (vectors, vectors[::-1]) if vectors else ():
+                if shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D):
+                    yield _Layout(gate_up, down, first_bias, second_bias, by_columns, factor == 2, E)
 
 
 def _of_layout(
@@ -181,7 +181,10 @@ class _Probes:
         E, K = layout.experts, min(2, layout.experts)
         width = self.INNER * (2 if layout.gated else 1)
         generator = torch.Generator().manual_seed(0)
-        shapes = {layout.gate_up: (E, width, self.D), layout.down: (E, self.D, self.INNER)}
+        shapes: dict[str, tuple[int, ...]] = {
+            layout.gate_up: (E, width, self.D),
+            layout.down: (E, self.D, self.INNER),
+        }
         shapes |= {n: s for n, s in ((layout.gate_up_bias, (E, width)), (layout.down_bias, (E, self.D))) if n}
         drawn = {k: torch.randn(s, generator=generator) / (3.0 if len(s) == 3 else 1.0) for k, s in shapes.items()}
         # Both ends of the experts, and every token to different ones.
@@ -224,9 +227,9 @@ class _Probes:
             if beyond and y is None:
                 continue
             probe = self.probes[dtype]
-            arguments = self._arguments(dtype, self.beyond if beyond else self.index)
-            weights, options = formula.weights(probe), formula.options(probe)
-            ours = moe_mlp_reference(*arguments, *weights, options)
+            arguments = (*self._arguments(dtype, self.beyond if beyond else self.index), *formula.weights(probe))
+            options = formula.options(probe)
+            ours = moe_mlp_reference(*arguments, options)
             if dtype == torch.float32:
                 size = ours.abs().amax(-1, keepdim=True).expand_as(ours) * (ROUNDINGS / 8)
                 if not same_numbers(y, ours, size=size):
@@ -234,8 +237,8 @@ class _Probes:
                 continue
             if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != ours.shape:
                 return False
-            wide = (t if t is None or not t.is_floating_point() else t.double() for t in (*arguments, *weights))
-            exact = moe_mlp_reference(*wide, options)  # type: ignore[misc,arg-type]
+            wide = (t if t is None or not t.is_floating_point() else t.double() for t in arguments)
+            exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc,arg-type]
             error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
             if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
                 return False
