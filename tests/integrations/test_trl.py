@@ -61,8 +61,8 @@ def forbid_the_plain_losses(monkeypatch):
 
 @pytest.mark.parametrize(
     ("task", "family"),
-    [(task, "llama") for task in LOSS] + [(t, "gemma2") for t in ("dpo", "orpo", "distillation", "gkd")]
-    + [("sft", "mixtral"), ("orpo", "mixtral")],
+    [(task, "llama") for task in ("kto", "orpo", "grpo", "rloo", "gkd")]
+    + [(task, "gemma2") for task in ("dpo", "orpo", "distillation", "gkd")] + [("sft", "mixtral"), ("orpo", "mixtral")],
 )  # fmt: skip
 def test_losses_metrics_and_gradients(task, family, tmp_path, monkeypatch):
     plain_trainer, trainer = cases.twins(getattr(cases, task), tmp_path, family)
@@ -157,6 +157,16 @@ def test_arguments_that_are_not_known(tmp_path, monkeypatch):
     (row,) = trl.fuse(cases.sft(tmp_path, cases.model())).report().rows
     assert not row.fused
     assert "Later takes arguments that are not known here" in row.what
+
+
+@pytest.mark.parametrize(("task", "method"), [("gkd", "generalized_jsd_loss"), ("orpo", "odds_ratio_loss")])
+def test_a_loss_of_ones_own_is_not_replaced(task, method, tmp_path):
+    trainer = getattr(cases, task)(tmp_path, cases.model())
+    trainer.__class__ = type("Mine", (type(trainer),), {method: lambda *_, **__: None})
+    report = trl.fuse(trainer).report()
+    assert not {"generalized_jsd_loss", "get_batch_loss_metrics"} & vars(trainer).keys()
+    if task == "orpo":
+        assert [(row.fused, "or is your own" in row.what) for row in report.rows] == [(False, True)]
 
 
 @pytest.mark.parametrize("task", ["dpo", "gkd", "orpo", "distillation"])

@@ -31,7 +31,7 @@ from torch import nn
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
-from tigon.integrations.trl.swap import Swaps, global_names
+from tigon.integrations.trl.swap import Swaps, global_names, trls_own
 from tigon.models.fusion import Fusion
 from tigon.models.fusion import fuse as fuse_model
 from tigon.models.report import Report, Row
@@ -124,9 +124,9 @@ class TrainerFusion:
 
     def _replace_losses(self, models: dict[str, nn.Module], keep_bytes: int) -> None:
         trainer, swaps = self.trainer, self._swaps
-        if callable(getattr(trainer, "generalized_jsd_loss", None)):
+        if trls_own(trainer, "generalized_jsd_loss"):
             replace_jsd(trainer, swaps)
-        elif callable(getattr(trainer, "odds_ratio_loss", None)):
+        elif trls_own(trainer, "odds_ratio_loss", "get_batch_logps", "concatenated_forward", "get_batch_loss_metrics"):
             replace_odds_ratio(trainer, swaps)
         elif DIVERGENCE in global_names(getattr(type(trainer), "_compute_loss", None)):
             replace_divergence(trainer, swaps)
@@ -134,9 +134,9 @@ class TrainerFusion:
             for role, model in models.items():
                 replace_projection(trainer, swaps, role, model, keep_bytes)
         if not swaps.rows:
-            reason = "no place was found where it computes log-probabilities from hidden states: it reads whole logits"
-            if not type(trainer).__module__.startswith("trl."):
-                reason = "the model's own loss, without logits when labels are given"
+            reason = "the model's own loss, without logits when labels are given"
+            if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+                reason = "no place was found for Tigon's: the loss reads whole logits, or is your own"
             swaps.not_replaced("policy", reason)
 
     def _counted(self, name: str) -> Callable[..., Any]:

@@ -31,6 +31,9 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         found, direct = _fused_forward(forward)
         if found is None:
             continue
+        if not isinstance(forward, types.MethodType):
+            swaps.not_replaced(role, "the model's forward is wrapped by what is no method")
+            continue
         function, name = found
         own = function.__globals__[name]
         signature = arguments_of(own.forward, ARGUMENTS, skip=1)

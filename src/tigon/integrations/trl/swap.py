@@ -86,6 +86,12 @@ class Swaps:
                 ledger.lazy = before[role]
 
 
+def trls_own(trainer: Any, *methods: str) -> bool:
+    """Whether a trainer has these methods and they are TRL's: a subclass may have another loss under the same name."""
+    found = [getattr(type(trainer), name, None) for name in methods]
+    return all((getattr(method, "__module__", None) or "").startswith("trl.") for method in found)
+
+
 def global_names(function: Any) -> tuple[str, ...]:
     return getattr(getattr(function, "__code__", None), "co_names", ())
 
