@@ -124,7 +124,7 @@ def test_a_reference_from_a_path_and_a_head_in_fp32(tmp_path):
     load = cases.transformers.AutoModelForCausalLM.from_pretrained
     made = [cases.grpo(tmp_path / n, load(tmp_path / "model"), beta=0.1, cast_lm_head_to_fp32=True, temperature=0.7,
                        entropy_coef=0.1) for n in "ab"]  # fmt: skip
-    fusion = trl.fuse(made[1])
+    fusion = trl.fuse(made[1], keep_bytes=1 << 20)
     assert_same(*map(cases.train, made))
     assert fusion.report().total["reference linear_logprob"] > 0
 
@@ -204,12 +204,12 @@ def test_a_model_that_was_fused_before(tmp_path):
 
 
 def test_a_model_that_was_fused_between(tmp_path):
-    plain, trainer = cases.twins(cases.sft, tmp_path)
+    plain, trainer = cases.twins(cases.sft, tmp_path, gradient_checkpointing=True)
     own = tigon.fuse(trainer.model)
     with trl.fuse(trainer) as fusion:
         assert_same(cases.train(plain), cases.train(trainer))
         assert fusion.report().calls == LOSS["sft"]
-        assert own.report().calls["norm"] == 5
+        assert own.report().calls["norm"] == 5 + 4, "those of the layers again in the backward pass"
     assert own.report().active
     own.remove()
     trainer.train()
