@@ -110,3 +110,15 @@ def test_kernels_and_references_agree(call, shapes, device, triton_backend):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["cross entropy with more", "a causal model's loss", "ORPO", "GRPO", "distillation", "modulated norm"]
+)
+def test_no_break_in_a_compiled_graph(name):
+    call, shapes = CASES[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    got, expected = (results(op, shapes, torch.device("cpu")) for op in (compiled, call))
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
