@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
-# models.Side for "model".
+# models.Side for "model", Side of benchmarks/architectures.py for "architecture".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -110,7 +110,7 @@ def file_name(content: dict[str, Any]) -> str:
     """What the file of a result is called in benchmarks/results: the device and what was measured on it."""
     device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
     words = "".join(c if c.isalnum() else " " for c in device).split()
-    if content["kind"] in ("ops", "host"):
+    if content["kind"] in ("ops", "host", "architecture"):
         return "-".join([*words, content["kind"]]) + ".json"
     row = content["rows"][0]
     checkpointing = ["checkpointing"] if row["checkpointing"] else []
@@ -250,6 +250,17 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
         "first loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
         "last loss": lambda r: f"{r['losses'][-1]:.5f}" if r["losses"] else "–",
+        "remark": _remark,
+    },
+    "architecture": {
+        "model": lambda r: f"{r['model']}, {r['layers']} layers",
+        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
+        "by": lambda r: r["side"],
+        "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
+        "fwd+bwd ms": lambda r: _number(r["step_ms"]),
+        "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
+        "loss − fp32's": lambda r: "–" if r["loss"] is None else f"{r['loss'] - r['loss_fp32']:+.1e}",
+        "worst gradient": lambda r: "–" if r["error"] is None else f"{r['error']:.1e}",
         "remark": _remark,
     },
 }
