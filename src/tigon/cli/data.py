@@ -4,6 +4,9 @@
     {"text": "…"}          JSON lines; each is a text
     {"messages": [{…}]}    JSON lines; each conversation is one example, loss on the assistant's turns alone
 
+For preferences, JSON lines of {"prompt", "chosen", "rejected"}, and for rewards of {"prompt"}: all of them texts, or
+all of them conversations, as TRL has them.
+
 A directory stands for the files in it, a pattern for the files that match it, and a name that is no file for a data set
 of the hub or of `datasets.save_to_disk`.
 """
@@ -14,7 +17,8 @@ import glob
 import json
 import reprlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +32,33 @@ PIECE = 1 << 18
 
 @dataclass
 class Corpus:
-    """The data before tokenization: texts, or conversations (lists of {"role", "content"})."""
+    """The data before tokenization: texts, or conversations (lists of {"role", "content"}), or rows for TRL."""
 
     name: str
     texts: list[str]
     conversations: list[list[dict[str, Any]]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def characters(self) -> int:
         return sum(map(len, self.texts)) + sum(len(str(m["content"])) for c in self.conversations for m in c)
 
+    @property
+    def strings(self) -> list[str]:
+        """All that a tokenizer is trained on."""
+        talks = ["\n".join(m["content"] for m in c) for c in self.conversations]
+        parts = [[row[name] for name in ("prompt", "chosen", "rejected") if name in row] for row in self.rows]
+        flat = ["".join(p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in row) for row in parts]
+        return self.texts or talks or flat
 
-def read_corpus(data: str) -> Corpus:
-    """Read `--data`. Raises Problem for what is missing, empty or of the wrong form, naming the line."""
+    @property
+    def chats(self) -> bool:
+        """Whether a chat template is needed."""
+        return bool(self.conversations) or any(not isinstance(v, str) for row in self.rows[:1] for v in row.values())
+
+
+def read_corpus(data: str, task: str = "sft") -> Corpus:
+    """Read `--data` for a `--task`. Raises Problem for what is missing, empty or of the wrong form, naming the line."""
     path = Path(data).expanduser()
     if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
@@ -60,16 +78,21 @@ def read_corpus(data: str) -> Corpus:
         files = []
 
     corpus = Corpus(data, [], [])
+    add = _add_rows if task == "sft" else partial(_add_task_rows, task)
     if not files:
-        _add_rows(corpus, _dataset_rows(data, path))
+        add(corpus, _dataset_rows(data, path))
     for file in files:
         if file.suffix in JSON_SUFFIXES:
-            _add_rows(corpus, _json_rows(file))
+            add(corpus, _json_rows(file))
+        elif task != "sft":
+            raise Problem(f"--data {file}: --task {task} wants JSON lines ({', '.join(JSON_SUFFIXES)})")
         else:
             corpus.texts.append(_decode(file))
     if corpus.texts and corpus.conversations:
         raise Problem(f"--data {data}: some rows have a 'text' and others 'messages'; train on one kind at a time")
-    if not any(t.strip() for t in corpus.texts) and not corpus.conversations:
+    if len({_kind(row) for row in corpus.rows}) > 1:
+        raise Problem(f"--data {data}: some rows are texts and others conversations; train on one kind at a time")
+    if not any(t.strip() for t in corpus.texts) and not corpus.conversations and not corpus.rows:
         raise Problem(f"--data {data}: the data set is empty")
     return corpus
 
@@ -134,6 +157,35 @@ def _add_rows(corpus: Corpus, rows: Iterable[tuple[str, Any]]) -> None:
                 f"--data {where} must have a 'text' string, or 'messages' of {{'role', 'content'}}, and is "
                 f"{reprlib.repr(row)}"
             )
+
+
+WANTED = {
+    "dpo": "'chosen' and 'rejected' with their 'prompt', all strings or all lists of {'role', 'content'}",
+    "grpo": "a 'prompt', a string or a list of {'role', 'content'}",
+}
+
+
+def _add_task_rows(task: str, corpus: Corpus, rows: Iterable[tuple[str, Any]]) -> None:
+    for where, row in rows:
+        if not isinstance(row, dict) or not _fits(task, row):
+            raise Problem(f"--data {where} must have {WANTED[task]}, and is {reprlib.repr(row)}")
+        # A reward function may want other columns too.
+        names = ("prompt", "chosen", "rejected") if task == "dpo" else tuple(row)
+        corpus.rows.append({name: row[name] for name in names if name in row})
+
+
+def _fits(task: str, row: dict[str, Any]) -> bool:
+    if task == "grpo":
+        return isinstance(row.get("prompt"), str) or _is_conversation(row.get("prompt"))
+    answers = row.get("chosen"), row.get("rejected")
+    if all(isinstance(a, str) for a in answers):
+        return isinstance(row.get("prompt"), str)
+    # The prompt of conversations may be what both begin with.
+    return all(map(_is_conversation, answers)) and ("prompt" not in row or _is_conversation(row["prompt"]))
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{n} {type(row[n]).__name__}" for n in ("prompt", "chosen", "rejected") if n in row)
 
 
 def _is_conversation(messages: Any) -> bool:

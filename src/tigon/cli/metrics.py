@@ -15,23 +15,32 @@ from transformers import TrainerCallback
 
 from tigon.cli.problem import Problem
 
+_OURS = ("loss", "learning_rate", "epoch", "step")  # of every step, not of a log line
+
 
 class Metrics(TrainerCallback):
     """Collects each step's loss on the device and writes it when the run logs or saves: one wait for many steps.
 
     A step that is computed again after a resume stands twice in metrics.jsonl; its last line counts.
+
+    Args:
+        per_step: how many of `unit` a step takes.
+        further: metrics that the trainer logs, to be shown beside the loss; metrics.jsonl has all that it logs.
     """
 
-    def __init__(self, output: Path, console: Console, tokens_per_step: int, tensorboard: bool, main: bool) -> None:
+    def __init__(
+        self, output: Path, console: Console, per_step: int, tensorboard: bool, main: bool, *, unit: str = "tokens",
+        further: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.file = output / "metrics.jsonl"
         self.console = console
         self.main = main
-        self.tokens_per_step = tokens_per_step
+        self.per_step, self.unit, self.further = per_step, unit, further
         self.loss: torch.Tensor | None = None
         self.pending: list[tuple[int, float, torch.Tensor, float]] = []
         self.learning_rate = 0.0
         self.last: dict[str, Any] = {}
-        self.tokens_per_second: list[float] = []
+        self.speeds: list[float] = []
         self.reduce: Any = None
         self.writer: Any = None
         self.mark = time.perf_counter()
@@ -75,7 +84,7 @@ class Metrics(TrainerCallback):
             self.say(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
             self.mark = time.perf_counter()
         elif "loss" in logs:
-            self.flush(logs.get("grad_norm"))
+            self.flush({k: float(v) for k, v in logs.items() if k not in _OURS and isinstance(v, (int, float))})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.flush()
@@ -85,28 +94,28 @@ class Metrics(TrainerCallback):
         self.flush()
         self.close()
 
-    def flush(self, grad_norm: float | None = None) -> None:
+    def flush(self, logged: dict[str, float] | None = None) -> None:
         """Write the steps since the last call. Raises Problem at the first loss that is not finite."""
         if not self.pending:
             return
         losses = self.reduce(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
         now = time.perf_counter()
-        speed = len(losses) * self.tokens_per_step / max(now - self.mark, 1e-9)
+        speed = len(losses) * self.per_step / max(now - self.mark, 1e-9)
         self.mark = now
-        self.tokens_per_second.append(speed)
+        self.speeds.append(speed)
         rows = [
             {"step": step, "epoch": round(epoch, 6), "loss": loss, "learning_rate": lr}
             for (step, epoch, _, lr), loss in zip(self.pending, losses, strict=True)
         ]
         self.pending = []
-        rows[-1]["tokens_per_second"] = round(speed, 1)
-        if grad_norm is not None:
-            rows[-1]["grad_norm"] = float(grad_norm)
+        rows[-1][f"{self.unit}_per_second"] = round(speed, 1)
+        rows[-1].update(logged or {})
         self.last.update(rows[-1])
         self.append(*rows)
         for row in rows:
             self.scalars(row["step"], **{k: v for k, v in row.items() if k != "step"})
-        line = f"loss {losses[-1]:.4f}  lr {rows[-1]['learning_rate']:.2e}  {speed:,.0f} tokens/s"
+        line = f"loss {losses[-1]:.4f}  lr {rows[-1]['learning_rate']:.2e}  {speed:,.0f} {self.unit}/s"
+        line += "".join(f"  {name} {rows[-1][name]:.4f}" for name in self.further if name in rows[-1])
         if self.bar is not None:
             self.bar.update(self.task, description=line)
         if not self.console.is_terminal:
@@ -160,7 +169,7 @@ def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
     return dict(sorted(train.items())), dict(sorted(evaluation.items()))
 
 
-def plot_loss(file: Path, picture: Path) -> None:
+def plot_loss(file: Path, picture: Path, label: str) -> None:
     """Plot the losses of metrics.jsonl."""
     import matplotlib
 
@@ -172,7 +181,7 @@ def plot_loss(file: Path, picture: Path) -> None:
     axes.plot(list(train), list(train.values()), linewidth=1, label="training")
     if evaluation:
         axes.plot(list(evaluation), list(evaluation.values()), marker="o", label="evaluation")
-    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.set(xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)

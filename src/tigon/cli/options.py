@@ -19,6 +19,9 @@ RECORD = "run.json"
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
+TASKS = ("sft", "dpo", "grpo")
+# What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
+TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
 # A resumed run may differ in these: they do not change what any step before the end computes.
 FREE = {"output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs"}
 
@@ -28,6 +31,11 @@ class TrainOptions:
     model: str = ""
     data: str = ""
     output: str = "tigon-run"
+    task: str = "sft"
+    reward: str | None = None
+    beta: float | None = None
+    num_generations: int = 8
+    max_completion_length: int = 256
     tokenizer: str | None = None
     vocab_size: int = 32768
     plain: bool = False
@@ -56,11 +64,12 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise a Problem for the first option that is out of its range."""
-        one_of = (("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES))
+        one_of = (("task", TASKS), ("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES))
         for name, known in one_of:
             if getattr(self, name) not in known:
                 raise Problem(f"{flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)}")
-        for name in ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr"):
+        above_0 = ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr")
+        for name in (*above_0, "max_completion_length"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise Problem(f"{flag(name)} must be above 0, got {value}")
@@ -74,11 +83,41 @@ class TrainOptions:
         if self.vocab_size < 257:
             raise Problem(f"--vocab-size must be 257 or more, 256 bytes and the end of a text, got {self.vocab_size}")
 
+        self._check_task()
+
+    def _check_task(self) -> None:
+        if self.task != "grpo" and self.reward:
+            raise Problem(f"--reward goes with --task grpo, got --task {self.task}")
+        if self.task == "sft" and self.beta is not None:
+            raise Problem("--beta goes with --task dpo and --task grpo, got --task sft")
+        if self.beta is not None and not 0 <= self.beta < float("inf"):
+            raise Problem(f"--beta must be 0 or more, got {self.beta}")
+        if self.task == "dpo" and self.beta == 0:
+            raise Problem("--beta must be above 0 for --task dpo, got 0")
+        if self.task == "grpo":
+            if not self.reward:
+                raise Problem("--task grpo needs --reward: module:function, file.py:function or regex:PATTERN")
+            completions = self.batch_size * self.grad_accum
+            if self.num_generations < 2 or completions % self.num_generations:
+                raise Problem(
+                    f"--num-generations must be 2 or more and divide --batch-size times --grad-accum, {completions}, "
+                    f"got {self.num_generations}"
+                )
+
     def check_model(self, source: Source) -> None:
         """Raise a Problem for an option that the model cannot do."""
         limit = getattr(source.config, "max_position_embeddings", None)
         if limit is not None and self.seq_len > limit:
             raise Problem(f"--seq-len {self.seq_len} is beyond the {limit} positions of {self.model}")
+        if limit is not None and self.task == "grpo" and self.max_completion_length >= limit:
+            raise Problem(
+                f"--max-completion-length {self.max_completion_length} leaves no room for a prompt in the {limit} "
+                f"positions of {self.model}"
+            )
+        if self.task == "grpo" and self.beta and not source.weights:
+            raise Problem(
+                f"--beta {self.beta} wants a reference, the model that training starts from, and {self.model} has none"
+            )
         if self.lora and not source.weights:
             raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")
 
@@ -116,7 +155,7 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
         for name in ("model", "data"):
             if not given.get(name):
                 raise Problem(f"{flag(name)} is missing (see `tigon train --help`)")
-        options = TrainOptions(**given)
+        options = TrainOptions(**{**TASK_DEFAULTS.get(given.get("task", ""), {}), **given})
     options.check()
     check_writable(output, "--output")
     if not resume:

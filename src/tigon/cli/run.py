@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import platform
 import shlex
 import shutil
-import signal
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -20,91 +18,18 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from tigon import __version__
-from tigon.cli.checkpoint import STAGING, prune, publish, seal, step_of
+from tigon.cli.checkpoint import STAGING, step_of
 from tigon.cli.data import Corpus
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
 from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
 from tigon.cli.options import TrainOptions, clear, record, recorded_facts
 from tigon.cli.problem import Problem, disk_full
+from tigon.cli.tasks import Rows, TaskTrainer, task_of
 from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer, trained_tokenizer
-
-
-class CheckpointedTrainer(Trainer):
-    """The Trainer, with checkpoints that are whole or absent, and each step's loss handed to the metrics."""
-
-    def __init__(self, *args: Any, metrics: Metrics, keep: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.metrics, self.keep, self.staging = metrics, keep, False
-        metrics.reduce = lambda losses: self.accelerator.reduce(losses, "mean")
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
-        loss = super().training_step(*args, **kwargs)
-        self.metrics.add(loss, learning_rate)
-        return loss
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return os.path.join(str(self.args.output_dir), STAGING) if self.staging else super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        output = Path(str(self.args.output_dir))
-        name = f"checkpoint-{self.state.global_step}"
-        self.metrics.flush()
-        try:
-            self.staging = True
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.staging = False
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            seal(output / STAGING / name)
-            publish(output / STAGING / name, output / name)
-            prune(output, self.keep)
-        self.accelerator.wait_for_everyone()
-
-
-class StopOnSignal(TrainerCallback):
-    """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once.
-
-    The last step has a checkpoint and an evaluation too, whatever their intervals are.
-    """
-
-    def __init__(self, main: bool) -> None:
-        self.main = main
-        self.signal = 0
-        self.since = 0.0
-
-    def __enter__(self) -> StopOnSignal:
-        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def receive(self, number: int, _: Any) -> None:
-        # torchrun passes on the signal that the terminal has sent already: at once is not a second time.
-        if self.signal and number == signal.SIGINT and time.monotonic() - self.since > 1:
-            raise KeyboardInterrupt
-        if not self.signal:
-            self.signal, self.since = number, time.monotonic()
-            if self.main:
-                os.write(2, b"\ntigon: stopping after this step, with a checkpoint\n")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.world_size > 1:
-            # All ranks must stop at the same step. The wait for one number is the price of it.
-            flag = torch.tensor([self.signal], device=args.device)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            self.signal = int(flag)
-        if self.signal:
-            control.should_save = control.should_training_stop = True
-        if state.global_step >= state.max_steps:
-            control.should_save = True
-            control.should_evaluate = args.eval_strategy != "no"
+from tigon.cli.trainer import CheckpointedTrainer, StopOnSignal
 
 
 def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool) -> None:
@@ -139,18 +64,22 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
             model = random_model(_sized(source, tokenizer))
             model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
+    task = None if options.task == "sft" else task_of(options, state.num_processes)
+    adapters = None
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
-        config.task_type = "CAUSAL_LM"
-        model = get_peft_model(model, config)
+        adapters = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
+        adapters.task_type = "CAUSAL_LM"
+        if task is None:
+            model = get_peft_model(model, adapters)
     model.config.use_cache = False
 
-    arguments = _arguments(options, output, use_cpu, len(train_set), bool(eval_set), state.num_processes)
+    arguments = _arguments(options, task, output, use_cpu, len(train_set), bool(eval_set), state.num_processes)
     # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
     arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
+    per_step = options.batch_size * options.grad_accum * state.num_processes
     if checkpoint is not None and step_of(checkpoint) >= total:
         raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
     if state.is_main_process:
@@ -164,35 +93,45 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         repair(output / "metrics.jsonl")
         record(output, options, {"data": dataset.digest, "processes": state.num_processes, "versions": _versions()})
     console.print(
-        f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} sequences of up to "
-        f"{options.seq_len} tokens, {len(eval_set) if eval_set else 0:,} held out; {total:,} steps"
+        f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} "
+        + (task.examples if task else f"sequences of up to {options.seq_len} tokens")
+        + f", {len(eval_set) if eval_set else 0:,} held out; {total:,} steps"
         + (f", from step {step_of(checkpoint)}" if checkpoint else ""),
         highlight=False,
         soft_wrap=True,
     )
 
-    fusion = None
-    if not options.plain:
-        from tigon import fuse
-
-        with _spinner(console) as bar:
-            bar.add_task("fusing", total=None)
-            fusion = fuse(model)
-        console.print(fusion.report().to_rich())
-    tokens = options.batch_size * options.grad_accum * options.seq_len * state.num_processes
-    metrics = Metrics(output, console, tokens, options.tensorboard, state.is_main_process)
+    if task is None:
+        metrics = Metrics(output, console, per_step * options.seq_len, options.tensorboard, state.is_main_process)
+    else:
+        metrics = Metrics(
+            output, console, per_step, options.tensorboard, state.is_main_process, unit=task.unit, further=task.shown
+        )
     stop = StopOnSignal(state.is_main_process)
-    trainer = CheckpointedTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train_set,
-        eval_dataset=eval_set,
-        processing_class=tokenizer,
-        data_collator=partial(collate, pad=tokenizer.pad_token_id),
-        callbacks=[stop, metrics],
-        metrics=metrics,
-        keep=options.keep,
-    )
+    common = {"args": arguments, "callbacks": [stop, metrics], "metrics": metrics, "keep": options.keep}
+    trainer: Any
+    fusion: Any = None
+    if task is not None:
+        trainer = task.trainer(model, tokenizer, train_set, eval_set, adapters, common)
+        if not options.plain:
+            fusion = task.fuse(trainer)
+            console.print(str(fusion.report()), highlight=False, soft_wrap=True)
+    else:
+        if not options.plain:
+            from tigon import fuse
+
+            with _spinner(console) as bar:
+                bar.add_task("fusing", total=None)
+                fusion = fuse(model)
+            console.print(fusion.report().to_rich())
+        trainer = CheckpointedTrainer(
+            model=model,
+            train_dataset=train_set,
+            eval_dataset=eval_set,
+            processing_class=tokenizer,
+            data_collator=partial(collate, pad=tokenizer.pad_token_id),
+            **common,
+        )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     command = f"tigon train --resume --output {shlex.quote(options.output)}"
@@ -213,7 +152,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         fusion.remove()
     if state.is_main_process:
         _save(trainer, tokenizer, output)
-        plot_loss(output / "metrics.jsonl", output / "loss.png")
+        plot_loss(output / "metrics.jsonl", output / "loss.png", "loss, nats per token" if task is None else "loss")
         _summary(console, metrics, output, time.perf_counter() - started)
     state.wait_for_everyone()
 
@@ -243,22 +182,23 @@ def _tokenizer(
     else:
         serialized = [""]
         if state.is_main_process:
-            texts = corpus.texts or ["\n".join(m["content"] for m in c) for c in corpus.conversations]
             size = min(options.vocab_size, source.config.vocab_size)
             with _spinner(console) as bar:
                 bar.add_task(f"training a tokenizer of {size:,} tokens on the data", total=None)
-                serialized = [train_tokenizer(texts, size)]
+                serialized = [train_tokenizer(corpus.strings, size)]
         tokenizer = trained_tokenizer(broadcast_object_list(serialized)[0])
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise Problem("the tokenizer has neither an end-of-text nor a padding token; give another by --tokenizer")
-    if corpus.conversations and not tokenizer.chat_template:
+    if corpus.chats and not tokenizer.chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Console) -> Any:
+    if corpus.rows:
+        return Rows(corpus.rows)  # TRL's trainers tokenize them
     with _spinner(console) as bar:
         task = bar.add_task("tokenizing", total=corpus.characters)
         advance = partial(bar.advance, task)
@@ -297,12 +237,15 @@ def _fit_vocabulary(model: Any, tokenizer: Any, options: TrainOptions) -> None:
 
 
 def _arguments(
-    options: TrainOptions, output: Path, use_cpu: bool, sequences: int, evaluate: bool, processes: int
-) -> TrainingArguments:
+    options: TrainOptions, task: TaskTrainer | None, output: Path, use_cpu: bool, examples: int, evaluate: bool,
+    processes: int,
+) -> TrainingArguments:  # fmt: skip
     per_step = options.batch_size * options.grad_accum * processes
+    sequences = examples * (1 if task is None else task.sequences_per_example)
     steps = options.steps or max(1, math.ceil(options.epochs * sequences / per_step))
     has_bf16 = not use_cpu and torch.cuda.is_bf16_supported()
-    arguments = TrainingArguments(
+    kind, further = (TrainingArguments, {}) if task is None else (task.arguments, task.options)
+    arguments = kind(
         output_dir=str(output),
         max_steps=steps,
         per_device_train_batch_size=options.batch_size,
@@ -330,6 +273,7 @@ def _arguments(
         prediction_loss_only=True,
         disable_tqdm=True,
         report_to=[],
+        **further,
     )
     if processes == 1:
         # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one of them.
@@ -362,13 +306,14 @@ def _save(trainer: Trainer, tokenizer: Any, output: Path) -> None:
 
 def _summary(console: Console, metrics: Metrics, output: Path, seconds: float) -> None:
     train, _ = read_metrics(output / "metrics.jsonl")
-    speed = sorted(metrics.tokens_per_second)[len(metrics.tokens_per_second) // 2]
+    speed = sorted(metrics.speeds)[len(metrics.speeds) // 2]
     line = f"final loss {train[max(train)]:.4f} at step {max(train)}"
+    line += "".join(f", {name} {metrics.last[name]:.4f}" for name in metrics.further if name in metrics.last)
     if "eval_loss" in metrics.last:
         line += f", evaluation loss {metrics.last['eval_loss']:.4f}"
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         line += f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-    console.print(f"{line}, {speed:,.0f} tokens/s, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
+    console.print(f"{line}, {speed:,.0f} {metrics.unit}/s, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
     console.print(
         f"the model is in {output}, its losses in {output / 'metrics.jsonl'} and {output / 'loss.png'}", soft_wrap=True
     )

@@ -13,7 +13,7 @@ import typer
 from tigon.cli.checkpoint import newest_whole, step_of
 from tigon.cli.data import read_corpus
 from tigon.cli.model import find_model
-from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TrainOptions, settle
+from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TASKS, TrainOptions, settle
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
@@ -32,7 +32,9 @@ def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.Optio
 # The names of the parameters are those of TrainOptions.
 def train(
     model: Annotated[str | None, _option("model", "A directory, a name on the hub, or a preset such as llama-tiny (random weights).", _RUN)] = None,
-    data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, or JSON lines with 'text' or 'messages'.", _RUN)] = None,
+    data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, JSON lines with 'text' or 'messages', or the rows of --task.", _RUN)] = None,
+    task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: on text, on preferences, or by a reward; the last two are TRL's trainers.", _RUN)] = None,
+    reward: Annotated[str | None, _option("reward", "For grpo: module:function, file.py:function, or regex:PATTERN (1 for completions that match).", _RUN)] = None,
     output: Annotated[str | None, _option("output", "Where checkpoints, metrics and the model go.", _RUN)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.", rich_help_panel=_RUN)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.", rich_help_panel=_RUN)] = False,
@@ -44,10 +46,13 @@ def train(
     tensorboard: Annotated[bool | None, _option("tensorboard", "Write TensorBoard events too.", _RUN, "--tensorboard")] = None,
     steps: Annotated[int | None, _option("steps", "Optimizer steps, in place of --epochs.", _STEP, "--steps", "--max-steps")] = None,
     epochs: Annotated[float | None, _option("epochs", "Passes over the data.", _STEP)] = None,
-    batch_size: Annotated[int | None, _option("batch_size", "Sequences per device and micro-batch.", _STEP)] = None,
+    batch_size: Annotated[int | None, _option("batch_size", "Sequences, pairs or completions per device and micro-batch.", _STEP)] = None,
     grad_accum: Annotated[int | None, _option("grad_accum", "Micro-batches per optimizer step.", _STEP)] = None,
-    seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence.", _STEP)] = None,
-    lr: Annotated[float | None, _option("lr", "Peak learning rate.", _STEP)] = None,
+    seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence; of dpo's, prompt and answer.", _STEP)] = None,
+    beta: Annotated[float | None, _option("beta", "How near the model stays to where it began: 0.1 for dpo, 0 for grpo.", _STEP)] = None,
+    num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions of each prompt.", _STEP)] = None,
+    max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: most tokens of a completion.", _STEP)] = None,
+    lr: Annotated[float | None, _option("lr", "Peak learning rate; 1e-6 for dpo and grpo.", _STEP)] = None,
     warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
     schedule: Annotated[str | None, _option("schedule", f"{', '.join(SCHEDULES)}.", _STEP)] = None,
     weight_decay: Annotated[float | None, _option("weight_decay", "AdamW's weight decay.", _STEP)] = None,
@@ -62,7 +67,7 @@ def train(
     device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,
     deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms alone.", _MACHINE, "--deterministic")] = None,
 ) -> None:
-    """Fine-tune a model, or train one from scratch, on text or conversations.
+    """Fine-tune a model, or train one from scratch, on text, conversations, preferences or rewards.
 
     Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
     Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train …`.
@@ -74,6 +79,8 @@ def train(
         needs("--tensorboard", None, "tensorboard")
     if options.lora:
         needs("--lora", "train", "peft")
+    if options.task != "sft":
+        needs(f"--task {options.task}", "train", "trl", "datasets")
 
     # Whatever may be wrong with the arguments is found before PyTorch is imported, and before anything is written.
     folder = Path(options.output)
@@ -82,7 +89,7 @@ def train(
         typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
     if checkpoint and options.steps and step_of(checkpoint) >= options.steps:
         raise Problem(f"the run in {folder} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
-    corpus = read_corpus(options.data)
+    corpus = read_corpus(options.data, options.task)
     if options.device == "cuda":
         import torch
 

@@ -1,0 +1,157 @@
+"""The tasks of `tigon train` that are TRL's: preferences (dpo) and rewards (grpo)."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.cli.options import TrainOptions
+from tigon.cli.problem import Problem, one_line
+from tigon.cli.trainer import Checkpointed
+
+
+class Rows(torch.utils.data.Dataset):
+    """Prompts and answers, as TRL's trainers take them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class TaskTrainer:
+    """One of TRL's trainers: its classes, the options that are its own, and what a run says about it.
+
+    sequences_per_example: of a step's sequences, how many come of one row of the data.
+    shown: metrics that are printed beside the loss.
+    """
+
+    name: str
+    arguments: type
+    options: dict[str, Any]
+    base: type
+    examples: str
+    unit: str
+    shown: tuple[str, ...]
+    sequences_per_example: int = 1
+    further: dict[str, Any] = field(default_factory=dict)
+
+    def trainer(
+        self, model: Any, tokenizer: Any, train_set: Any, eval_set: Any, adapters: Any, common: dict[str, Any]
+    ) -> Any:
+        from datasets import Dataset, disable_progress_bars
+
+        disable_progress_bars()
+        kind = type(f"Checkpointed{self.base.__name__}", (Checkpointed, self.base), {})
+        further = dict(self.further)
+        if self.name == "dpo" and adapters is None:
+            further["ref_model"] = copy.deepcopy(model)
+        sets = (None if rows is None else Dataset.from_list(list(rows)) for rows in (train_set, eval_set))
+        train, evaluation = sets
+        try:
+            return kind(
+                model=model, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+                peft_config=adapters, **further, **common,
+            )  # fmt: skip
+        except ValueError as error:
+            raise Problem(f"--task {self.name}: TRL refuses these options ({one_line(error)})") from error
+
+    def fuse(self, trainer: Any) -> Any:
+        from tigon.integrations.trl import fuse
+
+        return fuse(trainer)
+
+
+def task_of(options: TrainOptions, processes: int) -> TaskTrainer:
+    """TRL's trainer for --task. Raises Problem for a reward that cannot be had."""
+    if options.task == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        beta = 0.1 if options.beta is None else options.beta
+        return TaskTrainer(
+            "dpo", DPOConfig, {"beta": beta, "max_length": options.seq_len}, DPOTrainer,
+            f"pairs of up to {options.seq_len} tokens", "pairs", ("rewards/accuracies", "rewards/margins"),
+        )  # fmt: skip
+    from trl import GRPOConfig, GRPOTrainer
+
+    own = {
+        "beta": options.beta or 0.0, "num_generations": options.num_generations,
+        "max_completion_length": options.max_completion_length,
+    }  # fmt: skip
+    return TaskTrainer(
+        "grpo", GRPOConfig, own, GRPOTrainer, "prompts", "completions", ("reward", "completions/mean_length"),
+        options.num_generations, {"reward_funcs": reward_of(str(options.reward))},
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ rewards
+
+
+def reward_of(reward: str) -> Callable[..., list[float]]:
+    """The function of `--reward`. Raises Problem for what is none."""
+    where, _, name = reward.rpartition(":") if not reward.startswith("regex:") else ("regex", ":", reward[6:])
+    if where == "regex":
+        return _matches(name)
+    if not where or not name.isidentifier():
+        raise Problem(f"--reward must be module:function, file.py:function or regex:PATTERN, got {reward}")
+    try:
+        module = _load(Path(where)) if where.endswith(".py") else _import(where)
+    except Exception as error:
+        raise Problem(f"--reward {reward}: {where} cannot be imported ({one_line(error)})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise Problem(f"--reward {reward}: {where} has no function {name}")
+    return function
+
+
+def _matches(pattern: str) -> Callable[..., list[float]]:
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise Problem(f"--reward regex:{pattern}: not a regular expression ({error})") from error
+
+    def matches(completions: list[Any], **_: Any) -> list[float]:
+        """1 for a completion that the pattern is found in, else 0."""
+        texts = (c if isinstance(c, str) else "\n".join(m["content"] for m in c) for c in completions)
+        return [float(compiled.search(text) is not None) for text in texts]
+
+    return matches
+
+
+def _import(name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as `python -m` finds it
+    return importlib.import_module(name)
+
+
+def _load(file: Path) -> Any:
+    if not file.is_file():
+        raise FileNotFoundError("there is no such file")
+    name = f"tigon_reward_{file.stem}"  # not that of a module which others import
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

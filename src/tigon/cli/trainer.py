@@ -1,0 +1,97 @@
+"""What a run adds to a Trainer of transformers or TRL: checkpoints that are whole or absent, and a way to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from tigon.cli.checkpoint import STAGING, prune, publish, seal
+from tigon.cli.metrics import Metrics
+
+
+class Checkpointed:
+    """Over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics."""
+
+    def __init__(self, *args: Any, metrics: Metrics, keep: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.metrics, self.keep, self.staging = metrics, keep, False
+        metrics.reduce = lambda losses: self.accelerator.reduce(losses, "mean")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
+        loss = super().training_step(*args, **kwargs)
+        self.metrics.add(loss, learning_rate)
+        return loss
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(str(self.args.output_dir), STAGING) if self.staging else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output = Path(str(self.args.output_dir))
+        name = f"checkpoint-{self.state.global_step}"
+        self.metrics.flush()
+        try:
+            self.staging = True
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.staging = False
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(output / STAGING / name)
+            publish(output / STAGING / name, output / name)
+            prune(output, self.keep)
+        self.accelerator.wait_for_everyone()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's trainers write one with every checkpoint, in place of the user's own."""
+
+
+class CheckpointedTrainer(Checkpointed, Trainer):
+    """The Trainer for text and conversations."""
+
+
+class StopOnSignal(TrainerCallback):
+    """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once.
+
+    The last step has a checkpoint and an evaluation too, whatever their intervals are.
+    """
+
+    def __init__(self, main: bool) -> None:
+        self.main = main
+        self.signal = 0
+        self.since = 0.0
+
+    def __enter__(self) -> StopOnSignal:
+        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, _: Any) -> None:
+        # torchrun passes on the signal that the terminal has sent already: at once is not a second time.
+        if self.signal and number == signal.SIGINT and time.monotonic() - self.since > 1:
+            raise KeyboardInterrupt
+        if not self.signal:
+            self.signal, self.since = number, time.monotonic()
+            if self.main:
+                os.write(2, b"\ntigon: stopping after this step, with a checkpoint\n")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.world_size > 1:
+            # All ranks must stop at the same step. The wait for one number is the price of it.
+            flag = torch.tensor([self.signal], device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.signal = int(flag)
+        if self.signal:
+            control.should_save = control.should_training_stop = True
+        if state.global_step >= state.max_steps:
+            control.should_save = True
+            control.should_evaluate = args.eval_strategy != "no"
