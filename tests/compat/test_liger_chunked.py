@@ -6,45 +6,12 @@ import plain
 import pytest
 import torch
 from numerics import check
+from sequences import TARGET, B, H, S, V, batch, cases, drawn, targets
 
 from tigon.compat import liger
 from tigon.compat.liger import chunked_loss
 
-B, T, H, V = 3, 9, 12, 29
-S = 2 * B
 LABEL = torch.tensor([True, False, False, True, True, False])
-
-
-def batch(dtype=torch.float32, seed=0, width=H, generator=None):
-    g = generator or torch.Generator().manual_seed(seed)
-    x, weight, bias = (torch.randn(s, generator=g) for s in ((S, T, width), (V, width), (V,)))
-    return x.to(dtype), (0.5 * weight).to(dtype), (0.5 * bias).to(dtype)
-
-
-def drawn(dtype, *widths):
-    """For `check`: a batch for each width. The largest error of one draw in bf16 is luck."""
-    return lambda g: [t for width in widths for t in batch(dtype, width=width, generator=g)]
-
-
-def cases(table):
-    """All of a table in fp32, and its first in bf16, which the options do not depend on."""
-    keys = [(key, torch.float32) for key in table] + [(next(iter(table)), torch.bfloat16)]
-    return [
-        pytest.param(*(v if isinstance(v := table[key], tuple) else (v,)), dtype, id=f"{key}, {str(dtype)[6:]}")
-        for key, dtype in keys
-    ]
-
-
-def targets(seed=0):
-    """Completions of different lengths behind prompts of different lengths."""
-    target = torch.randint(V, (S, T), generator=torch.Generator().manual_seed(seed))
-    for row, (prompt, length) in enumerate([(2, 6), (0, 9), (3, 2), (1, 4), (4, 5), (0, 7)]):
-        target[row, :prompt] = -100
-        target[row, prompt + length :] = -100
-    return target
-
-
-TARGET = targets()
 DPO = {
     "sigmoid": {},
     "hinge": {"loss_type": "hinge"},
@@ -196,126 +163,6 @@ def test_the_loss_is_scaled_from_above():
     torch.testing.assert_close(quarter, once / 4)
 
 
-# ------------------------------------------------------------------------------------------------------------ policy
-
-
-def policy(seed=0):
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(V, (S, T), generator=g)
-    mask = (TARGET != -100).long()
-    advantages = torch.tensor([1.0, -0.5, 0.3, -1.2, 0.0, 0.8])
-    x, weight, bias = batch()
-    logp = plain.log_softmax(x, weight, bias)[1].gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    old, ref = (logp + 0.4 * torch.randn(S, T, generator=g) for _ in range(2))
-    return ids, mask, advantages, ref, old
-
-
-GRPO = {
-    "dapo": {},
-    "grpo": {"loss_type": "grpo"},
-    "bnpo": {"loss_type": "bnpo", "delta": 1.3},
-    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 20},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-    "sapo": {"loss_type": "sapo"},
-    "vespo": {"loss_type": "vespo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.05},
-    "without KL": {"beta": 0.0},
-    "KL, corrected": {"use_bias_correction_kl": True, "epsilon_high": 0.3, "temperature": 0.8},
-}
-
-
-def of_grpo(options):
-    names = {
-        "epsilon_low": "low", "epsilon_high": "high", "max_completion_length": "longest",
-        "importance_sampling_level": "level", "use_bias_correction_kl": "correct",
-    }  # fmt: skip
-    return {names.get(k, k): v for k, v in options.items()}
-
-
-def on_policy(result):
-    """Beside the loss: KL unless beta is 0, and what was clipped."""
-    loss, metrics = result
-    assert isinstance(metrics, tuple)
-    return loss, *metrics
-
-
-@pytest.mark.parametrize(("options", "dtype"), cases(GRPO))
-def test_grpo(options, dtype):
-    ids, mask, advantages, ref, old = policy()
-    loss = liger.LigerFusedLinearGRPOLoss(**options)
-
-    def near(g):
-        """Policies that old and ref are old and reference of."""
-        return [(t + 0.1 * torch.randn(t.shape, generator=g)).to(dtype) for t in batch()]
-
-    def given(t, like):
-        return t.to(torch.promote_types(like.dtype, torch.float32))
-
-    check(
-        lambda x, w, b: on_policy(
-            loss(x, w, ids, mask, advantages, b, ref_per_token_logps=ref, old_per_token_logps=old)
-        ),
-        lambda x, w, b: plain.grpo(x, w, ids, mask, advantages, b, given(ref, x), given(old, x), **of_grpo(options)),
-        near, draws=48 if dtype == torch.bfloat16 else 1, roundings=16,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", [(S,), (S, 1), (S, T)])
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_grpo_with_a_ratio_of_the_sampler(shape, loss_type):
-    ids, mask, advantages, ref, old = policy()
-    ratio = torch.rand(shape, generator=torch.Generator().manual_seed(9)) + 0.5
-    if shape == (S, T):
-        ratio = torch.where(mask.bool(), ratio, 1.0)
-    loss = liger.LigerFusedLinearGRPOLoss(loss_type=loss_type)
-    check(
-        lambda x, w, b: on_policy(loss(x, w, ids, mask, advantages, b, ref, old, vllm_is_ratio=ratio)),
-        lambda x, w, b: plain.grpo(
-            x, w, ids, mask, advantages, b, ref.to(x.dtype), old.to(x.dtype), ratio, loss_type=loss_type
-        ),
-        *batch(), roundings=16,
-    )  # fmt: skip
-
-
-def test_grpo_with_a_reference_head():
-    ids, mask, advantages, _, old = policy()
-    theirs = batch(seed=1)
-
-    def expected(x, w, b, *head):
-        ref = plain.log_softmax(*head)[1].gather(-1, ids.unsqueeze(-1)).squeeze(-1).detach()
-        return plain.grpo(x, w, ids, mask, advantages, b, ref, old.to(x.dtype))
-
-    check(
-        lambda x, w, b, *head: on_policy(
-            liger.LigerFusedLinearGRPOLoss()(x, w, ids, mask, advantages, b, None, old, *head)
-        ),
-        expected, *batch(), *theirs, grad=[0, 1, 2], roundings=16,
-    )  # fmt: skip
-
-
-def test_grpo_without_a_reference_has_a_kl_of_zero():
-    """The policy is its own reference then, whose gradient is zero too."""
-    ids, mask, advantages, _, _ = policy()
-    loss = liger.LigerFusedLinearGRPOLoss(use_ref_model=False)
-    check(
-        lambda x, w, b: on_policy(loss(x, w, ids, mask, advantages, b)),
-        lambda x, w, b: plain.grpo(x, w, ids, mask, advantages, b), *batch(), roundings=16,
-    )  # fmt: skip
-    x, weight, bias = batch()
-    assert on_policy(loss(x, weight, ids, mask, advantages, bias))[1] == 0
-
-
-@pytest.mark.parametrize("items", [40, torch.tensor(40)])
-def test_grpo_divides_by_the_tokens_of_the_step(items):
-    ids, mask, advantages, ref, old = policy()
-    x, weight, bias = batch()
-    loss = liger.LigerFusedLinearGRPOLoss()
-    own = loss(x, weight, ids, mask, advantages, bias, ref, old)[0]
-    step = loss(x, weight, ids, mask, advantages, bias, ref, old, num_items_in_batch=items)[0]
-    torch.testing.assert_close(step * 40, own * mask.sum())
-
-
 # ----------------------------------------------------------------------------------------------------- distillation
 
 
@@ -378,18 +225,6 @@ def test_distillation_gives_one_loss_unless_asked():
             "preference_labels must be",
         ),
         (lambda x, w: liger.LigerFusedLinearCPOLoss()(w, x[:5], TARGET[:5]), r"x must be \(2B, T, H\)"),
-        (lambda x, w: liger.LigerFusedLinearGRPOLoss(delta=0.0), "delta must be positive"),
-        (
-            lambda x, w: liger.LigerFusedLinearGRPOLoss(loss_type="luspo")(x, w, *policy()[:4]),
-            "loss_type='luspo' must have importance_sampling_level='sequence'",
-        ),
-        (
-            lambda x, w: liger.LigerFusedLinearGRPOLoss(loss_type="sapo", importance_sampling_level="sequence")(
-                x, w, *policy()[:4]
-            ),
-            "importance_sampling_level must be 'token'",
-        ),
-        (lambda x, w: liger.LigerFusedLinearGRPOLoss()(x, w, *policy()[:3]), "must come with ref_per_token_logps"),
         (lambda x, w: liger.LigerFusedLinearJSDLoss(temperature=0), "temperature must not be 0"),
         (
             lambda x, w: liger.LigerFusedLinearJSDLoss()(x, w, x, torch.cat((w, w)), TARGET),
