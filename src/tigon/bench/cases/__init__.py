@@ -7,13 +7,14 @@ report, not an error.
 
 from __future__ import annotations
 
-from tigon.bench.cases import embedding, gated, head_losses, losses, norms, rotary, softmax
+from tigon.bench.cases import embedding, experts, gated, head_losses, losses, norms, rotary, softmax
 from tigon.bench.cases.row import Implementation, Op
 
 # As the documentation groups them.
 KINDS: dict[str, tuple[Op, ...]] = {
     "Norms": norms.OPS,
     "Gated units": gated.OPS,
+    "Experts": experts.OPS,
     "Rotary embeddings": rotary.OPS,
     "Softmax": softmax.OPS,
     "Losses": losses.OPS,
