@@ -82,6 +82,25 @@ def test_rewards_with_adapters_and_a_reference(tigon, trl, checkpoint, tmp_path)
     resume_from_the_middle(tigon, output, "adapter_model.safetensors")
 
 
+def test_trls_options_are_those_of_the_run(trl, tmp_path):
+    from tigon.cli.run import _arguments
+    from tigon.cli.tasks import task_of
+
+    def arguments(evaluate=False, **given):
+        options = TrainOptions(model="x", data="x", **given)
+        return _arguments(options, task_of(options), tmp_path, True, 12, evaluate, 1)
+
+    dpo = arguments(task="dpo", seq_len=99, batch_size=4)
+    assert (dpo.beta, dpo.max_length, dpo.max_steps) == (0.1, 99, 3)
+    assert not dpo.gradient_checkpointing, "TRL's default is to recompute"
+    assert not dpo.bf16
+    grpo = {"task": "grpo", "reward": "regex:yes", "num_generations": 4, "batch_size": 2, "grad_accum": 2}
+    assert arguments(**grpo, gradient_checkpointing=True).gradient_checkpointing
+    assert arguments(**grpo).max_steps == 12, "4 completions of each of 12 prompts, 4 a step"
+    with pytest.raises(Problem, match="--task grpo: TRL refuses these options"):
+        arguments(**grpo, evaluate=True)
+
+
 def test_without_trl_it_names_the_install_line(tmp_path):
     pytest.importorskip("transformers")
     hide = (

@@ -64,7 +64,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
             model = random_model(_sized(source, tokenizer))
             model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
-    task = None if options.task == "sft" else task_of(options, state.num_processes)
+    task = None if options.task == "sft" else task_of(options)
     adapters = None
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -244,8 +244,7 @@ def _arguments(
     sequences = examples * (1 if task is None else task.sequences_per_example)
     steps = options.steps or max(1, math.ceil(options.epochs * sequences / per_step))
     has_bf16 = not use_cpu and torch.cuda.is_bf16_supported()
-    kind, further = (TrainingArguments, {}) if task is None else (task.arguments, task.options)
-    arguments = kind(
+    settings: dict[str, Any] = dict(
         output_dir=str(output),
         max_steps=steps,
         per_device_train_batch_size=options.batch_size,
@@ -273,8 +272,8 @@ def _arguments(
         prediction_loss_only=True,
         disable_tqdm=True,
         report_to=[],
-        **further,
     )
+    arguments = TrainingArguments(**settings) if task is None else task.arguments(settings)
     if processes == 1:
         # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one of them.
         arguments._n_gpu = min(arguments.n_gpu, 1)
@@ -282,11 +281,11 @@ def _arguments(
 
 
 def _recomputation(options: TrainOptions) -> dict[str, Any]:
-    if not options.gradient_checkpointing:
-        return {}
     # The argument was renamed during transformers 5.
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    if not options.gradient_checkpointing:
+        return {name: False}  # TRL's default is to recompute
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 

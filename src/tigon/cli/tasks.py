@@ -47,7 +47,7 @@ class TaskTrainer:
     """
 
     name: str
-    arguments: type
+    config: type
     options: dict[str, Any]
     base: type
     examples: str
@@ -55,6 +55,13 @@ class TaskTrainer:
     shown: tuple[str, ...]
     sequences_per_example: int = 1
     further: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, settings: dict[str, Any]) -> Any:
+        """Of the trainer: a run's settings and the task's own."""
+        try:
+            return self.config(**settings, **self.options)
+        except ValueError as error:
+            raise Problem(f"--task {self.name}: TRL refuses these options ({one_line(error)})") from error
 
     def trainer(
         self, model: Any, tokenizer: Any, train_set: Any, eval_set: Any, adapters: Any, common: dict[str, Any]
@@ -66,15 +73,11 @@ class TaskTrainer:
         further = dict(self.further)
         if self.name == "dpo" and adapters is None:
             further["ref_model"] = copy.deepcopy(model)
-        sets = (None if rows is None else Dataset.from_list(list(rows)) for rows in (train_set, eval_set))
-        train, evaluation = sets
-        try:
-            return kind(
-                model=model, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-                peft_config=adapters, **further, **common,
-            )  # fmt: skip
-        except ValueError as error:
-            raise Problem(f"--task {self.name}: TRL refuses these options ({one_line(error)})") from error
+        train, evaluation = (None if rows is None else Dataset.from_list(list(rows)) for rows in (train_set, eval_set))
+        return kind(
+            model=model, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+            peft_config=adapters, **further, **common,
+        )  # fmt: skip
 
     def fuse(self, trainer: Any) -> Any:
         from tigon.integrations.trl import fuse
@@ -82,7 +85,7 @@ class TaskTrainer:
         return fuse(trainer)
 
 
-def task_of(options: TrainOptions, processes: int) -> TaskTrainer:
+def task_of(options: TrainOptions) -> TaskTrainer:
     """TRL's trainer for --task. Raises Problem for a reward that cannot be had."""
     if options.task == "dpo":
         from trl import DPOConfig, DPOTrainer
