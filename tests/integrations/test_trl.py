@@ -139,6 +139,17 @@ def test_an_option_that_tigon_has_not_is_left(tmp_path):
     assert "Left to TRL: use_weighting" in str(report)
 
 
+def test_a_batch_without_labels_is_zero_and_still_connected(tmp_path):
+    trainer = cases.sft(tmp_path, cases.model())
+    trl.fuse(trainer)
+    ids = torch.arange(12).view(2, 6)
+    output = trainer.model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    assert output.log_probs.shape == (2, 5)
+    output.log_probs.sum().backward()
+    gradients = [p.grad for p in trainer.model.parameters()]
+    assert all(g is not None and not g.any() for g in gradients)
+
+
 def test_label_smoothing_builds_its_logits(tmp_path):
     plain, trainer = cases.twins(cases.sft, tmp_path, label_smoothing_factor=0.1)
     trl.fuse(trainer)
