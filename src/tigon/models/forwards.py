@@ -168,7 +168,7 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     ledger: Ledger = self._tigon.ledger
     if not (ledger.active and ledger.lazy) or args or kwargs:
         return _plain(self, input, *args, **kwargs)
-    if hasattr(type(self), "unshard"):  # FSDP2 frees the weight of a head in a group of its own when its forward ends
+    if _frees_its_weight(self):
         return _plain(self, input)
     compiling = torch.compiler.is_compiling()
     # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
@@ -178,6 +178,20 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if recipe is None:
         return _plain(self, input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
+
+
+def _frees_its_weight(head: Any) -> bool:
+    """FSDP2 frees the weight of a head in a group of its own when its forward ends, unless told to keep it.
+
+    Accelerate tells it so, and `lm_head.set_reshard_after_forward(False)` does. torch has no public way to ask.
+    """
+    if not hasattr(type(head), "unshard"):
+        return False
+    try:
+        group = head._get_fsdp_state()._fsdp_param_group
+        return group is not None and group._reshard_after_forward
+    except (AssertionError, AttributeError):
+        return True
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -318,12 +318,18 @@ def _why_not(module: nn.Module) -> str | None:
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
     """The head itself, or those that PEFT's modules_to_save chooses from."""
-    if type(head) is nn.Linear:
+    if _is_linear(head):
         yield head
     elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
         for module in (getattr(head, "original_module", None), *choices.children()):
-            if type(module) is nn.Linear:
+            if _is_linear(module):
                 yield module
+
+
+def _is_linear(module: Any) -> TypeGuard[nn.Linear]:
+    # FSDP2 gives what it wraps a class of its own, below nn.Linear.
+    wrapped = hasattr(type(module), "unshard") and type(module).__mro__[2:3] == (nn.Linear,)
+    return type(module) is nn.Linear or wrapped
 
 
 def _why_no_linear(head: nn.Module) -> str:

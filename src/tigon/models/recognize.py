@@ -257,7 +257,7 @@ def takes_one_argument(module: nn.Module) -> bool:
 
 def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
     """A module of the same class and settings, with these weights and children, without hooks."""
-    probe = module.__class__.__new__(module.__class__)
+    probe = object.__new__(module.__class__)  # FSDP2's own __new__ makes a module of the class that it has wrapped
     state = dict(vars(module))
     for name in ("forward", "_replicate_for_data_parallel", "_tigon"):
         state.pop(name, None)
