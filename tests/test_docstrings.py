@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.ops.experts import moe_mlp
 from tigon.ops.gated_linear import gated_linear
 
 HOMES = {n: home for n, home in tigon._HOME.items() if home.startswith(("tigon.ops.", "tigon.losses."))}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
-OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear}
+OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear, "moe_mlp": moe_mlp}
 
 
 class Replaced(NamedTuple):
@@ -75,6 +76,11 @@ REPLACED = [
     Replaced("reglu(gate, up, squared=True)", "y", GATES, (1,)),
     Replaced("relu2(x)", "y", ROW),
     Replaced("gated_linear(gate, up, weight, bias)", "y", {**GATES, "weight": randn(5, 8), "bias": randn(5)}),
+    Replaced(
+        "moe_mlp(x, top_k_index, top_k_weights, gate_up, down)", "y",
+        {"x": randn(3, 8), "top_k_index": torch.tensor([[0, 2], [2, 3], [3, 0]]), "top_k_weights": randn(3, 2),
+         "gate_up": randn(4, 12, 8), "down": randn(4, 8, 6)},
+    ),
     Replaced("rope(q, k, cos, sin)", "q, k", {**HEADS, "unsqueeze_dim": 1}),
     Replaced(
         "rope(q, k, cos, sin, unsqueeze_dim=2)", "q, k", {**HEADS, "k": randn(2, 4, 3, 8), "cos": randn(2, 4, 8),
