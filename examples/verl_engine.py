@@ -3,8 +3,8 @@
     PYTHONPATH=examples VERL_ENGINE_VENDOR=tigon python -m verl.trainer.main_ppo \
         actor_rollout_ref.model.external_lib=verl_engine …
 
-verl imports this module in each worker, and picks the engine by its "vendor"; all else finds verl's own. Norms, MLPs and
-rotary embeddings run fused. The losses stay verl's, with logits or, by model.use_fused_kernels, without. Needs pip
+verl imports this module in each worker, and picks the engine by its "vendor"; all else finds verl's own. Norms, MLPs
+and rotary embeddings run fused. The losses stay verl's, with logits or, by model.use_fused_kernels, without. Needs pip
 install verl; `_build_module` is no documented method, and this was written for verl 0.9.
 """
 
