@@ -36,10 +36,10 @@ _HOME = {
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
 }
-_MODULES = ("backend", "losses", "models", "nn", "ops")
+_MODULES = ("backend", "compat", "integrations", "losses", "models", "nn", "ops")
 
 if TYPE_CHECKING:
-    from tigon import backend, losses, models, nn, ops
+    from tigon import backend, compat, integrations, losses, models, nn, ops
     from tigon.backend import use_backend
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.losses.linear_logprob import linear_logprob
@@ -65,12 +65,14 @@ __all__ = [
     "LogProb",
     "add_rms_norm",
     "backend",
+    "compat",
     "cross_entropy",
     "dyt",
     "embedding",
     "fuse",
     "geglu",
     "group_norm",
+    "integrations",
     "jsd",
     "kl_div",
     "layer_norm",
