@@ -103,6 +103,16 @@ def test_gpt_oss_is_written_as_the_model_writes_it(backend, device):
         torch.testing.assert_close(y[t], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_large_tiles_of_a_weight_stored_by_columns(interleaved, device, triton_backend):
+    """Beside the table's: gate and up as the two halves of a tile's columns, and as pairs of columns, parts of them empty."""
+    case = Case(
+        "", (200, 24, 72, 2, 1), {"interleaved": interleaved, "act": "relu"}, {"transposed": True, "bias": True}
+    )
+    inputs = MOE_MLP.draw(case, torch.bfloat16, device)
+    check(moe_mlp, _reference, *inputs, eager=_eager, **case.options)
+
+
 def test_the_gradient_of_a_weight_stored_by_columns_is_stored_so_too(backend, device):
     case = Case("by columns", (9, 16, 24, 2, 2), {}, {"transposed": True})
     inputs = MOE_MLP.draw(case, torch.float32, device)

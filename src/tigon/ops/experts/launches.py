@@ -95,10 +95,11 @@ def _gate_up(
         blocks = cdiv(N, block_n)
         sizes = (tiles, routing.tiles.shape[1], E, N, D, blocks, K, x.stride(0), *w.stride())
         pairs = options.interleaved or w.stride(2) == 1
+        parts = 4 if options.gated and pairs and block_n >= 128 else 1
         flags = (
             *options,
             pairs,
-            options.gated and block_n >= 128,
+            parts,
             D % block_k == 0,
             precision,
             rows,
@@ -149,7 +150,7 @@ def _down_bwd(
         blocks = cdiv(N, block_n)
         strides = (K, dy.stride(0), w.stride(0), w.stride(2), w.stride(1))
         sizes = (tiles, routing.tiles.shape[1], E, N, D, blocks, *strides)
-        flags = (*options, block_n >= 128, D % block_k == 0, precision, rows, block_n, block_k, group)
+        flags = (*options, max(1, block_n // 32), D % block_k == 0, precision, rows, block_n, block_k, group)
         return tiles * blocks, (*sizes, *flags), launched
 
     wanted = dz is None, h is None, dots is None

@@ -48,6 +48,25 @@ def _dot_rows(
 
 
 @triton.jit
+def _halves(t):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(t, (t.shape[0], 2, t.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _parts(t, PARTS: tl.constexpr):
+    """One, two or four parts of the columns, from left to right."""
+    if PARTS == 1:
+        parts = (t,)
+    elif PARTS == 2:
+        parts = _halves(t)
+    else:
+        left, right = _halves(t)
+        parts = _halves(left) + _halves(right)
+    return parts
+
+
+@triton.jit
 def _unit(
     gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
 ):  # fmt: skip
@@ -104,7 +123,7 @@ def _gate_up_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, order_ptr, tiles_ptr, offsets_ptr, z_ptr, h_ptr,
     M_TILES, TILES, E, N, D, BLOCKS, TOP_K, stride_x, stride_we, stride_wn, stride_wk,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr, EVEN_K: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """z = x[token] · gate_upᵀ + bias, and h, of BLOCK_N of its columns: one product for gate and up together.
@@ -142,20 +161,12 @@ def _gate_up_fwd_kernel(
     if bias_ptr is not None:
         width = 2 * N if GATED else N
         acc += tl.load(bias_ptr + expert * width + wide, mask=mask, other=0.0).to(tl.float32)[None, :]
-    if HALVES and PAIRS:  # one after the other, which takes fewer registers
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    parts = _parts(acc, PARTS)  # one after the other: the activation of all of them would not fit beside acc
+    for i in tl.static_range(PARTS):
         _unit_fwd(
-            left, rows, inside, 2 * block, N, z_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET, PAIRS,
-            BLOCK_N // 2,
+            parts[i], rows, inside, block * PARTS + i, N, z_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT,
+            UP_OFFSET, PAIRS, BLOCK_N // PARTS,
         )  # fmt: skip
-        _unit_fwd(
-            right, rows, inside, 2 * block + 1, N, z_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
-            PAIRS, BLOCK_N // 2,
-        )  # fmt: skip
-    else:
-        _unit_fwd(
-            acc, rows, inside, block, N, z_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET, PAIRS, BLOCK_N
-        )
 
 
 @triton.jit(do_not_specialize=["M_TILES", "TILES"])
@@ -197,8 +208,9 @@ def _unit_bwd(
         pair = 2 * block * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
         pairs = inside[:, None] & (pair < 2 * N)[None, :]
         if INTERLEAVED:
-            z = tl.load(z_ptr + 2 * row + pair[None, :], mask=pairs, other=0.0).to(tl.float32)
-            gate, up = tl.split(tl.reshape(z, (dh.shape[0], BLOCK_N, 2)))
+            z = tl.load(z_ptr + 2 * row + pair[None, :], mask=pairs, other=0.0)
+            gate, up = tl.split(tl.reshape(z, (dh.shape[0], BLOCK_N, 2)))  # still narrow: half the registers
+            gate, up = gate.to(tl.float32), up.to(tl.float32)
         else:
             gate = tl.load(z_ptr + 2 * row + cols[None, :], mask=stored, other=0.0).to(tl.float32)
             up = tl.load(z_ptr + 2 * row + N + cols[None, :], mask=stored, other=0.0).to(tl.float32)
@@ -213,8 +225,10 @@ def _unit_bwd(
         dh *= weight[:, None]
         if GATED:
             if INTERLEAVED:
-                dz = tl.reshape(tl.join(dh * dgate, dh * dup), (dh.shape[0], 2 * BLOCK_N))
-                tl.store(dz_ptr + 2 * row + pair[None, :], dz.to(dz_ptr.dtype.element_ty), mask=pairs)
+                dtype = dz_ptr.dtype.element_ty
+                dz = tl.join((dh * dgate).to(dtype), (dh * dup).to(dtype))
+                dz = tl.reshape(dz, (dh.shape[0], 2 * BLOCK_N))
+                tl.store(dz_ptr + 2 * row + pair[None, :], dz, mask=pairs)
             else:
                 dz_ptr += 2 * row + cols[None, :]
                 tl.store(dz_ptr, (dh * dgate).to(dz_ptr.dtype.element_ty), mask=stored)
@@ -229,7 +243,7 @@ def _down_bwd_kernel(
     dy_ptr, w_ptr, z_ptr, weights_ptr, order_ptr, tiles_ptr, offsets_ptr, dz_ptr, h_ptr, dots_ptr,
     M_TILES, TILES, E, N, D, BLOCKS, TOP_K, stride_dy, stride_we, stride_wn, stride_wk,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, HALVES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """From dy[token] · down, with h computed again from z: dz; weight · h, whose product with dy is d down; and the
@@ -248,20 +262,13 @@ def _down_bwd_kernel(
         w_ptrs = w_ptr + cols.to(tl.int64)[None, :] * stride_wn + ks[:, None] * stride_wk
         dh = _dot_rows(dy_ptrs, w_ptrs, mask, D, stride_wk, dh, BLOCK_K, EVEN_K, PRECISION)
     weight = tl.load(weights_ptr + slot).to(tl.float32)
-    if HALVES:  # one after the other: beside all of dh there are not registers enough for its gate, up and gradients
-        left, right = tl.split(tl.permute(tl.reshape(dh, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        dots = _unit_bwd(
-            left, weight, rows, inside, 2 * block, N, z_ptr, dz_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT,
-            UP_OFFSET, BLOCK_N // 2,
-        )  # fmt: skip
+    # One part of the columns after the other: all of gate, up and their gradients do not fit beside dh into registers.
+    parts = _parts(dh, PARTS)
+    dots = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.static_range(PARTS):
         dots += _unit_bwd(
-            right, weight, rows, inside, 2 * block + 1, N, z_ptr, dz_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT,
-            UP_OFFSET, BLOCK_N // 2,
-        )  # fmt: skip
-    else:
-        dots = _unit_bwd(
-            dh, weight, rows, inside, block, N, z_ptr, dz_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET,
-            BLOCK_N,
+            parts[i], weight, rows, inside, block * PARTS + i, N, z_ptr, dz_ptr, h_ptr, ACT, GATED, INTERLEAVED, ALPHA,
+            LIMIT, UP_OFFSET, BLOCK_N // PARTS,
         )  # fmt: skip
     if dots_ptr is not None:
         tl.store(dots_ptr + rows.to(tl.int64) * BLOCKS + block, dots, mask=inside)
