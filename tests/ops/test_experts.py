@@ -105,7 +105,7 @@ def test_gpt_oss_is_written_as_the_model_writes_it(backend, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_large_tiles_of_a_weight_stored_by_columns(interleaved, device, triton_backend):
-    """Beside the table's: gate and up as the two halves of a tile's columns, and as pairs of columns, parts of them empty."""
+    """Gate and up as the two halves of a tile's columns, and as pairs of columns, where parts of them are empty."""
     case = Case(
         "", (200, 24, 72, 2, 1), {"interleaved": interleaved, "act": "relu"}, {"transposed": True, "bias": True}
     )
