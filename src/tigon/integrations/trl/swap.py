@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.models.clones import rebuilt
 from tigon.models.lazy_logits import LazyLogits
 from tigon.models.report import Ledger, Row
 
@@ -98,10 +99,7 @@ def global_names(function: Any) -> tuple[str, ...]:
 
 def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
     """The same code, which sees other values under the names of some globals."""
-    scope = {**function.__globals__, **instead}
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return rebuilt(function, {**function.__globals__, **instead}, function.__closure__)
 
 
 def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
