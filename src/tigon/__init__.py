@@ -20,6 +20,7 @@ _HOME = {
     "geglu": "tigon.ops.gated",
     "reglu": "tigon.ops.gated",
     "relu2": "tigon.ops.relu2",
+    "moe_mlp": "tigon.ops.experts",
     "dyt": "tigon.ops.dyt",
     "poly_norm": "tigon.ops.poly_norm",
     "softmax": "tigon.ops.softmax",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from tigon.ops.divergence import jsd, kl_div, tvd
     from tigon.ops.dyt import dyt
     from tigon.ops.embedding import embedding
+    from tigon.ops.experts import moe_mlp
     from tigon.ops.gated import geglu, reglu, swiglu
     from tigon.ops.group_norm import group_norm
     from tigon.ops.layer_norm import layer_norm
@@ -81,6 +83,7 @@ __all__ = [
     "logprob",
     "losses",
     "models",
+    "moe_mlp",
     "nn",
     "ops",
     "poly_norm",

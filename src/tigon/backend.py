@@ -144,7 +144,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on this type of device, or None where it is off, or there is none, as on meta."""
+    """The dtype that autocast casts to on this type of device; None where it is off, and on meta, which has none."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.backend import use_triton
+from tigon.backend import autocast_dtype, use_triton
 from tigon.models.forwards import Patch, _act_is_known, _plain, transformed
 from tigon.models.recipe import DTYPES
 from tigon.models.recognize import Unknown, _parameters_of, probe_of, probing, run, same_numbers
@@ -278,5 +278,5 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) 
         return False
     if index.dtype not in (torch.int64, torch.int32) or any(t.device != x.device for t in (index, *floats)):
         return False
-    same = torch.is_autocast_enabled(x.device.type) or all(t.dtype == x.dtype for t in experts if t is not None)
+    same = autocast_dtype(x.device.type) is not None or all(t.dtype == x.dtype for t in experts if t is not None)
     return same and all(t.dtype in DTYPES for t in floats)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.backend import use_triton
+from tigon.backend import autocast_dtype, use_triton
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -74,7 +74,7 @@ def moe_mlp(
             token, choice = torch.where(top_k_index == expert)
             gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
             z = F.linear(F.silu(gate) * up, down[expert])
-            y.index_add_(0, token, z * top_k_weights[token, choice, None])
+            y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
     options = Options(act, gated, interleaved, float(alpha), None if limit is None else float(limit), float(up_offset))
     _check_options(options)
@@ -84,7 +84,7 @@ def moe_mlp(
         with torch.autocast(x.device.type, enabled=False):  # done here, and not to be done again inside
             y = moe_mlp(cast[0], top_k_index, top_k_weights, *cast[1:], **options._asdict())  # type: ignore[arg-type]
         return y.to(x.dtype)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x.device.type) is not None:
         with torch.autocast(x.device.type, enabled=False):
             return moe_mlp(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, **options._asdict())
     tensors = (gate_up, down, gate_up_bias, down_bias)
@@ -137,8 +137,7 @@ def _check(
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, D)):
         if bias is not None and bias.shape != (E, size):
             raise ValueError(f"moe_mlp: {name} must be {(E, size)}, got {tuple(bias.shape)}.")
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     named = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     for name, t in (("x", x), ("top_k_index", index), ("top_k_weights", weights), *named):
         if t is None:
@@ -148,6 +147,6 @@ def _check(
         if t.device != x.device:
             raise ValueError(f"moe_mlp: {name} must be on x's device {x.device}, got {t.device}.")
     for name, t in named:
-        if t is not None and t.dtype != x.dtype and not autocast:
+        if t is not None and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {name} must have x's dtype {x.dtype}, got {t.dtype}.")
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
+    return autocast or x.dtype

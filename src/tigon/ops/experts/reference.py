@@ -21,7 +21,8 @@ def moe_mlp_reference(
     biases = ([None] * gate_up.shape[0] if b is None else b.unbind() for b in (gate_up_bias, down_bias))
     of_experts = list(zip(*matrices, *biases, strict=True))
     for expert, (first, second, first_bias, second_bias) in enumerate(of_experts):
-        if torch.compiler.is_compiling():  # which of the rows is known to no graph: all of them, most by zero
+        # Which rows are an expert's is known to no graph, nor on meta: then it takes all of them, most by zero.
+        if torch.compiler.is_compiling() or x.is_meta:
             share = torch.where(index == expert, weights.to(wide), 0.0).sum(-1)
             out = out + share[:, None] * _one_expert(x, first, second, first_bias, second_bias, options).to(wide)
         else:
