@@ -4,6 +4,7 @@ The order is that of `ModelLoader.load` and `train` of Axolotl 0.19; pydantic va
 """
 
 import importlib
+import inspect
 import logging
 from pathlib import Path
 
@@ -16,6 +17,8 @@ pytest.importorskip("yaml")
 import pydantic
 import yaml
 from small_llama import CALLS, absent, assert_same_step, batch, import_anew, llama, ran, stand_in, step
+
+import tigon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
 
@@ -144,3 +147,9 @@ def test_with_axolotl_itself(monkeypatch):
     (plugin,) = manager.plugins.values()
     assert type(plugin) is module.TigonPlugin
     assert ran(plugin.fusions[0]) == CALLS
+
+
+def test_every_part_of_fuse_has_a_switch(axolotl):
+    parts = [name for name in inspect.signature(tigon.fuse).parameters if name != "model"]
+    assert list(axolotl.PARTS) == parts
+    assert list(axolotl.TigonArgs.model_fields) == [f"tigon_{part}" for part in parts]

@@ -22,7 +22,7 @@ except ImportError as error:
 
 from tigon.models.fusion import Fusion, fuse
 
-PARTS = ("head", "norms", "mlp", "rotary")
+PARTS = ("head", "norms", "mlp", "rotary", "experts")
 LOG = get_logger(__name__)
 
 
@@ -33,6 +33,7 @@ class TigonArgs(BaseModel):
     tigon_norms: bool | None = None
     tigon_mlp: bool | None = None
     tigon_rotary: bool | None = None
+    tigon_experts: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
