@@ -35,7 +35,7 @@ TASKS = {
     "image": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
-SECONDS = 120  # for one class
+SECONDS = 240  # for one class
 
 
 def classes() -> dict[str, dict[str, Any]]:
