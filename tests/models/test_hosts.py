@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -196,6 +197,20 @@ def test_peft_checkpoints_and_merging(peft, tmp_path):
         )
     names = {p.name for p in (tmp_path / "fused").iterdir()}
     assert "adapter_model.safetensors" in names
+
+
+def test_what_is_merged_knows_its_fusion(peft):
+    model = adapt(peft, build("llama"), target_modules=["q_proj", "gate_proj"])
+    tigon.fuse(model)  # whose Fusion nobody keeps
+    merged = model.merge_and_unload()
+    del model
+    gc.collect()
+    fusion = tigon.fuse(merged)
+    merged(**batch("llama"))
+    assert fusion.report().calls == CALLS["llama"]
+    fusion.remove()
+    assert not any("_tigon" in vars(m) for m in merged.modules())
+    assert tigon.fuse(merged) is not fusion
 
 
 # --------------------------------------------------------------------------------------------- quantised and placed

@@ -66,10 +66,11 @@ def fuse(
     fusion = Fusion(model)
     fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary, experts=experts)
     if not fusion._modules:
-        # A wrapper around a fused model: PEFT, DDP, torch.compile.
-        inner = [f for m in model.modules() if (f := vars(m).get("_tigon_fusion")) is not None]
-        if len(inner) == 1:
-            return inner[0]
+        # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
+        patches = (vars(m).get("_tigon") for m in model.modules())
+        others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.ledger.fusion) is not None}
+        if len(others) == 1:
+            return others.popitem()[1]
     vars(model)["_tigon_fusion"] = fusion
     return fusion
 
@@ -80,6 +81,7 @@ class Fusion:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._ledger = Ledger(model)
+        self._ledger.fusion = self
         self._modules: list[nn.Module] = []
         self._rows: Counter[tuple[str, str, bool, str]] = Counter()
         self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
@@ -124,6 +126,7 @@ class Fusion:
             return None
         copied = memo[id(self)] = Fusion(model)
         copied._ledger = copy.deepcopy(self._ledger, memo)
+        copied._ledger.fusion = copied
         copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
         copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
         clones = Clones(copied._ledger)

@@ -29,11 +29,13 @@ class Ledger:
 
     active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
     lazy: the model's forward is running with labels, so that its head may leave the logits unbuilt.
+    fusion: whose ledger it is, for who meets a part of the model first.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = weakref.ref(owner)
         self.active = True
+        self.fusion: Any = None
         self.lazy = False
         self.valid: tuple[Any, int] | None = None
         self.steps = 0
