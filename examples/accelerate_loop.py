@@ -5,20 +5,20 @@
 A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 import torch
 from accelerate import Accelerator
 
 import tigon
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
-model = tiny.model()
+model = small_model.model()
 fusion = tigon.fuse(model)  # the one line: before prepare(), or after
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-tokenizer = tiny.tokenizer()
+tokenizer = small_model.tokenizer()
 tokenizer.padding_side = "right"
-texts = [prompt + answer for prompt, answer in zip(tiny.PROMPTS, tiny.ANSWERS, strict=True)]
+texts = [prompt + answer for prompt, answer in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True)]
 rows = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
 rows["labels"] = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
 data = [{k: v[i] for k, v in rows.items()} for i in range(len(texts))]

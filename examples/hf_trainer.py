@@ -5,16 +5,16 @@
 A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from tigon.integrations.trainer import TigonCallback
 
-tokenizer = tiny.tokenizer()
-texts = [prompt + answer for prompt, answer in zip(tiny.PROMPTS, tiny.ANSWERS, strict=True)]
+tokenizer = small_model.tokenizer()
+texts = [prompt + answer for prompt, answer in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True)]
 
 trainer = Trainer(
-    model=tiny.model(),
+    model=small_model.model(),
     args=TrainingArguments("hf_trainer", max_steps=20, learning_rate=1e-2, logging_steps=5, save_strategy="no"),
     train_dataset=[tokenizer(text) for text in texts],
     processing_class=tokenizer,

@@ -7,21 +7,21 @@ in a version that transformers takes: it marks its layers for kernels only then.
 """
 
 import kernels
-import tiny
+import small_model
 import torch
 
 from tigon.integrations import hub
 
-model = tiny.model().train()
+model = small_model.model().train()
 print(hub.layers_for(model))
 
 with kernels.use_kernel_mapping(hub.mapping(model), inherit_mapping=False):
     kernels.kernelize(model, mode=kernels.Mode.TRAINING)
 # On a GPU transformers does the same: model.set_use_kernels(True, kernel_config=hub.kernel_config(model))
 
-tokenizer = tiny.tokenizer()
+tokenizer = small_model.tokenizer()
 tokenizer.padding_side = "right"
-texts = [prompt + answer for prompt, answer in zip(tiny.PROMPTS, tiny.ANSWERS, strict=True)]
+texts = [prompt + answer for prompt, answer in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True)]
 batch = dict(tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False))
 batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -7,7 +7,7 @@ lightning.
 """
 
 import lightning as L
-import tiny
+import small_model
 import torch
 
 from tigon.integrations.lightning import TigonCallback
@@ -16,7 +16,7 @@ from tigon.integrations.lightning import TigonCallback
 class LanguageModel(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = tiny.model()
+        self.model = small_model.model()
 
     def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
@@ -28,9 +28,9 @@ class LanguageModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-tokenizer = tiny.tokenizer()
+tokenizer = small_model.tokenizer()
 tokenizer.padding_side = "right"
-texts = [prompt + answer for prompt, answer in zip(tiny.PROMPTS, tiny.ANSWERS, strict=True)]
+texts = [prompt + answer for prompt, answer in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True)]
 batch = dict(tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False))
 batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 

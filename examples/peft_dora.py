@@ -6,7 +6,7 @@ DoRA on all linear layers of a small Llama with random weights, which learns eig
 pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 import torch
 from peft import LoraConfig, get_peft_model
 
@@ -17,12 +17,12 @@ config = LoraConfig(
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     modules_to_save=["lm_head"],  # the head is random here, and must be learnt; a LoRA on it would build the logits
 )  # fmt: skip
-model = get_peft_model(tiny.model(), config)
+model = get_peft_model(small_model.model(), config)
 fusion = tigon.fuse(model)  # the one line: after the adapters, or before
 
-tokenizer = tiny.tokenizer()
+tokenizer = small_model.tokenizer()
 tokenizer.padding_side = "right"
-texts = [prompt + answer for prompt, answer in zip(tiny.PROMPTS, tiny.ANSWERS, strict=True)]
+texts = [prompt + answer for prompt, answer in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True)]
 batch = dict(tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False))
 batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)

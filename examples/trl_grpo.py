@@ -5,7 +5,7 @@
 A small Llama with random weights is rewarded for the letter e, in seconds on a CPU. Needs pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -19,15 +19,15 @@ def reward(completions, **_):
 
 
 trainer = GRPOTrainer(
-    model=tiny.model(),
+    model=small_model.model(),
     reward_funcs=reward,
     args=GRPOConfig(
         "trl_grpo", max_steps=20, learning_rate=3e-3, per_device_train_batch_size=32, num_generations=16,
         max_completion_length=12, logging_steps=5, save_strategy="no",
         bf16=torch.cuda.is_available(),
     ),
-    train_dataset=Dataset.from_dict({"prompt": tiny.PROMPTS}),
-    processing_class=tiny.tokenizer(),
+    train_dataset=Dataset.from_dict({"prompt": small_model.PROMPTS}),
+    processing_class=small_model.tokenizer(),
 )  # fmt: skip
 fusion = tigon.integrations.trl.fuse(trainer)  # the one line
 trainer.train()

@@ -6,7 +6,7 @@ A small Llama with random weights learns good answers from bad ones, in seconds 
 pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 import torch
 from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
@@ -14,19 +14,19 @@ from trl import KTOConfig, KTOTrainer
 import tigon.integrations.trl
 
 answers = {
-    "prompt": tiny.PROMPTS * 2,
-    "completion": tiny.ANSWERS + tiny.WRONG,
-    "label": [True] * len(tiny.ANSWERS) + [False] * len(tiny.WRONG),
+    "prompt": small_model.PROMPTS * 2,
+    "completion": small_model.ANSWERS + small_model.WRONG,
+    "label": [True] * len(small_model.ANSWERS) + [False] * len(small_model.WRONG),
 }
 
 trainer = KTOTrainer(
-    model=tiny.model(),
-    ref_model=tiny.model(),  # left out for a model that has a name, or for LoRA
+    model=small_model.model(),
+    ref_model=small_model.model(),  # left out for a model that has a name, or for LoRA
     args=KTOConfig(
         "trl_kto", max_steps=20, learning_rate=1e-3, logging_steps=5, save_strategy="no", bf16=torch.cuda.is_available()
     ),
     train_dataset=Dataset.from_dict(answers),
-    processing_class=tiny.tokenizer(),
+    processing_class=small_model.tokenizer(),
 )
 fusion = tigon.integrations.trl.fuse(trainer)  # the one line
 trainer.train()

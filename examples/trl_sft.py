@@ -5,7 +5,7 @@
 A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]".
 """
 
-import tiny
+import small_model
 import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
@@ -13,12 +13,12 @@ from trl import SFTConfig, SFTTrainer
 import tigon.integrations.trl
 
 trainer = SFTTrainer(
-    model=tiny.model(),
+    model=small_model.model(),
     args=SFTConfig(
         "trl_sft", max_steps=20, learning_rate=1e-2, logging_steps=5, save_strategy="no", bf16=torch.cuda.is_available()
     ),
-    train_dataset=Dataset.from_dict({"prompt": tiny.PROMPTS, "completion": tiny.ANSWERS}),
-    processing_class=tiny.tokenizer(),
+    train_dataset=Dataset.from_dict({"prompt": small_model.PROMPTS, "completion": small_model.ANSWERS}),
+    processing_class=small_model.tokenizer(),
 )
 fusion = tigon.integrations.trl.fuse(trainer)  # the one line
 trainer.train()

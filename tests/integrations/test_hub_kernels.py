@@ -342,11 +342,11 @@ def with_kernels(tmp_path):
 
 
 TRANSFORMERS = """
-import kernels, tigon, tiny, torch
+import kernels, small_model, tigon, torch
 from tigon.integrations import hub
 from transformers.utils import kernel_config
 
-model = tiny.model().train()
+model = small_model.model().train()
 ids = torch.arange(20).view(2, 10)
 plain = model(input_ids=ids, labels=ids).loss
 with tigon.fuse(model) as fusion:

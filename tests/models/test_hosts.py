@@ -263,6 +263,8 @@ def test_device_hooks_of_accelerate_are_respected():
 def test_accelerate_mixed_precision(first):
     """Its wrapper calls .float() on every output: the logits are not built for that."""
     accelerate = pytest.importorskip("accelerate")
+    # One precision is kept for the whole process, and other tests have theirs.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     inputs = batch("llama")
     plain = build("llama")
     with torch.autocast("cpu", torch.bfloat16):
