@@ -143,6 +143,12 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in _PLAIN
 
 
+def graph_is_kept() -> bool:
+    """Inside a backward pass: whether there may be another one, so that what was saved for it has to stay as it is."""
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if kept is None else kept()
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype that autocast casts to on this type of device; None where it is off, and on meta, which has none."""
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -257,14 +263,14 @@ _PLANS_KEPT = 4096
 
 
 def launch(
-    kernel: Any, key: tuple, tensors: tuple[Tensor | None, ...], plan: Callable[[], tuple[int, tuple, dict[str, int]]]
+    kernel: Any, key: tuple, tensors: tuple[Any, ...], plan: Callable[[], tuple[int, tuple, dict[str, int]]]
 ) -> None:
     """Launch a Triton kernel on the current device; from the second time on without Triton's dispatch.
 
     Args:
         kernel: the jitted function; its first arguments are `tensors`.
         key: all that the launch depends on but the tensors' addresses: shapes, strides, dtypes, options.
-        tensors: pointers.
+        tensors: tensors, None, or from the second on what `describe` made of one.
         plan: () → (grid, arguments after the tensors, Triton's options); asked once a key.
 
     Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
@@ -272,12 +278,14 @@ def launch(
     that 16 divides, so others take the ordinary way; so does the interpreter, and so do launches under a profiler's
     hooks. Addresses are handed over as numbers: of a tensor Triton asks the driver whether the GPU can see it.
     """
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    pointers = []
     address = 0
-    for pointer in pointers:
-        if pointer:
-            address |= pointer
-    device = tensors[0].get_device()  # type: ignore[union-attr]
+    for t in tensors:
+        if isinstance(t, Tensor):
+            t = t.data_ptr()
+            address |= t
+        pointers.append(t)
+    device = tensors[0].get_device()
     key = (kernel, device, key)
     found = _plans.get(key)
     if found is None or address & 15 or _hooked():
@@ -314,6 +322,32 @@ def shared_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536))
     return 232448  # of Hopper
+
+
+@functools.cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the device brings tiles of tensors into shared memory by itself: NVIDIA's, from Hopper on."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return True
+
+
+def can_describe(*tensors: Tensor) -> bool:
+    """Whether tensors can be handed to a kernel as descriptors, of which it loads tile by tile."""
+    return has_copy_engine(tensors[0].device) and all(
+        t.stride(-1) == 1
+        and t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def describe(t: Tensor, block: tuple[int, ...]) -> Any:
+    """A descriptor of a tensor that `can_describe` accepts: what its copy engine loads tiles of shape `block` by."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -88,7 +88,7 @@ MOE_MLP = Op(
             (9, 16, 24, 3, 1),
             {"act": "relu2", "gated": False},
             {"gated": False, "transposed": True, "weights": torch.float32},
-            draws=4,
+            draws=8,
         ),
         Case("tiles of 128 rows", (97, 16, 40, 1, 1)),
         Case("experts of other ranks", (13, 16, 16, 3, 2), {"limit": 0.7}, {"unknown": True}, draws=4),

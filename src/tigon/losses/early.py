@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, is_traced, launch, tl, triton, use_triton
+from tigon.backend import cdiv, graph_is_kept, is_traced, launch, tl, triton, use_triton
 from tigon.losses.weight_gradient import narrowed
 
 
@@ -60,8 +60,3 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
     key = (n, in_place, gradient.dtype, dtype, factor.dtype)
     launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
     return out
-
-
-def graph_is_kept() -> bool:
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if kept is None else kept()

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, is_traced, launcher, use_triton
+from tigon.backend import differentiable, graph_is_kept, is_traced, launcher, use_triton
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
-from tigon.losses.early import graph_is_kept
 from tigon.losses.head import Head, check_accumulate, check_head, class_blocks, empty_logits
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: of a token's K results, of an expert's rows, and of a routing weight's gradient."""
+"""Rows on their way between tokens and experts: out to them, and back in sums of a fixed order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from tigon.backend import cdiv, launch, next_power_of_2, tl, triton
 from tigon.ops.experts.routing import Routing
 
 # ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["E"])
+def _take_kernel(
+    rows_ptr, order_ptr, offsets_ptr, y_ptr, E, N, stride_rows,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y[i] = the row of the token whose choice is the i-th of all, sorted by expert."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = i < tl.load(offsets_ptr + E)
+    token = (tl.load(order_ptr + i, mask=exists, other=0) // TOP_K).to(tl.int64)
+    mask = exists[:, None] & (cols < N)[None, :]
+    row = tl.load(rows_ptr + token[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
+    tl.store(y_ptr + i[:, None] * N + cols[None, :], row, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -58,18 +74,14 @@ def _expert_sum_kernel(
 
 @triton.jit(do_not_specialize=["S"])
 def _weight_sum_kernel(
-    dots_ptr, place_ptr, index_ptr, dy_ptr, bias_ptr, dweights_ptr, S, P, D, stride_dy,
-    TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    dots_ptr, place_ptr, index_ptr, dy_ptr, bias_ptr, dweights_ptr, S, D, stride_dy,
+    TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each routing weight: Σ of what the blocks of columns gave, and dy · down_bias of its expert."""
+    """The gradient of each routing weight: h · dh of its slot, and dy · down_bias of its expert."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     place = tl.load(place_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
     known = place >= 0
-    total = tl.zeros((BLOCK_S,), tl.float32)
-    for first in range(0, P, BLOCK_P):
-        p = first + tl.arange(0, BLOCK_P)
-        mask = known[:, None] & (p < P)[None, :]
-        total += tl.sum(tl.load(dots_ptr + place[:, None] * P + p[None, :], mask=mask, other=0.0), 1)
+    total = tl.load(dots_ptr + place, mask=known, other=0.0)
     if bias_ptr is not None:
         expert = tl.load(index_ptr + slot, mask=known, other=0).to(tl.int64)
         dot = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
@@ -92,14 +104,32 @@ def _token_tile(N: int) -> tuple[int, int, dict[str, int]]:
     return 1024 // block, block, {"num_warps": 4}
 
 
+def _take_tile(N: int) -> tuple[int, int, dict[str, int]]:
+    """Rows and columns a program: 64 bytes a thread."""
+    block = min(1024, next_power_of_2(N))
+    return 4096 // block, block, {"num_warps": 4}
+
+
 def _expert_tile() -> tuple[int, int, dict[str, int]]:
     """Rows on their way at a time, and columns: 32 of them, 64 bytes each, for a program of an expert's 256."""
     return 32, 64, {"num_warps": 4}
 
 
-def _weight_tile(P: int) -> tuple[int, int, int, dict[str, int]]:
-    """Slots a program, shares of a slot at a time, and columns of dy and the bias at a time."""
-    return 16, min(16, next_power_of_2(P)), 256, {"num_warps": 4}
+def _weight_tile(bias: Tensor | None) -> tuple[int, int, dict[str, int]]:
+    """Slots a program, and columns of dy and the bias at a time."""
+    return (256, 16, {"num_warps": 4}) if bias is None else (16, 256, {"num_warps": 4})
+
+
+def take(rows: Tensor, routing: Routing, y: Tensor, K: int) -> None:
+    """Write the rows of tokens (T, N), one for each choice and sorted by expert, to y (S, N)."""
+    S, N = y.shape
+    if not y.numel():
+        return
+    block_m, block_n, options = _take_tile(N)
+    E = routing.offsets.shape[0] - 1
+    key = (S, E, N, K, rows.stride(0), rows.dtype)
+    plan = cdiv(S, block_m) * cdiv(N, block_n), (E, N, rows.stride(0), K, block_m, block_n), options
+    launch(_take_kernel, key, (rows, routing.order, routing.offsets, y), lambda: plan)
 
 
 def token_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor, K: int) -> None:
@@ -125,12 +155,12 @@ def expert_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor
 
 
 def weight_sum(dots: Tensor, routing: Routing, index: Tensor, dy: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write the gradient of the routing weights, from the shares (S, P) of sorted slots, to out (T, K)."""
-    (S, P), D = dots.shape, dy.shape[1]
+    """Write the gradient of the routing weights, from h · dh (S,) of sorted slots, to out (T, K)."""
+    S, D = dots.shape[0], dy.shape[1]
     if not S:
         return
-    block_s, block_p, block_d, options = _weight_tile(P)
-    key = (S, P, D, out.shape[1], dy.stride(0), dy.dtype, index.dtype, out.dtype, bias is None)
-    arguments = (S, P, D, dy.stride(0), out.shape[1], block_s, block_p, block_d)
+    block_s, block_d, options = _weight_tile(bias)
+    key = (S, D, out.shape[1], dy.stride(0), dy.dtype, index.dtype, out.dtype, bias is None)
+    arguments = (S, D, dy.stride(0), out.shape[1], block_s, block_d)
     plan = cdiv(S, block_s), arguments, options
     launch(_weight_sum_kernel, key, (dots, routing.place, index, dy, bias, out), lambda: plan)

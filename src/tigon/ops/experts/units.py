@@ -1,0 +1,159 @@
+"""What an expert computes between its two products, element by element, and its gradient.
+
+Kernels of their own: inside the products they cost more than the memory traffic that they saved there. A product of
+tiles of 128 × 256 has no registers left for them, and nothing runs beside its last part, where the results are stored.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tigon.backend import cdiv, launch, tl, triton
+from tigon.ops.experts.options import Options
+from tigon.ops.experts.routing import Routing
+from tigon.ops.gated import _act
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Both of BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
+    if INTERLEAVED:
+        pair = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK_N)
+        exists = tl.max(mask.to(tl.int32), 1)[:, None] > 0
+        z = tl.load(z_ptr + rows[:, None] * 2 * N + pair[None, :], mask=exists & (pair < 2 * N)[None, :], other=0.0)
+        gate, up = tl.split(tl.reshape(z, (z.shape[0], BLOCK_N, 2)))
+    else:
+        z_ptr += rows[:, None] * 2 * N + cols[None, :]
+        gate = tl.load(z_ptr, mask=mask, other=0.0)
+        up = tl.load(z_ptr + N, mask=mask, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _unit(
+    gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
+):  # fmt: skip
+    """h = act(α · gate) / α · (up + offset), gate and up held to the limit, and dh/dgate, dh/dup."""
+    held_gate, held_up = gate, up
+    if LIMIT is not None:  # comparisons, unlike minimum and maximum, let NaN through on every GPU
+        held_gate = tl.where(gate > LIMIT, LIMIT, gate)
+        held_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if ALPHA == 1.0:
+        a, da = _act(held_gate, ACT)
+    else:
+        a, da = _act(held_gate * ALPHA, ACT)
+        a = a * (1.0 / ALPHA)
+    dgate = (held_up + UP_OFFSET) * da
+    dup = a
+    if LIMIT is not None:
+        dgate = tl.where(gate > LIMIT, 0.0, dgate)
+        dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
+    return a * (held_up + UP_OFFSET), dgate, dup
+
+
+@triton.jit(do_not_specialize=["E"])
+def _unit_fwd_kernel(
+    z_ptr, h_ptr, offsets_ptr, E, N, BLOCKS, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < tl.load(offsets_ptr + E))[:, None] & (cols < N)[None, :]
+    if GATED:
+        gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
+        h, _, _ = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+    else:
+        h, _ = _act(tl.load(z_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32), ACT)
+    tl.store(h_ptr + rows[:, None] * N + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["E"])
+def _unit_bwd_kernel(
+    z_ptr, dh_ptr, weights_ptr, order_ptr, offsets_ptr, dz_ptr, h_ptr, dots_ptr, E, N,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of whole rows: dz, which may lie where z does; weight · h, which may lie where dh does; and h · dh, the gradient
+    of the routing weight.
+
+    What is None is not wanted; without dh (None) there is neither dz nor h · dh.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < tl.load(offsets_ptr + E)
+    slot = tl.load(order_ptr + rows, mask=exists, other=0)
+    weight = tl.load(weights_ptr + slot, mask=exists, other=0.0).to(tl.float32)
+    dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, N, BLOCK_N):
+        cols = first + tl.arange(0, BLOCK_N)
+        mask = exists[:, None] & (cols < N)[None, :]
+        at = rows[:, None] * N + cols[None, :]
+        if GATED:
+            gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
+            h, dgate, dup = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        else:
+            h, dgate = _act(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32), ACT)
+        if dh_ptr is not None:
+            dh = tl.load(dh_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # before anybody writes, everybody has read
+        if dh_ptr is not None:
+            dots += tl.where(mask, h * dh, 0.0)
+            if dz_ptr is not None:
+                dh *= weight[:, None]
+                dtype = dz_ptr.dtype.element_ty
+                if GATED:
+                    if INTERLEAVED:
+                        dz = tl.join((dh * dgate).to(dtype), (dh * dup).to(dtype))
+                        dz = tl.reshape(dz, (BLOCK_M, 2 * BLOCK_N))
+                        pair = 2 * first + tl.arange(0, 2 * BLOCK_N)
+                        pairs = exists[:, None] & (pair < 2 * N)[None, :]
+                        tl.store(dz_ptr + rows[:, None] * 2 * N + pair[None, :], dz, mask=pairs)
+                    else:
+                        to = dz_ptr + rows[:, None] * 2 * N + cols[None, :]
+                        tl.store(to, (dh * dgate).to(dtype), mask=mask)
+                        tl.store(to + N, (dh * dup).to(dtype), mask=mask)
+                else:
+                    tl.store(dz_ptr + at, (dh * dgate).to(dtype), mask=mask)
+        if h_ptr is not None:
+            tl.store(h_ptr + at, (h * weight[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
+    if dots_ptr is not None:
+        tl.store(dots_ptr + rows, tl.sum(dots, 1), mask=exists)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _unit_tile(interleaved: bool) -> tuple[int, int, dict[str, int]]:
+    """Rows and columns at a time. Of pairs that alternate a thread has twice as many columns side by side."""
+    return (4, 512, {"num_warps": 4}) if interleaved else (8, 256, {"num_warps": 8})
+
+
+def _unit_bwd_tile() -> tuple[int, int, dict[str, int]]:
+    return 4, 256, {"num_warps": 4}
+
+
+def unit(z: Tensor, h: Tensor, routing: Routing, options: Options) -> None:
+    """Write h (S, N) of z, (S, 2N) or without a gate (S, N)."""
+    S, N = h.shape
+    if not h.numel():
+        return
+    block_m, block_n, launched = _unit_tile(options.interleaved)
+    blocks, E = cdiv(N, block_n), routing.offsets.shape[0] - 1
+    plan = cdiv(S, block_m) * blocks, (E, N, blocks, *options, block_m, block_n), launched
+    launch(_unit_fwd_kernel, (S, E, N, z.dtype, options), (z, h, routing.offsets), lambda: plan)
+
+
+def unit_bwd(
+    z: Tensor, dh: Tensor | None, weights: Tensor, routing: Routing, dz: Tensor | None, h: Tensor | None,
+    dots: Tensor | None, options: Options,
+) -> None:  # fmt: skip
+    """Write dz (S, W), weight · h (S, N) and h · dh (S,) of z (S, W), dh (S, N) and the routing weights."""
+    S, N = z.shape[0], z.shape[1] // (2 if options.gated else 1)
+    if not z.numel():
+        return
+    block_m, block_n, launched = _unit_bwd_tile()
+    E = routing.offsets.shape[0] - 1
+    plan = cdiv(S, block_m), (E, N, *options, block_m, block_n), launched
+    key = (S, E, N, z.dtype, weights.dtype, dh is None, dz is None, h is None, dots is None, options)
+    launch(_unit_bwd_kernel, key, (z, dh, weights, routing.order, routing.offsets, dz, h, dots), lambda: plan)
