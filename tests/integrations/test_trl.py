@@ -84,6 +84,38 @@ def test_losses_metrics_and_gradients(task, family, tmp_path, monkeypatch):
         assert any("aux_loss" in row for row in plain[0]) == (task == "sft")
 
 
+@pytest.fixture
+def process_group(tmp_path, monkeypatch):
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, PartialState
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    states = AcceleratorState, PartialState
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+    for state in states:
+        state._reset_state()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    for state in states:
+        state._reset_state()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "orpo", "grpo", "gkd"])
+def test_distributed_data_parallel(task, tmp_path, monkeypatch, process_group):
+    """Where the Trainer has DDP look for unused parameters, DDP clones what a model returns."""
+    plain_trainer, trainer = cases.twins(getattr(cases, task), tmp_path, ddp_find_unused_parameters=True)
+    fusion = trl.fuse(trainer)
+    plain = cases.train(plain_trainer)
+    forbid_the_plain_losses(monkeypatch)
+    assert_same(plain, cases.train(trainer))
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert fusion.report().calls == LOSS[task]
+    assert not any(model.logits_built_by for model in fusion.report().models.values())
+
+
 def test_evaluation(tmp_path):
     for task in ("sft", "orpo"):
         plain, trainer = cases.twins(getattr(cases, task), tmp_path)

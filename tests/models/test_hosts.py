@@ -375,7 +375,33 @@ def test_distributed_data_parallel(process_group, options):
     torch.testing.assert_close(outputs.loss, plain.loss, rtol=2e-6, atol=0)
     assert_close({n: p.grad for n, p in model.named_parameters()}, plain_grads)
     assert fusion.report().calls == CALLS["llama"]
+    assert not fusion.report().logits_built_by
     assert tigon.fuse(wrapped) is fusion, "the wrapper of a fused model is fused"
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_loss_outside_of_distributed_data_parallel(process_group, options):
+    """DDP clones what the model returns, in a node of its own, where it looks for unused parameters."""
+    model, inputs = build("llama"), batch("llama")
+    labels = inputs["labels"]
+
+    def loss_of(wrapped):
+        model.zero_grad()
+        logits = wrapped(**inputs).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    plain = loss_of(model)
+    plain.backward()
+    plain_grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    fusion = tigon.fuse(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    for _ in range(2):
+        loss = loss_of(wrapped)
+        loss.backward()
+    torch.testing.assert_close(loss, plain, rtol=2e-6, atol=0)
+    assert_close({n: p.grad for n, p in model.named_parameters()}, plain_grads)
+    assert fusion.report().calls["head"] == 2, "the model's own loss, and this one"
+    assert not fusion.report().logits_built_by
 
 
 @pytest.mark.parametrize("head_of_its_own", [False, True])

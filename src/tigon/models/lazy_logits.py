@@ -4,7 +4,7 @@ A fused head returns one of these in place of x Wᵀ + bias. It holds the hidden
 elementwise steps applied since (`Recipe`), and answers three kinds of use:
 
     * / by a number, + a vector, tanh, float,     noted, nothing is computed
-    views, slices
+    views, slices, clone
     F.cross_entropy(logits, target)               tigon.linear_cross_entropy with the scale and softcap that were noted
     anything else                                 the logits are built, as the plain head builds them, with autograd
 
@@ -75,12 +75,17 @@ class LazyLogits(Tensor):
 
         The hidden states and the weight may require one where the logits, made under no_grad, do not.
         """
-        return torch.set_grad_enabled(torch.is_grad_enabled() and self.node is not None)
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self._graph() is not None)
+
+    def _graph(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
 
     def moved(self) -> bool:
-        """Someone has put an autograd node of their own on this tensor; reentrant checkpointing does."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.grad_fn is not self.node
+        """Someone has put an autograd node of their own on this tensor, which has to see the gradient; reentrant
+        checkpointing does."""
+        graph = self._graph()
+        return graph is not self.node and not _only_passes_on(graph)
 
     def pending(self) -> bool:
         """Nothing of these logits, nor of what they are a view of, has been built."""
@@ -97,7 +102,7 @@ class LazyLogits(Tensor):
         """The real logits, with the gradient mode and autocast of the forward that made them."""
         if self.built is None:
             moved = self.moved()
-            with torch.set_grad_enabled(self.node is not None or moved):
+            with torch.set_grad_enabled(self._graph() is not None):
                 if moved or self.value is not None:
                     self.built = _Built.apply(self, why)
                 elif self.origin is not None:
@@ -151,6 +156,14 @@ class LazyLogits(Tensor):
             return repr(self.built)
         # Printing, or a debugger that shows its locals, should not allocate gigabytes.
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
+
+
+def _only_passes_on(graph: Any) -> bool:
+    """DDP that looks for unused parameters, the Trainer's default, clones what a model returns inside a node of its own,
+    so that nobody writes into it. Only that of a static graph does anything in the backward pass."""
+    ddp = getattr(graph, "ddp_weakref", None)
+    ddp = None if ddp is None else ddp()
+    return ddp is not None and not getattr(ddp, "static_graph", True)
 
 
 class _Unbuilt(torch.autograd.Function):
@@ -249,6 +262,13 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
         return lazy
     # Only widening: rounding to a narrower dtype is something a reader of the loss could see.
     return lazy.then("cast", dtype) if dtype == torch.float32 else NotImplemented
+
+
+def _clone(lazy: LazyLogits, **options: Any) -> Any:
+    if options:
+        return NotImplemented
+    with lazy._grad_mode():
+        return LazyLogits._make(lazy.recipe, torch.empty_like(lazy.like))
 
 
 def _contiguous(lazy: LazyLogits, **options: Any) -> Any:
@@ -373,6 +393,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add, torch.add: _add, Tensor.__add__: _add,
     Tensor.tanh: _tanh, torch.tanh: _tanh, F.tanh: _tanh,
     Tensor.float: _float, Tensor.to: _to, Tensor.contiguous: _contiguous,
+    Tensor.clone: _clone, torch.clone: _clone,
     Tensor.view: _view, Tensor.reshape: _reshape_method,
     torch.reshape: _reshape_method, Tensor.flatten: _flatten, torch.flatten: _flatten,
     Tensor.__getitem__: _getitem, Tensor.__format__: _format,

@@ -130,8 +130,9 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
     needs = ctx.needs_input_grad[:4]
-    grads = _gated_linear_bwd(dy, *ctx.saved_tensors, ctx.act, *needs)
-    present = (True, ctx.saved_tensors[1] is not None, True, True)
+    saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
+    grads = _gated_linear_bwd(dy, *saved, ctx.act, *needs)
+    present = (True, saved[1] is not None, True, True)
     return *(g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)), None
 
 
