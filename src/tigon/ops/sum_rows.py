@@ -36,6 +36,11 @@ def _sum_rows_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
+def _tile() -> tuple[int, int, int]:
+    """Rows and columns of a block, and warps. Narrow blocks, since there are few columns and many multiprocessors."""
+    return 64, 16, 8
+
+
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
     """Write the column sums of partial to first, or those of its two halves to first and second.
 
@@ -44,5 +49,9 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> No
     P, N = partial.shape[0], first.shape[0]
     halves = 1 if second is None else 2
     key = (P, N, first.dtype, None if second is None else second.dtype)
-    plan = cdiv(N, 16) * halves, (P, N, N * halves, 64, 16), {"num_warps": 8}
-    launch(_sum_rows_kernel, key, (partial, first, second), lambda: plan)
+
+    def plan():
+        block_p, block_n, warps = _tile()
+        return cdiv(N, block_n) * halves, (P, N, N * halves, block_p, block_n), {"num_warps": warps}
+
+    launch(_sum_rows_kernel, key, (partial, first, second), plan)

@@ -1,0 +1,147 @@
+"""Triton's interpreter, mended where it calculates otherwise than a GPU, and made to spend less on each operation.
+
+Kernels run in it where there is no CUDA device. A tile costs it little and an operation much, nearly all of that for
+the types and shapes of the frontend: what is done again and again for the same few is remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+
+def mend() -> None:
+    _round_to_bf16_as_gpus_do()
+    _multiply_bf16()
+    _call_functions_cheaply()
+    _launch_cheaply()
+    _calculate_nothing_that_nobody_sees()
+    _remember_types()
+
+
+def _round_to_bf16_as_gpus_do() -> None:
+    """Triton's interpreter drops the low bits when it casts fp32 to bf16; hardware rounds to nearest, ties to even.
+
+    With twice the rounding error, no kernel would pass the comparison with eager, and a kernel that really truncates
+    could not be told from one that rounds.
+    """
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding_mode)
+        bits = np.ascontiguousarray(data).view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
+
+    interpreter._convert_float = convert_float
+
+
+def _multiply_bf16() -> None:
+    """The interpreter holds bf16 as the integers that its bits make, and multiplies matrices of these."""
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = np.ascontiguousarray(handle.data).view(np.uint16).astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    builder.create_dot = lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+
+
+def _call_functions_cheaply() -> None:
+    """The interpreter goes through all of triton.language at each call of a function by a kernel: once is enough."""
+
+    def call(self, *args, **kwargs):
+        if core.is_builtin(core.load):  # a function of triton.language.standard looks there for its builtins
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def _launch_cheaply() -> None:
+    """The same at each launch: what was replaced the first time is replaced again without looking for it."""
+    patch = interpreter._patch_lang
+    replaced: dict[tuple[bool, ...], list[tuple[Any, str, Any]]] = {}
+
+    def patch_lang(fn):
+        seen = list(fn.__globals__.values())
+        key = (any(v is tl for v in seen), any(v is core for v in seen), core.is_builtin(core.load))
+        if key not in replaced:
+            scope = patch(fn)
+            replaced[key] = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for owner, name, value in replaced[key]:
+            scope.set_attr(owner, name, value)
+        return scope
+
+    interpreter._patch_lang = patch_lang
+
+
+def _calculate_nothing_that_nobody_sees() -> None:
+    """Sums and products of integers are calculated once more in int64, for an assertion that is on when debugging."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_types() -> None:
+    _numpy_dtypes_by_name()
+    _block_types_by_shape()
+    _plain_values_unwrapped_at_once()
+
+
+def _numpy_dtypes_by_name() -> None:
+    get, known = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype):
+        found = known.get(dtype.name)
+        if found is None:
+            found = known[dtype.name] = get(dtype)
+        return found
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _block_types_by_shape() -> None:
+    """Neither a type nor a tensor changes its shape: those of one shape share it."""
+    make_type = core.block_type.__init__
+    types: dict[tuple, dict[str, Any]] = {}
+    shapes: dict[tuple, tuple[Any, Any]] = {}
+
+    def block_type_init(self, element_ty, shape):
+        sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        found = types.get((element_ty.name, sizes))
+        if found is None:
+            make_type(self, element_ty, shape)
+            types[element_ty.name, sizes] = dict(vars(self))
+        else:
+            vars(self).update(found)
+            self.element_ty = element_ty
+
+    def tensor_init(self, handle, type):
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        found = shapes.get(sizes)
+        if found is None:
+            found = core.tuple([core.constexpr(s) for s in sizes]), core.constexpr(int(np.prod(sizes)))
+            shapes[sizes] = found
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = found
+
+    core.block_type.__init__ = block_type_init
+    core.tensor.__init__ = tensor_init
+
+
+def _plain_values_unwrapped_at_once() -> None:
+    unwrap = core._unwrap_if_constexpr
+    plain = frozenset((int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type))
+    core._unwrap_if_constexpr = lambda o: o if type(o) in plain else unwrap(o)
