@@ -535,6 +535,20 @@ def test_functional_call(op: Op, backend, device):
 
 
 @EVERY_OP
+def test_under_activation_checkpointing(op: Op, backend, device):
+    """What is saved is thrown away, computed again, and handed out once."""
+    case = op.typical
+    inputs = op.draw(case, torch.float32, device)
+
+    def recomputed(*tensors, **options):
+        return torch.utils.checkpoint.checkpoint(op.public, *tensors, use_reentrant=False, **options)
+
+    learned = op.differentiable(inputs)
+    plain = evaluate(op.public, inputs, case.options, learned)
+    assert_same_bits(evaluate(recomputed, inputs, case.options, learned), plain, "checkpointing")
+
+
+@EVERY_OP
 def test_anomaly_mode(op: Op, backend, device):
     """It changes no bit, and finds the backward pass that a NaN comes from."""
     case = op.typical

@@ -95,6 +95,8 @@ def process_group(tmp_path, monkeypatch):
         pytest.skip("needs gloo")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}.items():
         monkeypatch.setenv(name, value)
+    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist
     dist.destroy_process_group()

@@ -96,6 +96,8 @@ def process_group(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     for state in states:
         state._reset_state()
+    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     for state in states:

@@ -181,4 +181,5 @@ def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, devic
         module = importlib.import_module(f"tigon.losses.{name}")
         monkeypatch.setattr(module, "class_blocks", lambda V, dtype: [slice(0, V)])
     for a, b in zip(apart, results(), strict=True):
-        torch.testing.assert_close(a, b)
+        # A GPU's library multiplies matrices of other sizes in another order: squares of sums differ by more than sums.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -356,6 +356,8 @@ def process_group(tmp_path):
 
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs gloo")
+    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist
     dist.destroy_process_group()

@@ -159,8 +159,10 @@ class LazyLogits(Tensor):
 
 
 def _only_passes_on(graph: Any) -> bool:
-    """DDP that looks for unused parameters, the Trainer's default, clones what a model returns inside a node of its own,
-    so that nobody writes into it. Only that of a static graph does anything in the backward pass."""
+    """DDP that looks for unused parameters, the Trainer's default, clones what a model returns, in a node of its own.
+
+    Only the node of a static graph does anything in the backward pass.
+    """
     ddp = getattr(graph, "ddp_weakref", None)
     ddp = None if ddp is None else ddp()
     return ddp is not None and not getattr(ddp, "static_graph", True)
