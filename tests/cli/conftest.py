@@ -1,17 +1,46 @@
 """The command line as a user runs it: a process of its own, its exit status, and what it says."""
 
+import json
 import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from command import Result, environment
 
 
 @pytest.fixture(scope="session")
-def tigon():
+def forks(tmp_path_factory):
+    """Ask for a process that has imported what is large already, and wait for its end."""
+    env = environment()
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forked.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("said")
+    out, err = folder / "out.txt", folder / "err.txt"
+
+    def run(arguments, cwd, limit, env):
+        out.write_text("")
+        err.write_text("")
+        request = {"arguments": arguments, "cwd": cwd and str(cwd), "env": env, "limit": limit}
+        print(json.dumps({**request, "out": str(out), "err": str(err)}), file=server.stdin, flush=True)
+        return subprocess.CompletedProcess(arguments, int(server.stdout.readline()), out.read_text(), err.read_text())
+
+    yield run
+    server.communicate()
+
+
+@pytest.fixture(scope="session")
+def tigon(request):
     def run(*arguments, cwd=None, limit=None, **changes):
+        arguments, env = [str(a) for a in arguments], environment(**changes)
+        # Importing torch and transformers is most of a short command. With a GPU each starts from nothing, as a user's.
+        if not torch.cuda.is_available():
+            return Result(request.getfixturevalue("forks")(arguments, cwd, limit, env))
         before = None
         if limit is not None:
             import resource
@@ -19,10 +48,8 @@ def tigon():
             def before():
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        command = [sys.executable, "-m", "tigon", *map(str, arguments)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=cwd, env=environment(**changes), timeout=240, preexec_fn=before
-        )
+        command = [sys.executable, "-m", "tigon", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=240, preexec_fn=before)
         return Result(done)
 
     return run
