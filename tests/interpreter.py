@@ -66,6 +66,17 @@ def _call_functions_cheaply() -> None:
 
     interpreter.InterpretedFunction.__call__ = call
 
+    def patch_attr(owner, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+
+        def builtin(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, builtin)
+
+    interpreter._patch_attr = patch_attr
+
 
 def _launch_cheaply() -> None:
     """The same at each launch: what was replaced the first time is replaced again without looking for it."""
@@ -97,6 +108,7 @@ def _calculate_nothing_that_nobody_sees() -> None:
 def _remember_types() -> None:
     _numpy_dtypes_by_name()
     _block_types_by_shape()
+    _broadcast_what_differs()
     _plain_values_unwrapped_at_once()
 
 
@@ -139,6 +151,27 @@ def _block_types_by_shape() -> None:
 
     core.block_type.__init__ = block_type_init
     core.tensor.__init__ = tensor_init
+
+
+def _broadcast_what_differs() -> None:
+    """Most operands have one shape, or are a tile and a number."""
+    semantic = interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+
+    def spread(scalar, like):
+        data = np.broadcast_to(scalar.handle.data, like.handle.data.shape)
+        return core.tensor(interpreter.TensorHandle(data, scalar.dtype), like.type.with_element_ty(scalar.dtype))
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if lhs.shape is rhs.shape:  # shared, as above
+            return lhs, rhs
+        if not rhs.type.is_block():
+            return lhs, spread(rhs, lhs)
+        if not lhs.type.is_block():
+            return spread(lhs, rhs), rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
 
 
 def _plain_values_unwrapped_at_once() -> None:
