@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
-# models.Side for "model", Side of benchmarks/architectures.py for "architecture".
+# models.Side for "model", Side of benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for
+# "counters".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -110,7 +111,7 @@ def file_name(content: dict[str, Any]) -> str:
     """What the file of a result is called in benchmarks/results: the device and what was measured on it."""
     device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
     words = "".join(c if c.isalnum() else " " for c in device).split()
-    if content["kind"] in ("ops", "host", "architecture"):
+    if content["kind"] in ("ops", "host", "architecture", "counters"):
         return "-".join([*words, content["kind"]]) + ".json"
     row = content["rows"][0]
     checkpointing = ["checkpointing"] if row["checkpointing"] else []
@@ -264,9 +265,26 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
+COLUMNS["counters"] = {
+    "op": lambda r: r["op"],
+    "shape": _shape,
+    "dtype": lambda r: r["dtype"],
+    "by": lambda r: r["implementation"],
+    "kernel": lambda r: r["kernel"],
+    "needed MiB": lambda r: _number(r["needed_mib"]),
+    **{
+        title: lambda r, key=key: _number(r["counters"].get(key))
+        for title, key in (
+            ("µs", "us"), ("read MiB", "read_mib"), ("written MiB", "written_mib"), ("memory %", "memory_busy"),
+            ("SM %", "sm_busy"), ("occupancy %", "occupancy"), ("registers", "registers"),
+            ("shared KiB", "shared_kib"), ("wait: memory", "wait_memory"), ("wait: barrier", "wait_barrier"),
+        )
+    },
+    "remark": _remark,
+}  # fmt: skip
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "remark")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "kernel", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -2,10 +2,10 @@
 
     expert(x) = down · h + down_bias,   h = act(gate) · up,   gate, up = gate_up · x + gate_up_bias
 
-The tokens are never copied per expert. Their choices are sorted by expert on the device (routing.py), and the products
-of matrices (products.py) read each token's row where it lies. The activation is part of the first product, its
-derivative part of the product that runs back through `down`. The K results of a token are summed in a fixed order
-(sums.py). Nothing is read back by the host: grids are as large as the worst split of tokens over experts needs, and
+The choices of all tokens are sorted by expert on the device (routing.py), and the tokens' rows taken in that order into
+a workspace (rows.py), so that every product (products.py) is one of neighbouring rows. The activation and its gradient
+run between the products, at the memory's speed (units.py). The K results of a token are summed in a fixed order
+(rows.py). Nothing is read back by the host: grids are as large as the worst split of tokens over experts needs, and
 what is too much of them ends at once.
 
 For the backward pass the inputs are kept, and z = gate_up · x + gate_up_bias. h is half as large and cheap to compute
