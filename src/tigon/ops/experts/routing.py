@@ -114,8 +114,8 @@ def empty_routing(index: Tensor, E: int) -> Routing:
 
 def _route_tile(E: int) -> tuple[int, int, dict[str, int]]:
     """Slots of a block, and of a step through it: as many as make, beside all experts, 4096 numbers in registers."""
-    step = max(1, min(64, 4096 // next_power_of_2(E)))
-    return max(512, step), step, {"num_warps": 4}
+    step = max(1, min(32, 4096 // next_power_of_2(E)))
+    return max(256, step), step, {"num_warps": 4}
 
 
 def route(index: Tensor, E: int, rows: int) -> Routing:
