@@ -18,6 +18,14 @@ import tigon.backend as backend_module
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# In the interpreter fp16 differs from bf16 in a rounding: there it is tried once for each operator.
+NUMBERS = [
+    pytest.param(
+        op, case, dtype, id=f"{op}-{case}-{str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.gpu] if dtype == torch.float16 and case is not op.typical else [],
+    )
+    for dtype in DTYPES for op in OPS for case in op.cases
+]  # fmt: skip
 
 
 def run(op: Op, inputs, options):
@@ -52,8 +60,7 @@ def assert_same_numbers(op: Op, got, expected, what: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-@pytest.mark.parametrize(("op", "case"), CASES)
+@pytest.mark.parametrize(("op", "case", "dtype"), NUMBERS)
 def test_forward_and_gradients(op: Op, case: Case, dtype, backend, device):
     check(
         op.public,
@@ -291,6 +298,8 @@ def test_an_output_without_a_gradient(op: Op, backend, device):
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_same_bits_on_every_run(op: Op, case: Case, backend, device):
+    if backend == "triton" and device.type == "cpu" and case is not op.typical:
+        pytest.skip("interpreted programs run one after another; what they must not read has a test of its own")
     inputs = op.draw(case, torch.bfloat16, device)
     first = run(op, inputs, case.options)
     assert_same_bits(run(op, inputs, case.options), first, "a later run")
@@ -410,7 +419,11 @@ def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, mo
 
         args = tuple(leaf(a) if isinstance(a, Tensor) else a for a in args)
         utils = ["test_schema", "test_faketensor"]
-        if math.prod(case.shape) < 10000:  # it runs the op eight times, and what it looks for does not depend on sizes
+        # It runs the op eight times, and what it looks for does not depend on sizes.
+        small = [c for c in op.cases if math.prod(c.shape) < 10000]
+        if device.type == "cpu":  # one of those that differ in sizes alone
+            small = [c for c in small if c.options == case.options and c.inputs == case.inputs][:1]
+        if case in small:
             utils += ["test_aot_dispatch_dynamic", *["test_autograd_registration"] * differentiable]
         torch.library.opcheck(func, args, test_utils=utils)
 

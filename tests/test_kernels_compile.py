@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ops_table import OPS
 
 from tigon.backend import HAS_TRITON
@@ -32,6 +33,9 @@ PROMISED = ("cuda:90", "cuda:100")
 EVERY_PROMISED_TARGET = pytest.mark.parametrize(
     "target", [pytest.param(t, marks=pytest.mark.xdist_group(f"compile {t}")) for t in PROMISED]
 )
+# All launches of a target take minutes of a core, and there may be but two.
+BRIEF = [] if torch.cuda.is_available() else ["brief"]
+DTYPES = {"cuda:90": {"bfloat16", "float16", "float32"}, "cuda:100": {"bfloat16", "float32"}}
 
 
 @cache
@@ -53,8 +57,9 @@ def _compile(target: str) -> dict[str, Any]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, TESTS / "compile_launches.py", target], env=env, capture_output=True, text=True, check=False
-    )
+        [sys.executable, TESTS / "compile_launches.py", target, *BRIEF],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -69,7 +74,7 @@ def test_every_launch_compiles(target):
     assert all(launch["binary"] > 0 for launch in launches)
     # Of equal launches the first is kept: linear_logprob's are those of logprob.
     assert {launch["op"] for launch in launches} >= {op.name for op in OPS if op.launches} - {"linear_logprob"}
-    assert {launch["dtype"] for launch in launches} == {"bfloat16", "float16", "float32"}
+    assert {launch["dtype"] for launch in launches} >= DTYPES.get(target, {"bfloat16"})
 
 
 @EVERY_TARGET
