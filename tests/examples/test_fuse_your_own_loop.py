@@ -1,6 +1,5 @@
 """The example runs as a user runs it, in a process of its own, and learns."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,9 +11,7 @@ pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_own_loop.py"
 
 
-def test_it_learns_and_reports():
-    # Without the interpreter, which a user does not have on.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+def test_it_learns_and_reports(environment):
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]

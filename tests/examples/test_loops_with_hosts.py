@@ -1,6 +1,5 @@
 """The examples for PEFT and Accelerate run as a user runs them, each in a process of its own, and learn."""
 
-import os
 import re
 import subprocess
 import sys
@@ -14,11 +13,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "host", "last"), [("peft_dora", "peft", "merged "), ("accelerate_loop", "accelerate", "epoch 20")]
 )
-def test_it_learns_and_reports(name, host, last):
+def test_it_learns_and_reports(name, host, last, environment):
     pytest.importorskip("transformers")
     pytest.importorskip(host)
-    # Without the interpreter, which a user does not have on.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, timeout=300
     )

@@ -30,11 +30,11 @@ for script in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def said(tmp_path_factory, environment):
     """What each example printed."""
-    # Without the interpreter, which a user does not have on; one thread, for the same numbers everywhere.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(EXAMPLES), *sys.path]))
+    # One thread, for the same numbers everywhere.
+    path = os.pathsep.join([str(EXAMPLES), *sys.path])
+    environment = environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", RUN, *(str(EXAMPLES / f"{name}.py") for name in SCRIPTS)],
         capture_output=True, text=True, env=environment, timeout=400, cwd=tmp_path_factory.mktemp("examples"),
