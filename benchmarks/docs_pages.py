@@ -186,7 +186,8 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
 
 
 def has_chart(content: dict[str, Any]) -> bool:
-    return len({report.case_of(row) for row in content["rows"]}) <= CHART_CASES
+    """Counters have none, and what has too many cases for one."""
+    return content["kind"] in plots.KINDS and len({report.case_of(row) for row in content["rows"]}) <= CHART_CASES
 
 
 @functools.cache

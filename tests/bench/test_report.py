@@ -154,7 +154,33 @@ def test_numbers_have_three_digits(value, text):
     assert report._number(value) == text
 
 
-@pytest.mark.parametrize("kind", ["ops", "host", "model"])
+ARCHITECTURES = [
+    {
+        "model": "llama", "side": side, "batch": 1, "seq": 8, "layers": 2, "status": "ok", "step_ms": ms,
+        "tokens_per_s": 8000 / ms, "peak_gib": gib, "loss": 1.5, "loss_fp32": 1.25, "error": 0.01,
+    }
+    for side, ms, gib in (("hf", 4.0, 2.0), ("tigon", 2.0, 1.0))
+]  # fmt: skip
+
+
+def test_architectures_are_shown():
+    content = {**report.result("architecture", []), "rows": ARCHITECTURES}
+    line = report.to_text(content).splitlines()[-1].split()
+    assert line == ["llama,", "2", "layers", "1×8", "tigon", "4,000", "2.00", "1.0", "+2.5e-01", "1.0e-02"]
+
+
+def test_counters_are_shown():
+    counters = {"us": 309.0, "read_mib": 512.0, "written_mib": 249.0, "registers": 128.0}
+    row = {
+        "op": "layer_norm", "shape": [8, 16], "dtype": "bfloat16", "implementation": "tigon", "kernel": "k" * 99,
+        "needed_mib": 1280.0, "counters": counters, "status": "ok", "reason": "",
+    }  # fmt: skip
+    table = report.to_text({**report.result("counters", []), "rows": [row]}).splitlines()
+    assert table[-1].split()[4:] == ["k" * 40, "1,280", "309", "512", "249", "128"]
+    assert "occupancy" not in table[-2], "what was not measured has no column"
+
+
+@pytest.mark.parametrize("kind", ["ops", "host", "model", "architecture"])
 def test_charts_are_drawn(tmp_path, kind):
     plots = pytest.importorskip("tigon.bench.plots")
     pytest.importorskip("matplotlib")
@@ -162,6 +188,7 @@ def test_charts_are_drawn(tmp_path, kind):
         "ops": operators,
         "host": lambda: report.result("host", HOST),
         "model": lambda: report.result("model", SIDES),
+        "architecture": lambda: {**report.result("architecture", []), "rows": ARCHITECTURES},
     }
     plots.plot(content[kind](), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

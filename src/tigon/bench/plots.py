@@ -38,7 +38,7 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], kind: str | None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    draw = {"ops": _operators, "host": _host, "model": _models, "memory": _memory}[kind or content["kind"]]
+    draw = KINDS[kind or content["kind"]]
     figure = draw(content, plt)
     figure.suptitle(headline(content), fontsize=8, color="#555555")
     figure.savefig(path, dpi=150, bbox_inches="tight")
@@ -58,11 +58,15 @@ def _panels(groups: dict[str, list[dict[str, Any]]], plt: Any, height: float = 0
     return figure, flat
 
 
-def _bars(axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str, longest: float = math.inf) -> None:
+def _bars(
+    axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str, longest: float = math.inf, by: str = ""
+) -> None:
+    """by: whose rows they are, where their names are not those of implementations."""
     values = [row[key] for row in rows]
     names = [row[name] for row in rows]
     end = longest * min(values)
-    bars = axis.barh(range(len(rows)), [min(v, end) for v in values], color=[COLOURS.get(n, OTHER) for n in names])
+    colours = [COLOURS.get(by or n, OTHER) for n in names]
+    bars = axis.barh(range(len(rows)), [min(v, end) for v in values], color=colours)
     labels = [label.format(v) + (" →" if v > end else "") for v in values]
     axis.bar_label(bars, labels=labels, padding=3, fontsize=8)
     axis.set_yticks(range(len(rows)), names, fontsize=8)
@@ -142,3 +146,31 @@ def _models(content: dict[str, Any], plt: Any) -> Any:
         _bars(axis, rows, "side", key, label)
         axis.set_title(title, fontsize=9, loc="left")
     return figure
+
+
+def _architectures(content: dict[str, Any], plt: Any) -> Any:
+    """What fusing gains, model by model: of both sides of a model, one bar."""
+    sides: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["step_ms"]:
+            sides.setdefault(row["model"], {})[row["side"]] = row
+    rows = [
+        {
+            "model": model,
+            "faster": by["tigon"]["tokens_per_s"] / by["hf"]["tokens_per_s"],
+            "smaller": by["tigon"]["peak_gib"] / by["hf"]["peak_gib"] if by["hf"]["peak_gib"] else None,
+        }
+        for model, by in sides.items()
+        if {"hf", "tigon"} <= by.keys()
+    ]
+    measured = [row for row in rows if row["smaller"] is not None]
+    panels = {"tokens/s, fused ÷ plain": rows, **({"peak memory, fused ÷ plain": measured} if measured else {})}
+    figure, axes = _panels(panels, plt)
+    for axis, (title, shown), key in zip(axes, panels.items(), ("faster", "smaller"), strict=False):
+        _bars(axis, shown, "model", key, "{:.2f}×", by="tigon")
+        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set_title(title, fontsize=9, loc="left")
+    return figure
+
+
+KINDS = {"ops": _operators, "host": _host, "model": _models, "memory": _memory, "architecture": _architectures}

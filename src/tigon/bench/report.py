@@ -270,7 +270,7 @@ COLUMNS["counters"] = {
     "shape": _shape,
     "dtype": lambda r: r["dtype"],
     "by": lambda r: r["implementation"],
-    "kernel": lambda r: r["kernel"],
+    "kernel": lambda r: r["kernel"][:40],  # a template's name is a page long
     "needed MiB": lambda r: _number(r["needed_mib"]),
     **{
         title: lambda r, key=key: _number(r["counters"].get(key))
