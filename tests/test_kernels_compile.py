@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,20 +39,7 @@ DTYPES = {"cuda:90": {"bfloat16", "float16", "float32"}, "cuda:100": {"bfloat16"
 
 @cache
 def compiled(target: str) -> dict[str, Any]:
-    """What compile_launches.py says of a target; one worker's answer serves all of them."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    kept = Path(tempfile.gettempdir(), f"tigon-{run}-{target.replace(':', '-')}.json")
-    if run and kept.exists():
-        return json.loads(kept.read_text())
-    found = _compile(target)
-    if run:
-        part = kept.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(found))
-        part.replace(kept)
-    return found
-
-
-def _compile(target: str) -> dict[str, Any]:
+    """What compile_launches.py says of a target."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

@@ -4,7 +4,7 @@ A fused head returns one of these in place of x Wᵀ + bias. It holds the hidden
 elementwise steps applied since (`Recipe`), and answers three kinds of use:
 
     * / by a number, + a vector, tanh, float,     noted, nothing is computed
-    views, slices, clone
+    views, slices, DDP's clone
     F.cross_entropy(logits, target)               tigon.linear_cross_entropy with the scale and softcap that were noted
     anything else                                 the logits are built, as the plain head builds them, with autograd
 
@@ -14,7 +14,9 @@ So the model's own forward and loss run unchanged, and soft-capping and logit sc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -267,7 +269,12 @@ def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
 
 
 def _clone(lazy: LazyLogits, **options: Any) -> Any:
-    if options:
+    """DDP's own, of what a model returns. Whoever else takes a copy wants the numbers of now: the weight may change."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 0
+    while frame is not None and depth < 8 and frame.f_globals.get("__name__") != "torch.nn.parallel.distributed":
+        frame, depth = frame.f_back, depth + 1
+    if options or frame is None or depth == 8:
         return NotImplemented
     with lazy._grad_mode():
         return LazyLogits._make(lazy.recipe, torch.empty_like(lazy.like))
