@@ -24,6 +24,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS, Windows and CPU-only installs: the torch reference serves every call
 
     class _NoTriton:
@@ -345,8 +346,6 @@ def can_describe(*tensors: Tensor) -> bool:
 
 def describe(t: Tensor, block: tuple[int, ...]) -> Any:
     """A descriptor of a tensor that `can_describe` accepts: what its copy engine loads tiles of shape `block` by."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
 
 

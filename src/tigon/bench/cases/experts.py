@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -169,9 +168,7 @@ def _op(name: str, oss: bool, shapes: tuple[Shape, ...]) -> Op:
         "LigerFusedMoEFunction",
         lambda x, top_k_index, top_k_weights, gate_up, down: (x, gate_up, down, top_k_index.int(), top_k_weights),
     )
-    untuned = ", autotuning off" if os.environ.get("LIGER_FUSED_MOE_AUTOTUNE") == "0" else ""
-    note = f"waits for the number of tiles{untuned}"
-    peers = {} if oss else {"liger": Implementation(of_liger, note=note, gpu_only=True)}
+    peers = {} if oss else {"liger": Implementation(of_liger, note="waits for the number of tiles", gpu_only=True)}
     return Op(
         name=name,
         shape_names=("tokens", "width", "inner", "experts", "choices"),

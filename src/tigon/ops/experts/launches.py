@@ -221,8 +221,8 @@ def _moe_mlp_bwd(
     need_dz = needs[0] or needs[2] or of_bias[0]
     need_dh = need_dz or needs[1]
     dz = None
-    room = x.new_empty((S, D))  # of rows of dy, of x, and of what becomes dx, one after the other
     if need_dh or needs[3]:
+        room = x.new_empty((S, D))  # of rows of dy, of x, and of what becomes dx, one after the other
         take(dy, routing, room, K)
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
