@@ -5,6 +5,7 @@ so it is set here, before the first import of a kernel file.
 """
 
 import os
+import socket
 
 import pytest
 import torch
@@ -75,3 +76,33 @@ def _same_state_after_every_test():
     torch.manual_seed(0)
     yield
     assert backend_module._forced == forced, "the test left a backend forced"
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """torch.distributed, with a group of this process alone."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="session")
+def environment():
+    """A user's: without the interpreter, and no part of a distributed run that the tests are started in.
+
+    Where a process group is made nevertheless, it meets at a port of its own: others may run at the same time.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plain = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", *LAUNCHER)}
+    return plain | {"MASTER_PORT": str(port)}

@@ -1,7 +1,5 @@
 """benchmarks/architectures.py on small widths: what it records, and that a wrong gradient does not pass."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,8 @@ SMALL = ["vocab_size=256", "hidden_size=64", "intermediate_size=96", "num_attent
 
 
 @pytest.fixture(scope="module")
-def architectures():
-    spec = importlib.util.spec_from_file_location("architectures", FILE)
-    sys.modules["architectures"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["architectures"]
+def architectures(script):
+    return script("architectures")
 
 
 def run(architectures, folder, name, *more):

@@ -1,27 +1,20 @@
 """benchmarks/counters.py: what is read of ncu's output, with what stands for ncu."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from tigon.bench import report
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "counters.py"
-if not SCRIPT.exists():
-    pytest.skip("the benchmarks are not part of an installed package", allow_module_level=True)
 
-spec = importlib.util.spec_from_file_location("counters", SCRIPT)
-counters = importlib.util.module_from_spec(spec)
-sys.modules["counters"] = counters  # dataclasses look their module up
-spec.loader.exec_module(counters)
+@pytest.fixture(scope="module")
+def counters(script):
+    return script("counters")
+
 
 CASE = "layer_norm 8x16 bf16 tigon"
 
 
-def page(*values: str) -> str:
-    names = ["ID", "Kernel Name", "Block Size", "Grid Size", *counters.METRICS.values()]
+def page(metrics, *values: str) -> str:
+    names = ["ID", "Kernel Name", "Block Size", "Grid Size", *metrics.values()]
     line = ["0", "void ns::my_kernel<float>(int)", "(128, 1, 1)", "(8, 1, 1)", *values]
     quoted = [",".join(f'"{cell}"' for cell in cells) for cells in (names, [""] * len(names), line)]
     return "\n".join(["==PROF== Connected to process 1", *quoted, ""])
@@ -37,8 +30,9 @@ def stand_in(tmp_path, monkeypatch, text: str, code: int = 0) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
 
-def test_a_kernel_becomes_a_row(tmp_path, monkeypatch):
-    stand_in(tmp_path, monkeypatch, page("2,500", "1048576", "2097152", "50", "25", "12.5", "64", "2048", "1.5", "0"))
+def test_a_kernel_becomes_a_row(counters, tmp_path, monkeypatch):
+    values = ("2,500", "1048576", "2097152", "50", "25", "12.5", "64", "2048", "1.5", "0")
+    stand_in(tmp_path, monkeypatch, page(counters.METRICS, *values))
     counters.main(["--output", str(tmp_path / "out"), "--only", CASE])
     content = report.load(next((tmp_path / "out").glob("*-counters.json")))
     (row,) = content["rows"]
@@ -49,14 +43,14 @@ def test_a_kernel_becomes_a_row(tmp_path, monkeypatch):
     assert row["needed_mib"] > 0
 
 
-def test_no_kernel_is_a_failure_with_a_reason(tmp_path, monkeypatch):
+def test_no_kernel_is_a_failure_with_a_reason(counters, tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, "==ERROR== nothing\n", code=1)
     counters.main(["--output", str(tmp_path / "out"), "--only", CASE])
     (row,) = report.load(next((tmp_path / "out").glob("*-counters.json")))["rows"]
     assert (row["status"], row["reason"]) == ("failed", "trouble")
 
 
-def test_without_ncu_a_sentence(tmp_path, monkeypatch):
+def test_without_ncu_a_sentence(counters, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="ncu, of NVIDIA Nsight Compute, is not on the PATH"):
         counters.main(["--output", str(tmp_path)])

@@ -1,7 +1,5 @@
 """benchmarks/h200.py: what the record holds, and that its parts and interrupted runs make one file."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "h200.py"
 
 
 @pytest.fixture(scope="module")
-def h200():
-    spec = importlib.util.spec_from_file_location("h200", SCRIPT)
-    sys.modules["h200"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["h200"]
+def h200(script):
+    return script("h200")
 
 
 def test_every_operator_is_recorded_in_three_dtypes(h200):

@@ -87,23 +87,8 @@ def test_state_is_saved_and_loaded_as_before(tmp_path):
     torch.testing.assert_close(loaded.train()(**batch()).loss, expected, rtol=2e-6, atol=0)
 
 
-@pytest.fixture
-def process_group(tmp_path, monkeypatch):
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}.items():
-        monkeypatch.setenv(name, value)
-    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("first", ["fuse", "prepare"])
-def test_ddp(process_group, first):
+def test_ddp(launched, first):
     plain, *_ = train()
     AcceleratorState._reset_state()
     PartialState._reset_state()
@@ -114,7 +99,7 @@ def test_ddp(process_group, first):
 
 
 @pytest.mark.parametrize("first", ["fuse", "prepare"])
-def test_fsdp2(process_group, first):
+def test_fsdp2(launched, first):
     """What prepare() calls for FSDP2, which it refuses on a CPU."""
     if torch.cuda.is_available():
         pytest.skip("the mesh would be one of GPUs")

@@ -3,7 +3,6 @@
 In a process of its own: what other tests import and patch does not count.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def test_all_names_are_the_same_objects(tmp_path):
+def test_all_names_are_the_same_objects(tmp_path, environment):
     script = Path(__file__).parent / "nothing_patched.py"
-    # Nor is it part of a distributed run that these tests are started in.
-    without = {"TRITON_INTERPRET", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {k: v for k, v in os.environ.items() if k not in without} | {"HF_HUB_OFFLINE": "1"}
+    environment = environment | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
     )

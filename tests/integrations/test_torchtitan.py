@@ -189,19 +189,6 @@ def step(model, loss_fn, **loss_inputs):
     return loss.detach(), {n: g.clone() for n, g in whole.items()}
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist
-    dist.destroy_process_group()
-
-
 def fused_config(titan):
     config = trainer_config()
     config.model_spec = model_registry("debugmodel", converters=[titan.FuseConverter.Config()])

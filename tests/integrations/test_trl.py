@@ -84,29 +84,8 @@ def test_losses_metrics_and_gradients(task, family, tmp_path, monkeypatch):
         assert any("aux_loss" in row for row in plain[0]) == (task == "sft")
 
 
-@pytest.fixture
-def process_group(tmp_path, monkeypatch):
-    import torch.distributed as dist
-    from accelerate.state import AcceleratorState, PartialState
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    states = AcceleratorState, PartialState
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}.items():
-        monkeypatch.setenv(name, value)
-    for state in states:
-        state._reset_state()
-    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    for state in states:
-        state._reset_state()
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("task", ["sft", "dpo", "orpo", "grpo", "gkd"])
-def test_distributed_data_parallel(task, tmp_path, monkeypatch, process_group):
+def test_distributed_data_parallel(task, tmp_path, monkeypatch, launched):
     """Where the Trainer has DDP look for unused parameters, DDP clones what a model returns."""
     plain_trainer, trainer = cases.twins(getattr(cases, task), tmp_path, ddp_find_unused_parameters=True)
     fusion = trl.fuse(trainer)

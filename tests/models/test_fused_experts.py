@@ -11,6 +11,7 @@ import tigon
 
 pytest.importorskip("transformers")
 import transformers
+from test_families import assert_close, step
 from tiny import tiny_inputs, tiny_model
 from zoo import BASE, MOE, batch, build
 
@@ -146,20 +147,6 @@ def test_what_is_left_has_a_reason(case):
 
 
 # ------------------------------------------------------------------------------------------------------ in models
-
-
-def step(model, inputs):
-    model.zero_grad()
-    outputs = model(**inputs)
-    outputs.loss.backward()
-    return outputs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_close(fused, plain):
-    assert fused.keys() == plain.keys()
-    largest = max(g.abs().max() for g in plain.values())
-    for name, g in plain.items():
-        assert (fused[name] - g).abs().max() <= 3e-6 * g.abs().max() + 1e-7 * largest, name
 
 
 CLASSES = [

@@ -350,19 +350,6 @@ def test_trainer_without_metrics_never_builds_logits(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- parallel
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_distributed_data_parallel(process_group, options):
     model, inputs = build("llama"), batch("llama")

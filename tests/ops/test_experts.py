@@ -139,6 +139,23 @@ def test_nothing_as_large_as_all_tokens_of_all_experts_is_kept(device):
     assert [tuple(t.shape) for t in floats] == [(T * K, 2 * inner)]
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_the_gradient_of_z_lies_over_z_where_the_graph_goes(retain_graph, device):
+    x, index, weights, gate_up, down, *_ = MOE_MLP.draw(Case("", (32, 64, 16, 4, 2)), torch.float32, device)
+    leaves = [t.requires_grad_() for t in (x, weights, gate_up, down)]
+    saved: list[Tensor] = []
+    with (
+        tigon.use_backend("triton"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        y = moe_mlp(x, index, *leaves[1:])
+    (z,) = [t for t in saved if t.shape == (64, 32)]
+    before = z.clone()
+    y.sum().backward(retain_graph=retain_graph)
+    assert torch.equal(z, before) == retain_graph
+
+
 def test_compiled_where_the_reference_serves(device):
     """In a graph it does not know the split, and multiplies all tokens by all experts: with the same result."""
     inputs = MOE_MLP.draw(Case("", (24, 40, 24, 4, 2), {}, {"bias": True}), torch.float32, device)
