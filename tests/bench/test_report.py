@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -180,15 +181,45 @@ def test_counters_are_shown():
     assert "occupancy" not in table[-2], "what was not measured has no column"
 
 
-@pytest.mark.parametrize("kind", ["ops", "host", "model", "architecture"])
+def lengths():
+    return report.result("sequence", [replace(SIDES[0], seq=seq) for seq in (1024, 2048)])
+
+
+CONTENTS = {
+    "ops": operators,
+    "host": lambda: report.result("host", HOST),
+    "model": lambda: report.result("model", SIDES),
+    "profile": lambda: report.result("model", [replace(SIDES[0], profile_ms={"matmul": 400.0, "idle": 4.0})]),
+    "sequence": lengths,
+    "architecture": lambda: {**report.result("architecture", []), "rows": ARCHITECTURES},
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
 def test_charts_are_drawn(tmp_path, kind):
     plots = pytest.importorskip("tigon.bench.plots")
     pytest.importorskip("matplotlib")
-    content = {
-        "ops": operators,
-        "host": lambda: report.result("host", HOST),
-        "model": lambda: report.result("model", SIDES),
-        "architecture": lambda: {**report.result("architecture", []), "rows": ARCHITECTURES},
-    }
-    plots.plot(content[kind](), tmp_path / "r.png")
+    plots.plot(CONTENTS[kind](), tmp_path / "r.png", kind)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    drawn = plots.svg(CONTENTS[kind](), kind)
+    assert drawn.startswith("<svg ")
+    assert "currentColor" in drawn
+    assert plots.INK not in drawn
+    assert " height=" not in drawn.split(">", 1)[0], "it would not shrink with the page"
+
+
+def test_models_are_compared_with_the_plain_one():
+    rows = [SIDES[0], replace(SIDES[1], status="ok", reason="", tokens_per_s=10000.0, step_ms=819.0, peak_gib=100.0)]
+    table = report.to_text(report.result("model", [replace(rows[0], side="floor"), *rows])).splitlines()
+    assert "13,000 (+30.0%)" in table[3]
+    assert "69.0 (-31.0%)" in table[3]
+    assert "(" not in table[2], "a floor is no side"
+    assert "(" not in table[4]
+    other = replace(rows[1], seq=1024)
+    assert "(" not in report.to_text(report.result("model", [rows[0], other])).split("\n", 2)[2], "of another case"
+
+
+def test_memory_over_the_length_is_shown():
+    line = report.to_text(lengths()).splitlines()[-1].split()
+    assert line[:4] == ["llama-3-8b", "2,048", "tigon", "69.0"]
+    assert report.file_name({**lengths(), "environment": {"device": "NVIDIA H200"}}) == "h200-sequence.json"

@@ -5,11 +5,15 @@ tokens from one seed, one eighth of each sequence masked out of the loss. Every 
 patches classes for the whole process, and one allocator's fragmentation is not the next one's.
 
     python -m tigon.bench.models --model llama-3-8b --batch 16 --seq 512 --output results
+
+Several models, their floors and profiles in one run: benchmarks/models.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import statistics
 import subprocess
@@ -18,22 +22,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WARMUP_STEPS = 3
 LEARNING_RATE = 1e-5
+WARM_LENGTH = 64  # of the step before the first that memory is measured in
 
 
 @dataclass
 class Side:
-    """One side of the comparison."""
+    """One side of the comparison: a key of SIDES, or "floor", what no side can be faster than (see floor.py)."""
 
     model: str
     side: str
@@ -50,6 +56,10 @@ class Side:
     peak_gib: float | None = None
     losses: list[float] = field(default_factory=list)
     start_s: float | None = None
+    gpus: int = 1
+    times_floor: float | None = None
+    # Milliseconds of the device in one step by kind of kernel, "idle" among them (see kernels.py).
+    profile_ms: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,8 +87,19 @@ def _compile(model: PreTrainedModel) -> None:
     model.compile()
 
 
+def _tigon_compile(model: PreTrainedModel) -> None:
+    _tigon(model)
+    _compile(model)
+
+
 # What each side does to the plain model.
-SIDES: dict[str, Callable[[Any], None]] = {"hf": _hf, "compile": _compile, "liger": _liger, "tigon": _tigon}
+SIDES: dict[str, Callable[[Any], None]] = {
+    "hf": _hf,
+    "compile": _compile,
+    "liger": _liger,
+    "tigon": _tigon,
+    "tigon-compile": _tigon_compile,
+}
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 
 
@@ -94,47 +115,221 @@ def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **
     return model.train()
 
 
-def train_side(
-    side: Side, device: torch.device, steps: int, overrides: dict[str, Any], say: Callable[[str], None] = print
-) -> Side:
-    """Fill one row by training for WARMUP_STEPS + steps. Runs in the process that it is called in."""
-    start = time.perf_counter()
-    model = build(side.model, device, getattr(torch, side.dtype), **overrides)
-    if side.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    attention = model.config._attn_implementation
-    side.note = "" if attention == "sdpa" else f"{attention} attention"
-    SIDES[side.side](model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
-    draw = torch.Generator(device).manual_seed(1)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+class Trainer:
+    """The model of a side with its optimizer; a step runs on tokens that are the same for every side."""
+
+    def __init__(self, side: Side, device: torch.device, overrides: dict[str, Any]) -> None:
+        self.device = device
+        self.model = build(side.model, device, getattr(torch, side.dtype), **overrides)
+        if side.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        attention = self.model.config._attn_implementation
+        side.note = "" if attention == "sdpa" else f"{attention} attention"
+        SIDES[side.side](self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
+        self.draw = torch.Generator(device).manual_seed(1)
+
+    def batch(self, batch: int, seq: int) -> dict[str, Tensor]:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (batch, seq), generator=self.draw, device=self.device)
+        labels = ids.clone()
+        labels[:, : seq // 8] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    def step(self, inputs: dict[str, Tensor]) -> Tensor:
+        loss = self.model(**inputs).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def timed_step(self, inputs: dict[str, Tensor]) -> tuple[float, float]:
+        """Loss and milliseconds, from an idle device to an idle device."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        loss = self.step(inputs)
+        synchronize(self.device)
+        return loss.item(), 1e3 * (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory allocated since the counter was reset; None where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def train_side(
+    side: Side,
+    device: torch.device,
+    steps: int,
+    overrides: dict[str, Any],
+    say: Callable[[str], None] = print,
+    profile: bool = False,
+) -> Side:
+    """Fill one row by training for WARMUP_STEPS + steps. Runs in the process that it is called in.
+
+    profile: of two further steps the second is recorded by kind of kernel.
+    """
+    start = time.perf_counter()
+    trainer = Trainer(side, device, overrides)
+    synchronize(device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     side.start_s = time.perf_counter() - start
-    losses, times = [], []
+    times = []
     for step in range(WARMUP_STEPS + steps):
-        ids = torch.randint(model.config.vocab_size, (side.batch, side.seq), generator=draw, device=device)
-        labels = ids.clone()
-        labels[:, : side.seq // 8] = -100
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
-        say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {losses[-1]:.5f}, {times[-1]:.0f} ms")
-    side.losses, side.steps_ms = losses, times[WARMUP_STEPS:]
+        loss, ms = trainer.timed_step(trainer.batch(side.batch, side.seq))
+        side.losses.append(loss)
+        times.append(ms)
+        say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {loss:.5f}, {ms:.0f} ms")
+    side.steps_ms = times[WARMUP_STEPS:]
     side.step_ms = statistics.median(side.steps_ms)
     side.tokens_per_s = 1e3 * side.batch * side.seq / side.step_ms
-    if on_gpu:
-        side.peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+    side.peak_gib = peak_gib(device)
+    if profile:
+        from tigon.bench.kernels import profile_step
+
+        inputs = trainer.batch(side.batch, side.seq)
+        side.profile_ms = profile_step(lambda: trainer.step(inputs), device)
     return side
+
+
+def measure_lengths(
+    side: Side,
+    device: torch.device,
+    longest: int,
+    overrides: dict[str, Any],
+    say: Callable[[str], None] = print,
+    done: Callable[[list[Side]], None] = lambda rows: None,
+) -> list[Side]:
+    """Peak memory of one training step over the length of the sequences: side.seq doubled until it no longer fits.
+
+    Between the last length that fits and the first that does not, the one in the middle is tried as well. The
+    optimizer's states are there before the first length is measured. `done` gets the rows so far after each length.
+
+    Args:
+        longest: no length beyond it is tried, in tokens.
+    """
+    trainer = Trainer(side, device, overrides)
+    trainer.step(trainer.batch(side.batch, WARM_LENGTH))
+    rows: list[Side] = []
+
+    def fits(seq: int) -> bool:
+        row = replace(side, seq=seq, losses=[], steps_ms=[])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            loss, row.step_ms = trainer.timed_step(trainer.batch(side.batch, seq))
+            row.losses, row.tokens_per_s = [loss], 1e3 * side.batch * seq / row.step_ms
+            row.peak_gib = peak_gib(device)
+            say(f"{side.side}: step of {seq} tokens, {row.step_ms:.0f} ms")
+        except torch.OutOfMemoryError:
+            row.status, row.reason = "failed", "out of memory"
+        trainer.optimizer.zero_grad(set_to_none=True)
+        rows.append(row)
+        done(rows)
+        return row.status == "ok"
+
+    seq = side.seq
+    while seq <= longest and fits(seq):
+        seq *= 2
+    if len(rows) > 1 and rows[-1].status == "failed":
+        fits(seq // 4 * 3)
+    return sorted(rows, key=lambda row: row.seq)
+
+
+class Processes:
+    """Processes that each do one thing and end, one after another: the next one imports while this one works.
+
+    Args:
+        count: how many there will be.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.waiting: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.waiting is not None:
+            _end(self.waiting)
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tigon.bench.models", "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(
+        self,
+        row: Side,
+        *,
+        device: str,
+        timeout_s: float = 1800.0,
+        say: Callable[[str], None] = lambda text: None,
+        **request: Any,
+    ) -> list[Side]:
+        """The rows that a task of TASKS makes of this one; one with the reason when its process fails.
+
+        request: "task", and "steps", "overrides", "profile", "longest" where they are not the defaults.
+        """
+        process, self.waiting = self.waiting or self._start(), None
+        self.left -= 1
+        if self.left > 0:
+            self.waiting = self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder, "rows.json")
+            message = {"row": row.to_dict(), "device": device, "result": str(result), **request}
+            last, late = "", threading.Event()
+
+            def end() -> None:
+                late.set()
+                process.kill()
+
+            watchdog = threading.Timer(timeout_s, end)
+            watchdog.start()
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                with contextlib.suppress(BrokenPipeError):  # it has died; its last words say why
+                    process.stdin.write(json.dumps(message) + "\n")
+                    process.stdin.close()
+                for line in process.stdout:
+                    last = line.strip() or last
+                    if line.startswith(f"{row.side}: step"):
+                        say(f"{row.model} {line.strip()}")
+                process.wait()
+            finally:
+                watchdog.cancel()
+                _end(process)
+            rows = [Side(**one) for one in json.loads(result.read_text())] if result.exists() else []
+        if late.is_set():
+            rows.append(replace(row, status="failed", reason=f"took longer than {timeout_s:.0f} s"))
+        elif not rows:
+            reason = f"the process ended with code {process.returncode}: {last[:200]}"
+            rows.append(replace(row, status="failed", reason=reason))
+        return rows
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def run_model(
@@ -157,78 +352,72 @@ def run_model(
     `say` hears of every step; `done` gets the rows so far after each side.
     """
     rows: list[Side] = []
-    for name in sides:
-        row = Side(model, name, batch, seq, checkpointing, dtype)
-        rows.append(_in_own_process(row, steps, device, overrides or {}, timeout_s, say))
-        done(rows)
+    with Processes(len(sides)) as processes:
+        for name in sides:
+            row = Side(model, name, batch, seq, checkpointing, dtype)
+            rows += processes.run(
+                row, device=device, timeout_s=timeout_s, say=say, task="train", steps=steps, overrides=overrides or {}
+            )
+            done(rows)
     return rows
 
 
-def _in_own_process(
-    row: Side, steps: int, device: str, overrides: dict[str, Any], timeout_s: float, say: Callable[[str], None]
-) -> Side:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "row.json")
-        request = {
-            "row": row.to_dict(),
-            "steps": steps,
-            "device": device,
-            "overrides": overrides,
-            "result": str(result),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tigon.bench.models", "--side", json.dumps(request)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        last, late = "", threading.Event()
+def _floor(row: Side, device: torch.device, overrides: dict[str, Any], say: Callable[[str], None]) -> list[Side]:
+    from tigon.bench.floor import measure_floor
 
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        watchdog = threading.Timer(timeout_s, end)
-        watchdog.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                last = line.strip() or last
-                if line.startswith(f"{row.side}: step"):
-                    say(f"{row.model} {line.strip()}")
-            process.wait()
-        finally:
-            watchdog.cancel()
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        if late.is_set():
-            row.status, row.reason = "failed", f"took longer than {timeout_s:.0f} s"
-            return row
-        if result.exists():
-            return Side(**json.loads(result.read_text()))
-        row.status, row.reason = "failed", f"the process ended with code {process.returncode}: {last[:200]}"
-        return row
+    row.profile_ms = measure_floor(row, device, overrides)
+    row.step_ms = sum(row.profile_ms.values())
+    row.tokens_per_s = 1e3 * row.batch * row.seq / row.step_ms
+    row.note = "matrix products, attention and optimizer alone"
+    say(f"{row.side}: step of {row.step_ms:.0f} ms")
+    return [row]
 
 
-def _serve(request: dict[str, Any]) -> int:
-    """The child: one side, its row written to a file at the end."""
-    row = Side(**request["row"])
+def _train(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
+    options.pop("done")
+    return [train_side(row, device, overrides=overrides, **options)]
+
+
+def _lengths(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
+    return measure_lengths(row, device, overrides=overrides, **options)
+
+
+# What a process can be asked for.
+TASKS: dict[str, Callable[..., list[Side]]] = {
+    "train": _train,
+    "floor": lambda row, done, **options: _floor(row, **options),
+    "lengths": _lengths,
+}
+
+
+def _serve() -> int:
+    """The child: imports, waits for one request, and writes its rows to a file."""
+    import transformers.modeling_utils  # noqa: F401
+
+    import tigon.models  # noqa: F401
+
+    line = sys.stdin.readline()
+    if not line:  # whoever started this needs nothing more
+        return 0
+    request = json.loads(line)
+    row, result = Side(**request.pop("row")), Path(request.pop("result"))
+    task, device = TASKS[request.pop("task")], torch.device(request.pop("device"))
+
+    def keep(rows: list[Side]) -> None:
+        part = result.with_suffix(".part")
+        part.write_text(json.dumps([one.to_dict() for one in rows]))
+        part.replace(result)
+
     try:
-        row = train_side(
-            row,
-            torch.device(request["device"]),
-            request["steps"],
-            request["overrides"],
-            lambda text: print(text, flush=True),
-        )
+        rows = task(row, device=device, say=lambda text: print(text, flush=True), done=keep, **request)
     except torch.OutOfMemoryError:
-        row.status, row.reason = "failed", "out of memory"
+        rows = [replace(row, status="failed", reason="out of memory")]
     except ModuleNotFoundError as error:
-        row.status, row.reason = "failed", f"{error.name} is not installed"
+        rows = [replace(row, status="failed", reason=f"{error.name} is not installed")]
     except Exception as error:  # a peer may fail in any way, and its row says how
-        row.status, row.reason = "failed", " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    Path(request["result"]).write_text(json.dumps(row.to_dict()))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        rows = [replace(row, status="failed", reason=reason)]
+    keep(rows)
     return 0
 
 
@@ -243,10 +432,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="folder for the result file, which is written after every side")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.side:
-        return _serve(json.loads(options.side))
+    if options.serve:
+        return _serve()
     from tigon.bench import report
 
     device = torch.device(options.device)

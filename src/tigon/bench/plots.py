@@ -1,10 +1,12 @@
-"""Results of `tigon bench` as charts in one PNG: multiples of the floor, microseconds of the host, tokens/s and memory
-of whole models as bars; the memory of a loss over the number of tokens as lines."""
+"""Results of `tigon bench` as charts, PNG or SVG: multiples of the floor, microseconds of the host, tokens/s and memory
+of whole models as bars, a step's kinds of kernel as stacked ones; memory over the number of tokens as lines."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import re
 from typing import Any
 
 from tigon.bench.report import headline
@@ -14,6 +16,7 @@ COLOURS = {
     "tigon": "#d9480f",
     "tigon-weight": "#f08c3a",
     "tigon-compact": "#f5b97f",
+    "tigon-compile": "#f08c3a",
     "liger": "#3b6ea5",
     "liger-fp32": "#7ba3cc",
     "compile": "#7a7a7a",
@@ -22,8 +25,25 @@ COLOURS = {
     "hf": "#b5b5b5",
     "cce": "#6a9c78",
     "quack": "#8d7ab5",
+    "floor": "#dcdcdc",
 }
 OTHER = "#999999"
+# Kinds of kernel in the order of a stacked bar: what every side needs comes first.
+KERNELS = {
+    "matmul": "#3b6ea5",
+    "attention": "#6a9c78",
+    "optimizer": "#8d7ab5",
+    "loss": "#d9480f",
+    "norms": "#f08c3a",
+    "gated unit": "#d0b070",
+    "rotary": "#b58a6a",
+    "embedding": "#7ba3cc",
+    "communication": "#444f5a",
+    "elementwise and copies": "#8a8a8a",
+    "idle": "#dcdcdc",
+}
+# Stands for the colour of the text around an SVG: no chart draws with it otherwise.
+INK = "#010203"
 # Bars of operators end at this multiple of the shortest, so that the slowest do not flatten the others.
 LONGEST = 6.0
 
@@ -31,18 +51,37 @@ LONGEST = 6.0
 def plot(content: dict[str, Any], path: str | os.PathLike[str], kind: str | None = None) -> None:
     """Draw a result (see report.result) to a PNG file. Rows that were not measured are left out.
 
-    kind: "memory" for the peak memory of operators instead of their time; default: what the content is.
+    kind: "memory" for the peak memory of operators instead of their time, "profile" for the kinds of kernel of whole
+        models; default: what the content is.
     """
+    _save(content, path, kind, {}, headline(content), format="png", dpi=150)
+
+
+def svg(content: dict[str, Any], kind: str | None = None) -> str:
+    """The same as an <svg> element to stand in a page, on no background and in the colour of the page's text."""
+    file = io.StringIO()
+    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings = {**dict.fromkeys(ink, INK), "svg.fonttype": "none", "svg.hashsalt": "tigon", "legend.framealpha": 0.0}
+    _save(content, file, kind, settings, "", format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    # Width and height in points would keep it from shrinking with the page; the viewBox says what they are.
+    text = re.sub(r' width="([\d.]+)pt" height="[\d.]+pt"', r' style="max-width: \1pt"', text, count=1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+def _save(content: dict[str, Any], target: Any, kind: str | None, settings: Any, title: str, **options: Any) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    draw = KINDS[kind or content["kind"]]
-    figure = draw(content, plt)
-    figure.suptitle(headline(content), fontsize=8, color="#555555")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    with matplotlib.rc_context(settings):
+        figure = KINDS[kind or content["kind"]](content, plt)
+        if title:
+            figure.suptitle(title, fontsize=8, color="#555555")
+        figure.savefig(target, bbox_inches="tight", **options)
+        plt.close(figure)
 
 
 def _panels(groups: dict[str, list[dict[str, Any]]], plt: Any, height: float = 0.32) -> tuple[Any, list[Any]]:
@@ -85,7 +124,7 @@ def _operators(content: dict[str, Any], plt: Any) -> Any:
     figure, axes = _panels(groups, plt)
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
         _bars(axis, rows, "implementation", "times_floor", "{:.2f}×", LONGEST)
-        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)
     return figure
@@ -134,17 +173,81 @@ def _host(content: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
+def _case(row: dict[str, Any]) -> str:
+    gpus = f"  {row['gpus']} GPUs" if row.get("gpus", 1) > 1 else ""
+    return f"{row['model']}  {row['batch']}×{row['seq']}{'  checkpointing' if row['checkpointing'] else ''}{gpus}"
+
+
 def _models(content: dict[str, Any], plt: Any) -> Any:
     panels: dict[str, tuple[list[dict[str, Any]], str, str]] = {}
     for row in content["rows"]:
-        what = f"{row['model']}  {row['batch']}×{row['seq']}" + ("  checkpointing" if row["checkpointing"] else "")
         for key, unit, label in (("tokens_per_s", "tokens/s", "{:,.0f}"), ("peak_gib", "peak GiB", "{:.1f}")):
             if row["status"] == "ok" and row[key] is not None:
-                panels.setdefault(f"{what}, {unit}", ([], key, label))[0].append(row)
+                panels.setdefault(f"{_case(row)}, {unit}", ([], key, label))[0].append(row)
     figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, 0.36)
     for axis, (title, (rows, key, label)) in zip(axes, panels.items(), strict=False):
         _bars(axis, rows, "side", key, label)
         axis.set_title(title, fontsize=9, loc="left")
+    return figure
+
+
+def has_profile(content: dict[str, Any]) -> bool:
+    """Whether anything but floors was recorded by kind of kernel."""
+    return any(row.get("profile_ms") and row.get("side") != "floor" for row in content["rows"])
+
+
+def _profile(content: dict[str, Any], plt: Any) -> Any:
+    """One panel for each case: a bar a side, made of what its kernels were for."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        if row.get("profile_ms"):
+            panels.setdefault(_case(row), []).append(row)
+    panels = {title: rows for title, rows in panels.items() if has_profile({"rows": rows})}
+    figure, axes = _panels(panels, plt, 0.36)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
+        left = [0.0] * len(rows)
+        for kind, colour in KERNELS.items():
+            widths = [row["profile_ms"].get(kind, 0.0) for row in rows]
+            axis.barh(range(len(rows)), widths, left=left, color=colour)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for place, end in enumerate(left):
+            axis.text(end, place, f" {end:,.0f}", va="center", fontsize=8)
+        axis.set_yticks(range(len(rows)), [row["side"] for row in rows], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.12 * max(left))
+        axis.tick_params(axis="x", labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("milliseconds of the device in one step", fontsize=7)
+        axis.set_title(title, fontsize=9, loc="left")
+    recorded = {kind for rows in panels.values() for row in rows for kind in row["profile_ms"]}
+    present = [kind for kind in KERNELS if kind in recorded]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=KERNELS[kind]) for kind in present]
+    figure.legend(handles, present, loc="outside lower center", ncols=min(5, len(present)), fontsize=7)
+    return figure
+
+
+def _sequence(content: dict[str, Any], plt: Any) -> Any:
+    """Peak memory over the length; a line ends at the longest sequence that fits."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["peak_gib"]:
+            lines.setdefault(row["side"], []).append((row["seq"], row["peak_gib"]))
+    figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    for name, points in lines.items():
+        lengths, gib = zip(*sorted(points), strict=True)
+        colour = COLOURS.get(name, OTHER)
+        axis.plot(lengths, gib, marker="o", markersize=3, label=f"{name}: {lengths[-1]:,} tokens", color=colour)
+    if available := content["environment"].get("memory_gib"):
+        axis.axhline(available, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+    axis.set_ylim(0)
+    axis.set_xlabel("tokens of a sequence", fontsize=8)
+    axis.set_ylabel("peak memory, GiB", fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7, title="longest measured", title_fontsize=7)
+    axis.set_title(_case({**content["rows"][0], "seq": "length"}), fontsize=9, loc="left")
     return figure
 
 
@@ -168,9 +271,17 @@ def _architectures(content: dict[str, Any], plt: Any) -> Any:
     figure, axes = _panels(panels, plt)
     for axis, (title, shown), key in zip(axes, panels.items(), ("faster", "smaller"), strict=False):
         _bars(axis, shown, "model", key, "{:.2f}×", by="tigon")
-        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=9, loc="left")
     return figure
 
 
-KINDS = {"ops": _operators, "host": _host, "model": _models, "memory": _memory, "architecture": _architectures}
+KINDS = {
+    "ops": _operators,
+    "host": _host,
+    "model": _models,
+    "profile": _profile,
+    "sequence": _sequence,
+    "memory": _memory,
+    "architecture": _architectures,
+}

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
-# models.Side for "model", Side of benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for
-# "counters".
+# models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
+# "architecture", Row of benchmarks/counters.py for "counters".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -107,12 +107,15 @@ def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None
     }
 
 
-def file_name(content: dict[str, Any]) -> str:
-    """What the file of a result is called in benchmarks/results: the device and what was measured on it."""
+def file_name(content: dict[str, Any], what: str | None = None) -> str:
+    """What the file of a result is called in benchmarks/results: the device and what was measured on it.
+
+    what: replaces what is told by the kind, and by the first row of whole models.
+    """
     device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
     words = "".join(c if c.isalnum() else " " for c in device).split()
-    if content["kind"] in ("ops", "host", "architecture", "counters"):
-        return "-".join([*words, content["kind"]]) + ".json"
+    if what or content["kind"] != "model":
+        return "-".join([*words, what or content["kind"]]) + ".json"
     row = content["rows"][0]
     checkpointing = ["checkpointing"] if row["checkpointing"] else []
     return "-".join([*words, row["model"], f"{row['batch']}x{row['seq']}", *checkpointing]) + ".json"
@@ -212,6 +215,15 @@ def _errors(row: dict[str, Any]) -> str:
 
 def _remark(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
+def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
+    """The number, and by how much it is more or less than Hugging Face's in the same case."""
+    if row[key] is None:
+        return "–"
+    plain = row.get("plain") or {}
+    more = "" if not plain.get(key) else f" ({100 * (row[key] / plain[key] - 1):+.1f}%)"
+    return f"{row[key]:,.{digits}f}{more}"
+
+
         return f"{row['status'].upper()}: {row['reason']}"
     return row.get("note", "")
 
@@ -246,15 +258,26 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "model": lambda r: r["model"],
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
         "by": lambda r: r["side"],
-        "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
+        "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
+        "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "step ms": lambda r: _number(r["step_ms"]),
-        "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
+        "× floor": lambda r: "–" if r["side"] == "floor" or not r.get("times_floor") else f"{r['times_floor']:.2f}×",
+        "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
         "first loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
         "last loss": lambda r: f"{r['losses'][-1]:.5f}" if r["losses"] else "–",
         "remark": _remark,
     },
     "architecture": {
         "model": lambda r: f"{r['model']}, {r['layers']} layers",
+    "sequence": {
+        "model": lambda r: r["model"] + (", checkpointing" if r["checkpointing"] else ""),
+        "sequence": lambda r: f"{r['seq']:,}",
+        "by": lambda r: r["side"],
+        "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
+        "step ms": lambda r: _number(r["step_ms"]),
+        "loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
+        "remark": _remark,
+    },
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
         "by": lambda r: r["side"],
         "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
@@ -282,15 +305,20 @@ COLUMNS["counters"] = {
     },
     "remark": _remark,
 }  # fmt: skip
-_CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing")
-_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq")
+_CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
+_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence")
 _TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "kernel", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table. Columns that say nothing in any row are left out."""
     columns = COLUMNS[content["kind"]]
-    rows = [[column(row) for column in columns.values()] for row in content["rows"]]
+    plain = {case_of(row): row for row in content["rows"] if row.get("side") == "hf" and row["status"] == "ok"}
+    beside = [
+        {**row, "plain": plain.get(case_of(row))} if row.get("side") not in ("hf", "floor") else row
+        for row in content["rows"]
+    ]
+    rows = [[column(row) for column in columns.values()] for row in beside]
     kept = [i for i in range(len(columns)) if any(row[i] not in ("", "–") for row in rows)]
     return [list(columns)[i] for i in kept], [[row[i] for i in kept] for row in rows]
 

@@ -1,0 +1,167 @@
+"""Whole models on one GPU: a training step of five of them beside Hugging Face, torch.compile, Liger and their floors.
+
+    python benchmarks/models.py --output results                            every row and side
+    python benchmarks/models.py --output results --profile                  and where the device's time goes
+    python benchmarks/models.py --output results --only llama-3.2-1b --sides hf,liger,tigon
+    python benchmarks/models.py --output results --resume results/h200-models.json            what is missing
+    python benchmarks/models.py --output results --memory-over-sequence     peak memory of Llama-3-8B over the length
+
+Every side trains in a process of its own, the next of which imports meanwhile. The result file is written after every
+side. Sides that compile come last: they take a minute each, and a budget that is too small leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from tigon.bench import report
+from tigon.bench.models import Processes, Side
+
+ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile")
+
+
+@dataclass(frozen=True)
+class Case:
+    """compiled: also under torch.compile. steps: timed, after three of warm-up."""
+
+    model: str
+    batch: int
+    seq: int
+    checkpointing: bool = False
+    compiled: bool = False
+    steps: int = 6
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.batch}x{self.seq}" + ("-checkpointing" if self.checkpointing else "")
+
+    def sides(self) -> list[str]:
+        return [side for side in ORDER if self.compiled or "compile" not in side]
+
+
+CASES = (
+    Case("llama-3-8b", 16, 512, compiled=True),
+    Case("llama-3-8b", 16, 2048, checkpointing=True, steps=4),
+    Case("llama-3.2-1b", 16, 2048, compiled=True),
+    Case("qwen3-1.7b", 8, 2048),
+    Case("gemma-2-2b", 8, 2048),
+)
+# Weights, gradients and states of eight billion parameters are 60 GiB; from 1024 tokens on, one sequence at a time.
+LENGTHS = Case("llama-3-8b", 1, 1024, checkpointing=True)
+LENGTH_SIDES = ("hf", "liger", "tigon")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
+    parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
+    parser.add_argument("--only", help="rows whose names contain one of these, separated by commas; default: all")
+    parser.add_argument("--sides", help=f"of every row, separated by commas: {', '.join(ORDER)}")
+    parser.add_argument("--steps", type=int, help="timed steps; default: those of the row")
+    parser.add_argument("--profile", action="store_true", help="record one more step of each side by kind of kernel")
+    parser.add_argument("--resume", type=Path, help="a result file whose sides are kept, and not measured again")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further side is begun")
+    parser.add_argument("--memory-over-sequence", action="store_true", help="peak memory over the sequence's length")
+    parser.add_argument("--longest", type=int, default=131072, help="tokens, with --memory-over-sequence")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=N", help="of every model's configuration")
+    parser.add_argument("--shape", help="BATCHxSEQ instead of every row's own")
+    options = parser.parse_args(arguments)
+    unknown = [side for side in (options.sides or "").split(",") if side and side not in ORDER]
+    if unknown:
+        parser.error(f"--sides must be among {', '.join(ORDER)}, got {', '.join(unknown)}")
+    return options
+
+
+def plan(options: argparse.Namespace) -> list[tuple[Case, str]]:
+    """The cases and their sides, in the order in which they run."""
+    cases = (LENGTHS,) if options.memory_over_sequence else CASES
+    if options.only:
+        cases = tuple(case for case in cases if any(word in case.name for word in options.only.split(",")))
+    chosen = options.sides.split(",") if options.sides else None
+    pairs = []
+    for case in cases:
+        possible = LENGTH_SIDES if options.memory_over_sequence else case.sides()
+        pairs += [(case, side) for side in chosen or possible]
+    return sorted(pairs, key=lambda pair: "compile" in pair[1])
+
+
+def row_of(case: Case, side: str, options: argparse.Namespace) -> Side:
+    batch, seq = map(int, options.shape.split("x")) if options.shape else (case.batch, case.seq)
+    return Side(case.model, side, batch, seq, case.checkpointing, options.dtype)
+
+
+def run(options: argparse.Namespace) -> None:
+    start = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = "sequence" if options.memory_over_sequence else "model"
+    overrides = {key: int(value) for key, value in (pair.split("=") for pair in options.set)}
+    rows = resumed(options.resume, kind, device)
+    done = {key(row) for row in rows if row.status == "ok"}
+    left = [(case, side) for case, side in plan(options) if key(row_of(case, side, options)) not in done]
+    with Processes(len(left)) as processes:
+        for case, side in left:
+            began = time.monotonic()
+            if began - start > options.budget:
+                print(f"left out, the budget of {options.budget:.0f} s was spent: {case.name} {side}", flush=True)
+                continue
+            request = {"task": "train", "steps": options.steps or case.steps, "profile": options.profile}
+            if side == "floor":
+                request = {"task": "floor"}
+            elif kind == "sequence":
+                request = {"task": "lengths", "longest": options.longest}
+            new = processes.run(row_of(case, side, options), device=str(device), overrides=overrides, **request)
+            replaced = {key(row) for row in new}
+            rows = ordered([row for row in rows if key(row) not in replaced] + new)
+            save(options, kind, rows, device)
+            took = time.monotonic() - began
+            words = " ".join(report.to_text(report.result(kind, new[-1:], device=device)).split("\n")[-1].split())
+            print(f"{time.monotonic() - start:6.1f} s  {case.name}: {took:.1f} s  {words}", flush=True)
+    if rows:
+        save(options, kind, rows, device)
+        print(report.to_text(report.result(kind, rows, device=device)))
+
+
+def key(row: Side) -> tuple[str, int, int, bool, str]:
+    return row.model, row.batch, row.seq, row.checkpointing, row.side
+
+
+def resumed(path: Path | None, kind: str, device: torch.device) -> list[Side]:
+    if path is None or not path.exists():
+        return []
+    content = report.load(path)
+    now = json.loads(json.dumps(report.environment(device)))
+    for what in ("device", "packages"):
+        if content["environment"][what] != now[what]:
+            raise SystemExit(f"models.py: {path} is of another environment, its {what} differ; times are not compared.")
+    if content["kind"] != kind:
+        raise SystemExit(f"models.py: {path} is of kind {content['kind']!r}, this run is of {kind!r}.")
+    known = {field.name for field in fields(Side)}
+    return [Side(**{k: v for k, v in row.items() if k in known}) for row in content["rows"]]
+
+
+def ordered(rows: list[Side]) -> list[Side]:
+    """Cases as they are in the table, sides as in ORDER; and each beside the floor of its case."""
+    floors = {key(row)[:4]: row.step_ms for row in rows if row.side == "floor" and row.step_ms}
+    for row in rows:
+        floor = floors.get(key(row)[:4])
+        row.times_floor = row.step_ms / floor if floor and row.step_ms else None
+    models = {case.model: place for place, case in enumerate(CASES)}
+    return sorted(rows, key=lambda r: (models[r.model], r.checkpointing, r.batch, r.seq, ORDER.index(r.side)))
+
+
+def save(options: argparse.Namespace, kind: str, rows: list[Side], device: torch.device) -> None:
+    content = report.result(kind, rows, device=device)
+    # The rows of one case are called like those of many: what is resumed later has the same name.
+    name = options.name or report.file_name(content, "models" if kind == "model" else None)
+    report.save(options.output / name, content)
+
+
+if __name__ == "__main__":
+    run(parse(None))

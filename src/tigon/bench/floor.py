@@ -1,0 +1,119 @@
+"""What no training step of a dense model can be faster than: its matrix products, its attention and its optimizer.
+
+Each is timed alone on random data of the step's sizes, in the same dtype and on the same device, as often as the step
+runs it: every linear layer forward, and backward for its input and its weight; SDPA forward and backward in every
+layer, also where the model has eager attention; one step of fused AdamW over all parameters. With checkpointing the
+layers' forward counts twice, but for the last product of each layer, whose result nobody saved. The head counts the
+tokens that are not masked, since a loss may leave out the others. Norms, activations, residual sums, the loss and the
+embedding are free.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from tigon.bench.models import Side
+
+ROUNDS = 4  # the first is not counted
+
+
+def linear_shapes(model: nn.Module, checkpointing: bool) -> Counter[tuple[tuple[int, ...], int]]:
+    """How many linear layers there are of each ((out, in), number of forward passes in a step), without the head."""
+    decoder = model.get_decoder()  # type: ignore[operator]
+    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for layer in decoder.layers:
+        shapes = [tuple(m.weight.shape) for m in layer.modules() if isinstance(m, nn.Linear)]
+        found.update((shape, 2 if checkpointing else 1) for shape in shapes[:-1])
+        found[shapes[-1], 1] += 1
+    return found
+
+
+def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step's "matmul", "attention" and "optimizer"."""
+    from tigon.bench.models import build
+
+    model = build(side.model, torch.device("meta"), getattr(torch, side.dtype), **overrides)
+    tokens = side.batch * side.seq
+    # The first eighth is masked, and what is left predicts the token behind it.
+    valid = side.batch * (side.seq - max(1, side.seq // 8))
+    head = tuple(model.get_output_embeddings().weight.shape)
+    found = {"matmul": _products(head, valid, 1, 1, side, device)}
+    for (shape, forwards), count in linear_shapes(model, side.checkpointing).items():
+        found["matmul"] += _products(shape, tokens, count, forwards, side, device)
+    found["attention"] = _attention(model.config.get_text_config(), side, device)
+    found["optimizer"] = _optimizer([p.shape for p in model.parameters()], side, device)
+    return found
+
+
+def _products(
+    shape: tuple[int, ...], tokens: int, count: int, forwards: int, side: Side, device: torch.device
+) -> float:
+    dtype = getattr(torch, side.dtype)
+    x, dy = (torch.randn(tokens, n, device=device, dtype=dtype) for n in reversed(shape))
+    weight = torch.randn(shape, device=device, dtype=dtype)
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+
+    def run() -> None:
+        for _ in range(count):
+            for _ in range(forwards):
+                torch.mm(x, weight.t(), out=y)
+            torch.mm(dy, weight, out=dx)
+            torch.mm(dy.t(), x, out=dw)
+
+    return _median_ms(run, device)
+
+
+def _attention(config: Any, side: Side, device: torch.device) -> float:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q, k, v = (
+        torch.randn(side.batch, n, side.seq, width, device=device, dtype=getattr(torch, side.dtype)).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    dy = torch.randn_like(q)
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+
+    def run() -> None:
+        for _ in range(config.num_hidden_layers):
+            if side.checkpointing:
+                with torch.no_grad():
+                    forward()
+            torch.autograd.grad(forward(), (q, k, v), dy)
+
+    return _median_ms(run, device)
+
+
+def _optimizer(shapes: list[torch.Size], side: Side, device: torch.device) -> float:
+    parameters = [nn.Parameter(torch.randn(shape, device=device, dtype=getattr(torch, side.dtype))) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=device.type == "cuda")
+    return _median_ms(optimizer.step, device)
+
+
+def _median_ms(run: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[1:])

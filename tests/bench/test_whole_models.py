@@ -1,0 +1,184 @@
+"""benchmarks/models.py: what runs in which order, what a floor counts, what a kernel is for, what fits."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from torch.utils.flop_counter import FlopCounterMode
+
+from tigon.bench import floor, kernels, plots, report
+from tigon.bench import models as bench_models
+from tigon.bench.models import Processes, Side, Trainer, measure_lengths
+from tigon.models.presets import PRESETS
+
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def models(script):
+    return script("models")
+
+
+def test_every_row_is_a_preset_and_every_side_has_a_place(models):
+    assert {case.model for case in (*models.CASES, models.LENGTHS)} <= PRESETS.keys()
+    assert set(models.ORDER) == {"floor", *bench_models.SIDES}
+    assert set(plots.KERNELS) == set(kernels.KINDS)
+
+
+def test_what_compiles_comes_last(models, tmp_path):
+    plan = models.plan(models.parse(["--output", str(tmp_path)]))
+    compiled = ["compile" in side for _, side in plan]
+    assert compiled == sorted(compiled)
+    assert [side for case, side in plan if case.name == "qwen3-1.7b-8x2048"] == ["floor", "hf", "liger", "tigon"]
+    assert len([side for case, side in plan if case.name == "llama-3-8b-16x512"]) == len(models.ORDER)
+    chosen = models.plan(models.parse(["--output", str(tmp_path), "--only", "checkpointing", "--sides", "hf,compile"]))
+    assert [(case.name, side) for case, side in chosen] == [
+        ("llama-3-8b-16x2048-checkpointing", "hf"), ("llama-3-8b-16x2048-checkpointing", "compile")
+    ]  # fmt: skip
+
+
+def test_it_records_sides_beside_their_floor_and_goes_on(models, tmp_path, monkeypatch, capsys):
+    small = [f"{key}={value}" for key, value in TINY.items()]
+    more = ["--output", str(tmp_path), "--only", "qwen3", "--shape", "2x16", "--dtype", "float32", "--steps", "1"]
+    models.run(models.parse([*more, "--sides", "floor,tigon", "--set", *small]))
+    (file,) = tmp_path.glob("*-models.json")
+    content = report.load(file)
+    base, ours = content["rows"]
+    assert (base["side"], ours["side"]) == ("floor", "tigon")
+    assert ours["status"] == "ok", ours["reason"]
+    assert ours["times_floor"] == pytest.approx(ours["step_ms"] / base["step_ms"])
+    assert base["step_ms"] == pytest.approx(sum(base["profile_ms"].values()))
+    assert "matrix products" in report.to_text(content)
+
+    def no_other(self, row, **_):
+        assert row.side == "hf", "what the file has is not measured again"
+        return [Side(row.model, row.side, row.batch, row.seq, False, row.dtype, step_ms=10.0, tokens_per_s=3200.0)]
+
+    monkeypatch.setattr(Processes, "run", no_other)
+    models.run(models.parse([*more, "--sides", "hf,floor,tigon", "--set", *small, "--resume", str(file)]))
+    assert [row["side"] for row in report.load(file)["rows"]] == ["floor", "hf", "tigon"]
+    capsys.readouterr()
+
+
+def test_another_environment_is_not_gone_on_with(models, tmp_path):
+    content = report.result("model", [])
+    content["environment"]["device"] = "another"
+    report.save(tmp_path / "r.json", content)
+    with pytest.raises(SystemExit, match="its device differ"):
+        models.resumed(tmp_path / "r.json", "model", CPU)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_floor_counts_the_products_of_a_step(checkpointing):
+    """Those of a real step, but for the rows of the head that are masked."""
+    side = Side("llama-3.2-1b", "hf", 2, 16, checkpointing, "float32")
+    trainer = Trainer(side, CPU, TINY)
+    inputs = trainer.batch(2, 16)
+    with FlopCounterMode(display=False) as step:
+        trainer.step(inputs)
+    with FlopCounterMode(display=False) as alone:
+        found = floor.measure_floor(side, CPU, TINY)
+    products = torch.ops.aten.mm
+    masked = 2 * (16 - 14)
+    head = 3 * 2 * masked * TINY["hidden_size"] * TINY["vocab_size"]
+    rotary = step.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)  # angles: no linear layer's
+    assert rotary < 1e-3 * step.get_total_flops()
+    assert alone.get_flop_counts()["Global"][products] == floor.ROUNDS * (
+        step.get_flop_counts()["Global"][products] - head
+    )
+    assert list(found) == ["matmul", "attention", "optimizer"]
+    assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopB_TNT", "matmul"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_nt_n_tilesize128x128x64_warpgroupsize1x1x1_cublas", "matmul"),
+        ("_logits_kernel", "matmul"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd_ker", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_128x64x128_1x1x1", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<3>, FusedAdam", "optimizer"),
+        ("_cross_entropy_fwd_kernel", "loss"),
+        ("liger_cross_entropy_kernel", "loss"),
+        ("void (anonymous namespace)::cunn_SoftMaxForward<4, float, c10::BFloat16, float>", "loss"),
+        ("_rms_norm_fwd_kernel", "norms"),
+        ("_fused_add_rms_norm_backward_kernel", "norms"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3", "norms"),
+        ("_qk_norm_rope_bwd_kernel", "rotary"),
+        ("_triton_rope", "rotary"),
+        ("_gated_bwd_kernel", "gated unit"),
+        ("_swiglu_forward_kernel", "gated unit"),
+        ("triton_poi_fused_mul_silu_5", "gated unit"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::silu_kernel(at::TensorIt", "gated unit"),
+        ("_embedding_bwd_kernel", "embedding"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>", None),
+        ("Memcpy DtoD (Device -> Device)", None),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>>>", None),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig", None),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert kernels.kind_of(name) == (kind or "elementwise and copies")
+
+
+def test_the_kernels_of_liger_and_tigon_are_known():
+    """By name, those that a dense model runs: one that is renamed must not turn into copies."""
+    for name in ("_rms_norm_wide_dx_kernel", "_sum_rows_kernel", "_layer_norm_bwd_kernel", "_rms_norm_backward_kernel"):
+        assert kernels.kind_of(name) == "norms"
+    for name in ("_reduce_kernel", "_narrow_kernel", "_cross_entropy_grad_kernel", "element_mul_kernel"):
+        assert kernels.kind_of(name) == "loss"
+
+
+def test_time_is_summed_by_kind_and_idle_is_what_no_kernel_ran_in():
+    def event(start, duration, name, cat="kernel"):
+        return {"ts": start, "dur": duration, "name": name, "cat": cat}
+
+    events = [
+        event(100.0, 50.0, "nvjet_hsh"),
+        event(140.0, 20.0, "_rope_kernel"),  # beside it, on another stream
+        event(170.0, 10.0, "Memcpy", "gpu_memcpy"),
+        event(185.0, 5.0, "nvjet_hsh"),
+        event(90.0, 500.0, "ProfilerStep#1", "gpu_user_annotation"),
+        {"ts": 0.0, "name": "no duration", "cat": "ac2g"},
+    ]
+    found = kernels.by_kind(events)
+    assert found == {"matmul": 0.055, "rotary": 0.02, "elementwise and copies": 0.01, "idle": 0.015}
+    assert kernels.by_kind([]) == {}
+    assert kernels.profile_step(lambda: 1 / 0, CPU) == {}
+
+
+def test_lengths_double_until_one_does_not_fit(monkeypatch):
+    step = Trainer.step
+
+    def limited(self, inputs):
+        if inputs["input_ids"].shape[1] > 40:
+            raise torch.OutOfMemoryError
+        return step(self, inputs)
+
+    monkeypatch.setattr(Trainer, "step", limited)
+    monkeypatch.setattr(bench_models, "WARM_LENGTH", 8)
+    heard = []
+    side = Side("llama-tiny", "tigon", 1, 16, True, "float32")
+    rows = measure_lengths(side, CPU, 4096, TINY, lambda text: None, lambda rows: heard.append(len(rows)))
+    assert [(row.seq, row.status) for row in rows] == [(16, "ok"), (32, "ok"), (48, "failed"), (64, "failed")]
+    assert heard == [1, 2, 3, 4], "a process that is killed leaves what it has measured"
+    assert rows[0].losses != rows[1].losses
+    assert [row.seq for row in measure_lengths(side, CPU, 16, TINY, lambda text: None)] == [16]
+
+
+def test_a_process_that_dies_leaves_a_row_and_the_next_one_works(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    side = Side("llama-tiny", "hf", 1, 8, False, "float32")
+    with Processes(2) as processes:
+        for _ in range(2):
+            (row,) = processes.run(side, device="cpu", task="train", steps=1, overrides=TINY)
+            assert row.status == "failed"
+            assert "ended with code 1" in row.reason
+    assert processes.waiting is None
