@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -118,7 +119,14 @@ def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **
 class Trainer:
     """The model of a side with its optimizer; a step runs on tokens that are the same for every side."""
 
-    def __init__(self, side: Side, device: torch.device, overrides: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        side: Side,
+        device: torch.device,
+        overrides: dict[str, Any],
+        prepare: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        """prepare: what happens to the model between the side's own doing and the optimizer."""
         self.device = device
         self.model = build(side.model, device, getattr(torch, side.dtype), **overrides)
         if side.checkpointing:
@@ -126,6 +134,7 @@ class Trainer:
         attention = self.model.config._attn_implementation
         side.note = "" if attention == "sdpa" else f"{attention} attention"
         SIDES[side.side](self.model)
+        prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
         self.draw = torch.Generator(device).manual_seed(1)
 
@@ -278,11 +287,14 @@ class Processes:
         device: str,
         timeout_s: float = 1800.0,
         say: Callable[[str], None] = lambda text: None,
+        stop: Callable[[], str] = lambda: "",
         **request: Any,
     ) -> list[Side]:
         """The rows that a task of TASKS makes of this one; one with the reason when its process fails.
 
-        request: "task", and "steps", "overrides", "profile", "longest" where they are not the defaults.
+        Args:
+            stop: asked several times a second for a reason to end the process before its time.
+            request: "task", and the arguments of its function.
         """
         process, self.waiting = self.waiting or self._start(), None
         self.left -= 1
@@ -291,13 +303,18 @@ class Processes:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "rows.json")
             message = {"row": row.to_dict(), "device": device, "result": str(result), **request}
-            last, late = "", threading.Event()
+            last, done, reasons = "", threading.Event(), []
 
-            def end() -> None:
-                late.set()
-                process.kill()
+            def watch() -> None:
+                deadline = time.monotonic() + timeout_s
+                while not done.wait(0.1):
+                    reason = stop() or (f"took longer than {timeout_s:g} s" if time.monotonic() > deadline else "")
+                    if reason:
+                        reasons.append(reason)
+                        process.kill()
+                        return
 
-            watchdog = threading.Timer(timeout_s, end)
+            watchdog = threading.Thread(target=watch, daemon=True)
             watchdog.start()
             try:
                 assert process.stdin is not None
@@ -311,11 +328,12 @@ class Processes:
                         say(f"{row.model} {line.strip()}")
                 process.wait()
             finally:
-                watchdog.cancel()
+                done.set()
+                watchdog.join()
                 _end(process)
             rows = [Side(**one) for one in json.loads(result.read_text())] if result.exists() else []
-        if late.is_set():
-            rows.append(replace(row, status="failed", reason=f"took longer than {timeout_s:.0f} s"))
+        if reasons:
+            rows.append(replace(row, status="failed", reason=reasons[0]))
         elif not rows:
             reason = f"the process ended with code {process.returncode}: {last[:200]}"
             rows.append(replace(row, status="failed", reason=reason))
@@ -382,11 +400,19 @@ def _lengths(row: Side, device: torch.device, overrides: dict[str, Any], **optio
     return measure_lengths(row, device, overrides=overrides, **options)
 
 
+def _sharded(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
+    from tigon.bench.sharded import train_sharded
+
+    options.pop("done")
+    return [train_sharded(row, device, overrides=overrides, **options)]
+
+
 # What a process can be asked for.
 TASKS: dict[str, Callable[..., list[Side]]] = {
     "train": _train,
     "floor": lambda row, done, **options: _floor(row, **options),
     "lengths": _lengths,
+    "sharded": _sharded,
 }
 
 
@@ -418,7 +444,9 @@ def _serve() -> int:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         rows = [replace(row, status="failed", reason=reason)]
     keep(rows)
-    return 0
+    sys.stdout.flush()
+    # Not by sys.exit: what is left of a process group would wait for ranks that have failed.
+    os._exit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
