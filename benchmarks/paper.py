@@ -4,9 +4,9 @@
     … benchmarks/paper.py --output results --only mistral-7b --sides hf,tigon
     … benchmarks/paper.py --output results --resume results/h200-4gpus.json           what is missing
 
-Sequences of 512 tokens, bf16 weights, gradients and states of AdamW, SDPA, no checkpointing, random weights; the loss is
-the plain mean over the tokens, of which the ranks have equally many. Every rank runs each side in a process of its own,
-since Liger patches the modules of transformers. Rank 0 writes the result file after every side.
+Sequences of 512 tokens, bf16 weights, gradients and states of AdamW, SDPA, no checkpointing, random weights; the loss
+is the plain mean over the tokens, of which the ranks have equally many. Every rank runs each side in a process of its
+own, since Liger patches the modules of transformers. Rank 0 writes the result file after every side.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class Ranks:
     """What the ranks tell each other: which sides to run, whether to begin the next, and that one of them failed."""
 
     def __init__(self) -> None:
-        self.rank, self.world = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+        self.rank, self.local, self.world = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
         )
-        self.local = int(os.environ.get("LOCAL_RANK", 0))
         self.host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self.port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else _free_port()
         # torchrun's own store is there already.
@@ -98,7 +97,7 @@ def _free_port() -> int:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     start, ranks = time.monotonic(), Ranks()
-    device = torch.device(options.device, ranks.local if options.device == "cuda" else None)
+    device = torch.device("cuda", ranks.local) if options.device == "cuda" else torch.device("cpu")
     rows = kept(options, ranks.world) if ranks.rank == 0 else []
     left = ranks.agree("left", missing(options, ranks.world, rows))
     with Processes(len(left)) as processes:

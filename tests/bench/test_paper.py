@@ -34,6 +34,7 @@ def two_ranks(paper, monkeypatch):
     return first, paper.Ranks()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_model_plain_and_fused(tmp_path, environment):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(FILE), "--output", tmp_path]
     options = ["--device", "cpu", "--tiny", "--steps", "1", "--only", "qwen2-7b", "--sides", "hf,tigon"]

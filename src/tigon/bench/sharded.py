@@ -2,8 +2,8 @@
 
 One group for every decoder layer and one for the rest, parameters and reductions in the weights' dtype, gradients
 averaged over the ranks. Each rank has tokens of its own; all have equally many that count, so the mean of the ranks'
-mean losses is the mean over all tokens. A model is built whole on every device before it is sharded: the weights are the
-same whatever the number of ranks, and what that takes is over when memory is counted.
+mean losses is the mean over all tokens. A model is built whole on every device before it is sharded: the weights are
+the same whatever the number of ranks, and what that takes is over when memory is counted.
 """
 
 from __future__ import annotations
