@@ -21,6 +21,7 @@ def mend() -> None:
     _call_functions_cheaply()
     _launch_cheaply()
     _calculate_nothing_that_nobody_sees()
+    _reduce_by_halves()
     _remember_types()
 
 
@@ -103,6 +104,28 @@ def _calculate_nothing_that_nobody_sees() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _reduce_by_halves() -> None:
+    """A reduction by a function of the kernel's own calls it for each number: for half of them at once is enough."""
+    one_by_one = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self, input):
+        n = None if self.axis is None else input[0].handle.data.shape[self.axis]
+        if not n or n & (n - 1) or self.keep_dims:
+            return one_by_one(self, input)
+        dtypes, values = [t.dtype for t in input], list(input)
+        while n > 1:
+            n //= 2
+            halves = [np.split(t.handle.data, 2, self.axis) for t in values]
+            first, second = (
+                [self.to_tensor(h[i], d) for h, d in zip(halves, dtypes, strict=True)] for i in (0, 1)
+            )  # fmt: skip
+            values = self.combine_fn.fn(*first, *second)
+            values = values if isinstance(values, (tuple, core.tuple)) else (values,)
+        return [self.to_tensor(t.handle.data.squeeze(self.axis), d) for t, d in zip(values, dtypes, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
 
 
 def _remember_types() -> None:

@@ -8,7 +8,7 @@ from numerics import check
 import tigon
 from tigon.ops import group_norm as group_norm_module
 from tigon.ops.group_norm import group_norm_reference
-from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.layer_norm import _row_tile, layer_norm_reference
 
 
 def eager_layer_norm(x, weight=None, bias=None):
@@ -19,7 +19,7 @@ def eager_group_norm(x, num_groups, weight=None, bias=None):
     return F.group_norm(x, num_groups, weight, bias)
 
 
-@pytest.mark.parametrize("width", [300, 16500])  # one tile, and the loop over blocks
+@pytest.mark.parametrize("width", [300, 5000, 16500])  # one tile, two parts, and the loop over blocks
 def test_a_mean_of_a_thousand_deviations_costs_no_more_than_in_eager(width, device, triton_backend):
     x = 1000 + torch.randn(3, width, device=device)
     # Not the gradient: eager's own is of no use there (its sums are about zero), and so no measure.
@@ -29,7 +29,7 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_in_eager(width, devi
     assert (tigon.layer_norm(x) - exact).abs().max() < 1e-4  # half a unit in the last place of 1000 is 3e-5
 
 
-@pytest.mark.parametrize("width", [300, 16500])
+@pytest.mark.parametrize("width", [300, 5000, 9000, 16500])
 def test_one_outlier_in_front(width, backend, device):
     """Sums of a wide row are taken about the mean of its first block, which may be far from the row's."""
     x = torch.randn(3, width, device=device)
@@ -37,7 +37,7 @@ def test_one_outlier_in_front(width, backend, device):
     check(tigon.layer_norm, layer_norm_reference, x, eager=eager_layer_norm)
 
 
-@pytest.mark.parametrize("width", [100, 5120])
+@pytest.mark.parametrize("width", [100, 4096, 5120, 16384])
 def test_a_row_of_equal_numbers_gives_the_bias(width, backend, device):
     x, b = torch.full((2, width), 1000.1, device=device), torch.randn(width, device=device)
     torch.testing.assert_close(tigon.layer_norm(x, None, b), b.expand(2, width), rtol=0, atol=0.1)
@@ -87,6 +87,16 @@ def test_group_norm_of_some_channels_and_of_channels_last(backend, device):
     check(tigon.group_norm, group_norm_reference, wide[:, 1:7], 3, w, b, eager=eager_group_norm)
     last = wide[:, :6].contiguous(memory_format=torch.channels_last)
     check(tigon.group_norm, group_norm_reference, last, 3, w, b, eager=eager_group_norm)
+
+
+@pytest.mark.parametrize("width", [*range(4097, 16385, 8), 5120, 6144, 9216, 10240, 12288])
+def test_two_parts_hold_every_column_once(width):
+    first, rest, warps = _row_tile(width)
+    assert first < width <= first + rest if rest else width <= first < 2 * width
+    # Powers of 2, such that the larger folds onto the smaller within a thread; 8 columns a thread of either.
+    assert first & (first - 1) == rest & (rest - 1) == 0
+    assert rest < first
+    assert rest % (256 * warps) == first % (256 * warps) == 0
 
 
 @pytest.mark.gpu

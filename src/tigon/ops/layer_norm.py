@@ -25,8 +25,12 @@ from tigon.backend import (
 )
 from tigon.ops.sum_rows import sum_rows
 
-# One tile holds a row up to this width; wider rows are read twice, block by block.
+# One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384
+# Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident.
+ALONE = ((4097, 6144), (8193, MAX_TILE))
+# Whether the backward of the widest rows asks for the next row while it is at work on this one.
+AHEAD = True
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -114,6 +118,66 @@ def _layer_norm_fwd_kernel(
         tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _fold(wide, narrow):
+    """narrow plus all of wide that lies above it: the sum of a row in two parts, thread by thread."""
+    return tl.sum(tl.reshape(wide, (wide.shape[0] // narrow.shape[0], narrow.shape[0])), 0) + narrow
+
+
+@triton.jit
+def _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, cols, mask, mean, rstd):
+    # The policy tells this load from the first: of two equal ones the compiler makes one, and keeps what it brought.
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = (x - mean) * rstd
+    if w_ptr is not None:
+        y = y * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if b_ptr is not None:
+        y = y + tl.load(b_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_row_fwd_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
+    BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    # A row a program, in one part or in two. It is read again, from the L1 cache, once its sums are known: registers
+    # that do not hold it meanwhile hold another program, which waits for memory while this one sums.
+    row = tl.program_id(0)
+    x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
+    y_ptr += row.to(tl.int64) * N
+    cols = tl.arange(0, BLOCK_N)
+    mask = cols < N
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    total = x
+    if BLOCK_REST > 0:
+        rest = BLOCK_N + tl.arange(0, BLOCK_REST)
+        x_rest = tl.load(x_ptr + rest, mask=rest < N, other=0.0).to(tl.float32)
+        total = _fold(x, x_rest)
+    mean = tl.sum(total, 0) / N
+    # As above; both sums in one exchange between warps.
+    centred = tl.where(mask, x - mean, 0.0)
+    squares = centred * centred
+    if BLOCK_REST > 0:
+        centred_rest = tl.where(rest < N, x_rest - mean, 0.0)
+        squares = _fold(squares, centred_rest * centred_rest)
+        centred = _fold(centred, centred_rest)
+    left, square = tl.reduce((centred, squares), 0, _add_pairs)
+    left = left / N
+    rstd = tl.rsqrt(tl.maximum(square / N - left * left, 0.0) + eps)
+    mean += left
+    tl.store(stats_ptr + 2 * row, mean)
+    tl.store(stats_ptr + 2 * row + 1, rstd)
+    _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, cols, mask, mean, rstd)
+    if BLOCK_REST > 0:
+        _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, rest, rest < N, mean, rstd)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
@@ -161,11 +225,43 @@ def _layer_norm_bwd_kernel(
         tl.store(partial_ptr + NEED_DW * N, tl.sum(db, 0), mask=col_mask)
 
 
+@triton.jit
+def _row_terms(dy_row, x_row, w_ptr, cols, mask, mean, rstd):
+    dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
+    xhat = (x - mean) * rstd
+    if w_ptr is not None:
+        dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    return dy * xhat, dy
+
+
+@triton.jit
+def _row_gradients(
+    dy_row, x_row, w_ptr, dx_ptr, cols, mask, mean, rstd, along, shift, dw, db,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
+):  # fmt: skip
+    dy = tl.load(dy_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if NEED_DB:
+        db += dy
+    if NEED_DW or dx_ptr is not None:
+        x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        xhat = (x - mean) * rstd
+    if NEED_DW:
+        dw += dy * xhat
+    if dx_ptr is not None:
+        if w_ptr is not None:
+            dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dx = (dy - shift - xhat * along) * rstd
+        tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    return dw, db
+
+
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_row_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
-    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
+    SECTORS: tl.constexpr,
 ):  # fmt: skip
     # As above, for rows so wide that the sums of dW and dbias take half of all registers. Those that are left do not
     # hold the row while its sums are found: it is read once more, from the L1 cache. The other policy is what keeps the
@@ -174,38 +270,62 @@ def _layer_norm_row_bwd_kernel(
     mask = cols < N
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
+    if BLOCK_REST > 0:
+        rest = BLOCK_N + tl.arange(0, BLOCK_REST)
+        dw_rest = tl.zeros((BLOCK_REST,), tl.float32)
+        db_rest = tl.zeros((BLOCK_REST,), tl.float32)
+    if SECTORS > 0:
+        sectors = tl.arange(0, SECTORS)
+        seen = tl.zeros((SECTORS,), tl.float32)
     for r in tl.range(tl.program_id(0), M, tl.num_programs(0), loop_unroll_factor=1, disable_licm=True):
         row = r + tl.full((), 0, tl.int64)
         dy_row = dy_ptr + row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
         x_row = x_ptr + row // inner * stride_xo + row % inner * stride_xi
         mean = tl.load(stats_ptr + 2 * row)
         rstd = tl.load(stats_ptr + 2 * row + 1)
-        dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
-        xhat = (x - mean) * rstd
+        along = 0.0
+        shift = 0.0
         if dx_ptr is not None:
-            if w_ptr is not None:
-                dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            along = tl.sum(dy * xhat, 0) / N
-            shift = tl.sum(dy, 0) / N
-            dy = tl.load(dy_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            x = tl.load(x_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            xhat = (x - mean) * rstd
-        if NEED_DW:
-            dw += dy * xhat
-        if NEED_DB:
-            db += dy
-        if dx_ptr is not None:
-            if w_ptr is not None:
-                dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            dx = (dy - shift - xhat * along) * rstd
-            tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            products, total = _row_terms(dy_row, x_row, w_ptr, cols, mask, mean, rstd)
+            if SECTORS > 0:
+                # One number of each sector of the next row brings all of it into the cache, and occupies a register
+                # where the row would occupy sixteen.
+                ahead = tl.minimum(row + tl.num_programs(0), M - 1)
+                dy_ahead = dy_ptr + ahead // inner_dy * stride_dyo + ahead % inner_dy * stride_dyi + sectors * 16
+                x_ahead = x_ptr + ahead // inner * stride_xo + ahead % inner * stride_xi + sectors * 16
+                hint = tl.load(dy_ahead, mask=sectors * 16 < N, other=0.0).to(tl.float32)
+                hint += tl.load(x_ahead, mask=sectors * 16 < N, other=0.0).to(tl.float32)
+            if BLOCK_REST > 0:
+                products_rest, total_rest = _row_terms(dy_row, x_row, w_ptr, rest, rest < N, mean, rstd)
+                products = _fold(products, products_rest)
+                total = _fold(total, total_rest)
+            along, shift = tl.reduce((products, total), 0, _add_pairs)
+            along = along / N
+            shift = shift / N
+        dx_row = dx_ptr if dx_ptr is None else dx_ptr + row * N
+        dw, db = _row_gradients(
+            dy_row, x_row, w_ptr, dx_row, cols, mask, mean, rstd, along, shift, dw, db, NEED_DW, NEED_DB
+        )
+        if BLOCK_REST > 0:
+            dw_rest, db_rest = _row_gradients(
+                dy_row, x_row, w_ptr, dx_row, rest, rest < N, mean, rstd, along, shift, dw_rest, db_rest,
+                NEED_DW, NEED_DB,
+            )  # fmt: skip
+        if SECTORS > 0 and dx_ptr is not None:
+            seen = tl.maximum(seen, hint)
+    if SECTORS > 0 and dx_ptr is not None:
+        # Never stored, which the compiler cannot know: a load that nobody uses would not be made.
+        tl.store(stats_ptr + sectors, seen, mask=sectors + M < 0)
     if NEED_DW or NEED_DB:
-        partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
+        partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N
     if NEED_DW:
-        tl.store(partial_ptr, dw, mask=mask)
+        tl.store(partial_ptr + cols, dw, mask=mask)
+        if BLOCK_REST > 0:
+            tl.store(partial_ptr + rest, dw_rest, mask=rest < N)
     if NEED_DB:
-        tl.store(partial_ptr + NEED_DW * N, db, mask=mask)
+        tl.store(partial_ptr + NEED_DW * N + cols, db, mask=mask)
+        if BLOCK_REST > 0:
+            tl.store(partial_ptr + NEED_DW * N + rest, db_rest, mask=rest < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -315,6 +435,15 @@ def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int
     return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
 
 
+def _row_tile(n: int) -> tuple[int, int, int]:
+    """Columns of a row's two parts, and warps. Both are powers of 2, which 12288 is not, but 8192 and 4096 are; the
+    second is empty where it would be as large as the first. Every thread has 16-byte loads to make in either."""
+    block_n = next_power_of_2(n)
+    warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
+    rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
+    return (block_n // 2, rest, warps) if rest < block_n // 2 else (block_n, 0, warps)
+
+
 def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, stages, programs a multiprocessor: one, whose next two tiles are on their way meanwhile, 2
     inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch.
@@ -344,16 +473,23 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
 
+    alone = any(least <= N <= most for least, most in ALONE)
+
     def plan():
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
+        if alone:
+            *parts, warps = _row_tile(N)
+            return M, (*arguments, *parts), {"num_warps": warps}
         itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
         block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
         grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
         return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 
-    kernel = _layer_norm_fwd_kernel if N <= MAX_TILE else _layer_norm_wide_fwd_kernel
+    kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
+    if N > MAX_TILE:
+        kernel = _layer_norm_wide_fwd_kernel
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
     return y, stats
@@ -396,7 +532,7 @@ def _layer_norm_bwd(
         by_row = block_n > 8192
 
         def plan():
-            tile = (block_n,) if by_row else (block_m, block_n, stages)
+            tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, stages)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
 
         kernel = _layer_norm_row_bwd_kernel if by_row else _layer_norm_bwd_kernel
