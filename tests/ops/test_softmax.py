@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from numerics import check
 
 import tigon
-from tigon.ops.softmax import _mask_layout, softmax_reference
+from tigon.ops import softmax as softmax_module
+from tigon.ops.softmax import PART, _mask_layout, _parts, softmax_reference
 
 WIDTHS = [24, 20000, 40000]  # rows that share a tile, one tile, beyond one
 
@@ -83,6 +85,51 @@ def test_masks_broadcast(shape, backend, device):
     mask = torch.randn(shape, device=device)
     torch.testing.assert_close(tigon.softmax(x, mask=mask), torch.softmax(x + mask, -1))
     torch.testing.assert_close(tigon.softmax(x, 2, mask=mask), torch.softmax(x + mask, 2))
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Wide rows are cut into parts, as few of them are on a large device."""
+    monkeypatch.setattr(softmax_module, "multiprocessors", lambda _: 12)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": -0.5}, {"causal": True}, {"scale": 2.0, "causal": True}], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_wide_rows_in_parts(options, masked, parts, triton_backend, device):
+    """Causal, the first query sees nothing of its last part; the mask hides all of its first."""
+    x = torch.randn(1, 5, 8 * PART + 3, device=device)
+    x[..., ::PART] += 20.0  # a part's own maximum differs from the row's
+    mask = None
+    if masked:
+        mask = torch.randn(x.shape[-1], device=device)
+        mask[:PART] = -torch.inf
+    assert _parts(5, x.shape[-1], x.device)[0] > 4
+    check(
+        lambda x: tigon.softmax(x, mask=mask, **options),
+        lambda x: softmax_reference(x, mask=mask, **options),
+        x, eager=lambda x: softmax_reference(x, mask=mask, **options),
+    )  # fmt: skip
+
+
+def test_rows_in_parts_without_a_finite_score_are_nan_and_spoil_no_other(parts, triton_backend, device):
+    x = torch.randn(5, 40000, device=device)
+    x[1] = -torch.inf
+    x[2, 3] = torch.inf
+    x[3, -1] = torch.nan
+    x[4, : 2 * PART] = -torch.inf
+    y = tigon.softmax(x)
+    assert y[1:4].isnan().all()
+    torch.testing.assert_close(y[[0, 4]], torch.softmax(x[[0, 4]], -1))
+
+
+@pytest.mark.parametrize("columns", [32769, 40960, 128256, 1000000])
+def test_parts_hold_every_column_once_and_are_none_where_rows_suffice(columns, parts):
+    assert _parts(12, columns, torch.device("cpu")) == (1, columns)
+    for rows in range(1, 12):
+        count, width = _parts(rows, columns, torch.device("cpu"))
+        assert count > 1
+        assert width % PART == 0
+        assert (count - 1) * width < columns <= count * width
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 6, 24), (6, 24), (4, 3, 1, 24), (1, 3, 6, 1), (4, 3, 6, 24)], ids=str)

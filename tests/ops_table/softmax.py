@@ -57,6 +57,7 @@ SOFTMAX = Op(
         Case("rows share tiles", (3, 50, 16)),
         Case("more rows than programs", (5, 17000)),
         Case("beyond one tile", (2, 33000)),
+        Case("beyond one tile, in parts", (1, 33000)),
         Case("another dimension", (3, 40, 7), {"dim": -2}),
         Case("scale", (3, 5, 100), {"scale": 0.125}),
         Case("causal, more keys than queries", (2, 3, 5, 24), {"causal": True}),
@@ -88,6 +89,7 @@ SOFTMAX = Op(
         Case("very long attention", (1, 4, 4096, 16384), {"causal": True}, {"mask": (1, 1, 4096, 16384)}),
         Case("Llama-3-8B", (8192, 128256)),
         Case("odd width", (8192, 50257)),
+        Case("few rows", (17, 128256)),
     ),
     fixed=(1,),
     large=(

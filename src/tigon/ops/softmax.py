@@ -26,6 +26,11 @@ from tigon.backend import (
 
 # A row up to this width stays in registers, so that memory is read once; wider ones are read twice, block by block.
 MAX_TILE = 32768
+# Columns that a program of a wide row takes at a time.
+BLOCK = 8192
+# Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
+# are so many programs for each multiprocessor. 0: never.
+PART, PARTED = 4096, 8
 
 
 def softmax(
@@ -202,26 +207,19 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "D1", "D2"])
-def _softmax_wide_fwd_kernel(
-    x_ptr, mask_ptr, y_ptr, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
-    SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _statistics(
+    x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    x_ptr += row.to(tl.int64) * stride_xm
-    y_ptr += row.to(tl.int64) * N
-    if mask_ptr is not None:
-        mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
-    last = N - 1
-    if CAUSAL:
-        last = row % T + (N - T)
+    """The maximum of the scores start to stop of a row, and the sum of the exponentials of what they are below it."""
     lane = tl.arange(0, BLOCK)
     # A finite start, since a lane that has seen only -inf must not compute inf - inf: the least number, which is also
     # what many masks hold.
     top = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, last + 1, BLOCK):
-        cols = start + lane
+    for at in range(start, tl.minimum(stop, last + 1), BLOCK):
+        cols = at + lane
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
@@ -230,11 +228,18 @@ def _softmax_wide_fwd_kernel(
         total = tl.where(z > top, total * e + 1.0, total + e)
         top = tl.maximum(top, z)
     row_top = tl.max(top, 0)
-    inverse = 1.0 / tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
-    blocks = tl.cdiv(N, BLOCK)
+    return row_top, tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
+
+
+@triton.jit
+def _write_softmax(
+    x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, row_top, inverse,
+    SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
         # From the end, which was read last and is still in the cache.
-        cols = (blocks - 1 - i) * BLOCK + lane
+        cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
@@ -242,34 +247,100 @@ def _softmax_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _softmax_wide_bwd_kernel(
-    dy_ptr, y_ptr, dx_ptr, N, T, stride_dym, stride_ym, scale, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
-    dy_ptr += row.to(tl.int64) * stride_dym
-    y_ptr += row.to(tl.int64) * stride_ym
-    dx_ptr += row.to(tl.int64) * N
-    last = N - 1
-    if CAUSAL:
-        last = row % T + (N - T)
-    lane = tl.arange(0, BLOCK)
+@triton.jit
+def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ dy · y from start to stop of a row."""
     products = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, last + 1, BLOCK):
-        cols = start + lane
+    for at in range(start, tl.minimum(stop, last + 1), BLOCK):
+        cols = at + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
         products += tl.where(seen, dy * y, 0.0) if CAUSAL else dy * y
-    total = tl.sum(products, 0)
-    blocks = tl.cdiv(N, BLOCK)
+    return tl.sum(products, 0)
+
+
+@triton.jit
+def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
-        cols = (blocks - 1 - i) * BLOCK + lane
+        cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
         dx = tl.where(seen, y * (dy - total) * scale, 0.0)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def _last(row, N, T, CAUSAL: tl.constexpr):
+    """The last column that a row sees."""
+    last = N - 1
+    if CAUSAL:
+        last = row % T + (N - T)
+    return last
+
+
+@triton.jit(do_not_specialize=["T", "D1", "D2", "P"])
+def _softmax_wide_fwd_kernel(
+    x_ptr, mask_ptr, y_ptr, partial_ptr, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
+    SCALED: tl.constexpr, CAUSAL: tl.constexpr, P, width,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    # STEP 0 does a whole row. Of rows in P parts of a width, step 1 leaves each part's statistics, 2 combines them.
+    row = tl.program_id(0)
+    start, stop = 0, N
+    if STEP > 0:
+        start = row % P * width
+        stop = tl.minimum(start + width, N)
+        row = row // P
+    x_ptr += row.to(tl.int64) * stride_xm
+    y_ptr += row.to(tl.int64) * N
+    if mask_ptr is not None:
+        mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
+    last = _last(row, N, T, CAUSAL)
+    if STEP < 2:
+        top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
+    else:
+        parts = tl.arange(0, BLOCK_P)
+        partial_ptr += row * P * 2
+        tops = tl.load(partial_ptr + 2 * parts, mask=parts < P, other=-3.4028234663852886e38)
+        totals = tl.load(partial_ptr + 2 * parts + 1, mask=parts < P, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp2((tops - top) * LOG2E), 0)
+    if STEP == 1:
+        tl.store(partial_ptr + 2 * tl.program_id(0), top)
+        tl.store(partial_ptr + 2 * tl.program_id(0) + 1, total)
+    else:
+        _write_softmax(
+            x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, top, 1.0 / total, SCALED, CAUSAL, BLOCK
+        )
+
+
+@triton.jit(do_not_specialize=["T", "P"])
+def _softmax_wide_bwd_kernel(
+    dy_ptr, y_ptr, dx_ptr, partial_ptr, N, T, stride_dym, stride_ym, scale, CAUSAL: tl.constexpr,
+    P, width, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start, stop = 0, N
+    if STEP > 0:
+        start = row % P * width
+        stop = tl.minimum(start + width, N)
+        row = row // P
+    dy_ptr += row.to(tl.int64) * stride_dym
+    y_ptr += row.to(tl.int64) * stride_ym
+    dx_ptr += row.to(tl.int64) * N
+    last = _last(row, N, T, CAUSAL)
+    if STEP < 2:
+        total = _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL, BLOCK)
+    else:
+        parts = tl.arange(0, BLOCK_P)
+        total = tl.sum(tl.load(partial_ptr + row * P + parts, mask=parts < P, other=0.0), 0)
+    if STEP == 1:
+        tl.store(partial_ptr + tl.program_id(0), total)
+    else:
+        _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -286,6 +357,36 @@ def _prefetch(row_bytes: int, x: Tensor) -> int:
     """Stages of the forward: a row of 64 KiB has a multiprocessor to itself, and the next two on their way into shared
     memory meanwhile, where they fit. The backward, two such rows, is faster without."""
     return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
+
+
+def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts each of M wide rows is cut, and their columns: 1, N where the rows are programs enough."""
+    programs = multiprocessors(device)
+    parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
+    if parts < 2:
+        return 1, N
+    width = cdiv(cdiv(N, PART), parts) * PART
+    return cdiv(N, width), width
+
+
+def _launch_wide(
+    kernel: Any, key: tuple, tensors: tuple[Tensor | None, ...], arguments: tuple, M: int, N: int, numbers: int
+) -> None:
+    """One launch a row; or two of its parts, with their statistics, so many fp32 numbers each, in between."""
+    device = tensors[-1].device  # type: ignore[union-attr]
+    parts, width = _parts(M, N, device)
+    if parts == 1:
+        whole = M, (*arguments, 1, N, 0, BLOCK, 1), {"num_warps": 32}
+        launch(kernel, key, (*tensors, None), lambda: whole)
+        return
+    partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
+    block_p = next_power_of_2(cdiv(N, PART))
+    for step in (1, 2):
+
+        def plan(step: int = step) -> tuple[int, tuple, dict[str, int]]:
+            return M * parts, (*arguments, parts, width, step, PART, block_p), {"num_warps": 8}
+
+        launch(kernel, (*key, step), (*tensors, partial), plan)
 
 
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
@@ -326,8 +427,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
     if N > MAX_TILE:
-        plan = M, (*arguments, 8192), {"num_warps": 32}
-        launch(_softmax_wide_fwd_kernel, key, (x, mask, y), lambda: plan)
+        _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2)
     else:
 
         def tiled():
@@ -355,8 +455,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
     key = (M, arguments, dy.dtype, y.dtype)
     if N > MAX_TILE:
-        plan = M, (*arguments, 8192), {"num_warps": 32}
-        launch(_softmax_wide_bwd_kernel, key, (dy, y, dx), lambda: plan)
+        _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1)
     else:
 
         def tiled():
