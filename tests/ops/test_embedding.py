@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from test_kernels_compile import compiled
 
 from tigon.backend import HAS_TRITON
-from tigon.ops.embedding import PIECE, embedding
+from tigon.ops import embedding as embedding_module
+from tigon.ops.embedding import PIECE, _sorted, embedding
 
 
 def lookup(device, ids, V=9, H=40):
@@ -34,6 +35,18 @@ def test_a_run_of_any_length_anywhere(before, length, device, triton_backend):
 def test_long_runs_side_by_side(device, triton_backend):
     ids, weight = lookup(device, torch.arange(5).repeat_interleave(torch.tensor([PIECE + 9, 150, 1, 70, 400])) + 2)
     assert_same_gradient(ids[torch.randperm(ids.numel(), device=device)], weight)
+
+
+@pytest.mark.parametrize("ranked", [0, 2000], ids=["radix", "counted"])
+@pytest.mark.parametrize("tokens", [1, 511, 512, 1300])
+def test_tokens_are_sorted_stably(tokens, ranked, device, triton_backend, monkeypatch):
+    """Equal ids within a block of comparisons, and in blocks before and behind it; those without gradient come last."""
+    monkeypatch.setattr(embedding_module, "RANKED", ranked)
+    ids = torch.randint(-1, 12, (tokens,), device=device)
+    keys, order = _sorted(ids, 9, 4)
+    wanted, stable = torch.sort(torch.where((ids < 0) | (ids >= 9) | (ids == 4), 9, ids).int(), stable=True)
+    assert torch.equal(keys, wanted)
+    assert torch.equal(order, stable)
 
 
 @pytest.mark.parametrize("padding_idx", [4, -5, None])

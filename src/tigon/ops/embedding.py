@@ -18,6 +18,8 @@ from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_
 from tigon.ops.cross_entropy import CHECKS
 
 PIECE = 64  # tokens
+# Up to so many tokens are sorted by counting, M² comparisons in one launch; more by radix, M in a dozen launches.
+RANKED = 8192
 
 
 def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -82,13 +84,43 @@ def _embedding_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "padding_idx"])
-def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
+@triton.jit
+def _key(ids_ptr, at, M, V, padding_idx):
     """Ids as int32, which sort twice as fast as int64; V for those that get no gradient, so that they come last."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
     counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
-    tl.store(keys_ptr + at, tl.where(counts, ids, V).to(tl.int32), mask=at < M)
+    return tl.where(counts, ids, V).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["M", "padding_idx"])
+def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(keys_ptr + at, _key(ids_ptr, at, M, V, padding_idx), mask=at < M)
+
+
+@triton.jit(do_not_specialize=["M", "padding_idx"])
+def _embedding_rank_kernel(
+    ids_ptr, keys_ptr, order_ptr, M, V, padding_idx, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The keys, sorted, and the tokens in that order: the place of each is the number of those that come before it.
+
+    BLOCK_N is a multiple of BLOCK_M.
+    """
+    first = tl.program_id(0) * BLOCK_M
+    at = first + tl.arange(0, BLOCK_M)
+    keys = _key(ids_ptr, at, M, V, padding_idx)
+    before = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for start in range(0, M, BLOCK_N):
+        other = start + tl.arange(0, BLOCK_N)
+        others = tl.where(other < M, _key(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
+        # Of equal keys the earlier token comes first. Which is the earlier has to be asked in one block alone.
+        if first // BLOCK_N * BLOCK_N == start:
+            before += (others < keys[:, None] + (other[None, :] < at[:, None]).to(tl.int32)).to(tl.int32)
+        else:
+            before += (others < (keys + (start < first).to(tl.int32))[:, None]).to(tl.int32)
+    place = tl.sum(before, 1)
+    tl.store(keys_ptr + place, keys, mask=at < M)
+    tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
 
 
 @triton.jit(do_not_specialize=["M", "STEPS"])
@@ -213,6 +245,11 @@ def _bwd_tile(H: int) -> tuple[int, int, int]:
     return max(1, 2048 // block_n), block_n, 4
 
 
+def _rank_tile() -> tuple[int, int, int]:
+    """Tokens that are placed, tokens that they are compared with at a time, and warps."""
+    return 8, 512, 8
+
+
 def _piece_tile(H: int) -> tuple[int, int, int]:
     """Rows on their way at a time, columns and warps, of tokens and of partial sums."""
     block_n = min(512, next_power_of_2(H))
@@ -239,6 +276,27 @@ def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     return y
 
 
+def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """The keys of all tokens in ascending order, int32, and the tokens that have them, int64, also ascending."""
+    M = ids.numel()
+    keys = ids.new_empty(M, dtype=torch.int32)
+    sizes = M, V, padding_idx
+    if M <= RANKED:
+        order = ids.new_empty(M, dtype=torch.int64)
+
+        def plan():
+            block_m, block_n, warps = _rank_tile()
+            return cdiv(M, block_m), (*sizes, block_m, block_n), {"num_warps": warps}
+
+        launch(_embedding_rank_kernel, (*sizes, ids.dtype), (ids, keys, order), plan)
+        return keys, order
+    launch(
+        _embedding_keys_kernel, (*sizes, ids.dtype), (ids, keys),
+        lambda: (cdiv(M, 1024), (*sizes, 1024), {"num_warps": 4}),
+    )  # fmt: skip
+    return torch.sort(keys, stable=True)
+
+
 def _embedding_bwd_fake(dy, ids, classes, padding_idx):
     return dy.new_empty((classes, dy.shape[-1]))
 
@@ -250,13 +308,7 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
         return dw.zero_()
     dy, ids = rows_of(dy), ids.contiguous()
     M, (V, H), stride = ids.numel(), dw.shape, dy.stride(0)
-    keys = ids.new_empty(M, dtype=torch.int32)
-    sizes = M, V, padding_idx
-    launch(
-        _embedding_keys_kernel, (*sizes, ids.dtype), (ids, keys),
-        lambda: (cdiv(M, 1024), (*sizes, 1024), {"num_warps": 4}),
-    )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
+    keys, order = _sorted(ids, V, padding_idx)
     starts = keys.new_empty(V + 1)
     steps = M.bit_length()
     launch(
