@@ -9,7 +9,7 @@ from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.experts import MOE_MLP
-from ops_table.gated import GATED_LINEAR, GEGLU, REGLU, RELU2, SWIGLU
+from ops_table.gated import GATED_LINEAR, GATED_MLP, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
@@ -27,6 +27,7 @@ OPS: tuple[Op, ...] = (
     REGLU,
     RELU2,
     GATED_LINEAR,
+    GATED_MLP,
     MOE_MLP,
     DYT,
     POLY_NORM,

@@ -12,6 +12,7 @@ import tigon
 from ops_table.row import Bad, Case, Inputs, Op, randn
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
+from tigon.ops.gated_mlp import gated_mlp, gated_mlp_reference
 from tigon.ops.relu2 import relu2_reference
 
 
@@ -213,4 +214,73 @@ GATED_LINEAR = Op(
     ),
     products=True,
     large=(Case("flat", (1000, 4096, 16)), Case("packed", (1000, 4096, 16), {}, {"packed": True})),
+)
+
+
+def _make_gated_mlp(shape, dtype, generator, packed=False, bias=True, frozen=()):
+    """shape is (..., H, N, M)."""
+    *rows, H, N, M = shape
+    wide = 2 * N if packed else N
+    weights = [
+        (torch.randn(sizes, generator=generator) / sizes[1] ** 0.5).to(dtype) for sizes in ((wide, H), (N, H), (M, N))
+    ]
+    biases = [randn((n,), dtype, generator) if bias else None for n in (wide, N, M)]
+    if packed:
+        weights[1] = biases[1] = None
+    return randn((*rows, H), dtype, generator), *weights, *biases
+
+
+def eager_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
+    gate = F.linear(x, gate_weight, gate_bias)
+    up = None if up_weight is None else F.linear(x, up_weight, up_bias)
+    options.pop("tile_bytes", None)
+    return eager_gated_linear(gate, up, down_weight, down_bias, **options)
+
+
+def _public_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    return gated_mlp(x, gate_weight, up_weight, down_weight, **biases, **options)
+
+
+def _bad_gated_mlp(**replaced: Any) -> Callable[[], Inputs]:
+    made = {
+        "x": torch.ones(3, 4), "gate": torch.ones(6, 4), "up": torch.ones(6, 4), "down": torch.ones(5, 6),
+        "gate_bias": None, "up_bias": None, "down_bias": None,
+    }  # fmt: skip
+    return lambda: tuple((made | replaced).values())
+
+
+_TILES = {"tile_bytes": 1}  # the least there is, 128 rows
+
+GATED_MLP = Op(
+    name="gated_mlp",
+    public=_public_gated_mlp,
+    reference=lambda *tensors, act="silu", tile_bytes=None: gated_mlp_reference(
+        *tensors, *[None] * (7 - len(tensors)), act
+    ),
+    eager=eager_gated_mlp,
+    make=_make_gated_mlp,
+    cases=(
+        Case("masked", (3, 5, 30, 20, 12), draws=4),
+        Case("least", (1, 1, 1, 1), draws=64),
+        Case("no bias", (9, 64, 32, 16), {}, {"bias": False}, draws=4),
+        Case("three tiles", (300, 8, 16, 8), dict(_TILES), draws=4),
+        Case("tiles, packed", (260, 8, 200, 8), {"act": "gelu_tanh", **_TILES}, {"packed": True}, draws=4),
+        Case("squared relu", (9, 30, 20, 30), {"act": "relu2"}, {"bias": False}, draws=4),
+    ),
+    empty=((0, 8, 4, 8),),
+    bad=(
+        Bad(_bad_gated_mlp(), r"gated_mlp: act must be one of .*got 'tanh'", {"act": "tanh"}),
+        Bad(_bad_gated_mlp(up=torch.ones(5, 4)), r"gated_mlp: up_weight must be \(6, 4\)|down_weight must be"),
+        Bad(_bad_gated_mlp(down=torch.ones(5, 4)), r"gated_mlp: down_weight must be \(5, 6\).*got \(5, 4\)"),
+        Bad(_bad_gated_mlp(gate_bias=torch.ones(4)), r"gated_mlp: gate_bias must be \(6,\).*got \(4,\)"),
+        Bad(_bad_gated_mlp(gate=torch.ones(7, 4), up=None), r"gated_mlp: gate_weight must be \(2N, 4\).*got \(7, 4\)"),
+        Bad(_bad_gated_mlp(x=torch.ones(3, 4).long()), r"gated_mlp: x must be .*torch.int64"),
+    ),
+    launches=("gated_mlp_fwd", "gated_mlp_bwd"),
+    models=(
+        Case("Llama-3-8B", (16384, 4096, 14336, 4096), {}, {"bias": False}),
+        Case("packed, Phi-3", (16384, 3072, 8192, 3072), {}, {"packed": True, "bias": False}),
+    ),
+    products=True,
 )

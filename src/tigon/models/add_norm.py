@@ -33,7 +33,7 @@ from tigon.models.clones import clone, name_of, rebuilt
 from tigon.models.forwards import Patch, norm_fits, transformed
 from tigon.models.recipe import DTYPES
 from tigon.models.recognize import Norm, Unknown
-from tigon.ops.rms_norm import add_rms_norm
+from tigon.ops.rms_norm import add_rms_norm, rms_norm
 
 _CALL, _RESULT = "_tigon_add_norm", "_tigon_norm"
 
@@ -101,7 +101,9 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
     eps = getattr(norm, formula.eps) if isinstance(formula.eps, str) else formula.eps
-    normed, total = add_rms_norm(other, one, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+    options = {"eps": eps, "offset": formula.offset, "cast": formula.cast}
+    normed, total = add_rms_norm(other, one, weight, **options)
+    patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
     return total, normed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tigon.backend import autocast_dtype
@@ -23,6 +24,7 @@ from tigon.models.recognize_mlp import Gated
 from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
+from tigon.ops.gated_mlp import gated_mlp, is_one_tile
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
@@ -155,7 +157,10 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
         if makes_loss_module and torch.compiler.is_compiling():
             ledger.lazy = False
         try:
-            return run(*args, **kwargs)
+            if torch.compiler.is_compiling():  # its partitioner decides what is kept
+                return run(*args, **kwargs)
+            with ledger.recompute.forward():
+                return run(*args, **kwargs)
         finally:
             ledger.lazy = outer
             if not outer:
@@ -213,9 +218,13 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if formula.centered:
         if formula.offset and weight is not None:
             weight = weight + formula.offset
-        y = layer_norm(x, weight, bias, eps=eps)
+        norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=eps)
+        inputs: tuple[Tensor | None, ...] = x, weight, bias
     else:
-        y = rms_norm(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+        norm = functools.partial(rms_norm, eps=eps, offset=formula.offset, cast=formula.cast)
+        inputs = x, weight
+    y = norm(*inputs)
+    patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 
 
@@ -242,6 +251,37 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0]
     if formula.between is not None and not _same_dtype(getattr(self, formula.gate), getattr(self, formula.down)):
         return _plain(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
+    recompute = patch.ledger.recompute
+    if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tiled = _tiled_mlp(self, patch, x)
+        if tiled is not None:
+            return _after_mlp(self, formula, tiled)
+        if recompute.is_running():  # an adapter, a hook: what they make takes part, and is not kept either
+            run = functools.partial(_mlp, self, patch)
+            return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    return _mlp(self, patch, x)
+
+
+def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
+    formula: Gated = patch.formula
+    gate, down = getattr(self, formula.gate), getattr(self, formula.down)
+    up = None if formula.up is None else getattr(self, formula.up)
+    if formula.between is not None or formula.gate_scale is not None or not isinstance(x, Tensor):
+        return None
+    if not all(_is_plain_linear(layer, x) for layer in (gate, up, down) if layer is not None):
+        return None
+    width = gate.out_features if up is not None else gate.out_features // 2
+    if patch.ledger.recompute.is_elsewhere() and is_one_tile(x, width):
+        return None  # a checkpoint computes it all again as it is; only what is too wide for that is cut into tiles
+    patch.ledger.count("mlp", patch.key)
+    return gated_mlp(
+        x, gate.weight, None if up is None else up.weight, down.weight, gate_bias=gate.bias,
+        up_bias=None if up is None else up.bias, down_bias=down.bias, act=formula.act,
+    )  # fmt: skip
+
+
+def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
+    formula: Gated = patch.formula
     # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.
     if formula.up is None:
         gate, up = getattr(self, formula.gate)(x), None
@@ -252,7 +292,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         gate = getattr(self, formula.gate)(x)
         up = getattr(self, formula.up)(x)
     down = getattr(self, formula.down)
-    plain = formula.between is None and formula.gate_scale is None
+    plain = formula.between is None and formula.gate_scale is None and patch.ledger.recompute.product
     if plain and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
         y = gated_linear(gate, up, down.weight, down.bias, act=formula.act)
@@ -261,6 +301,10 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if formula.between is not None:
             product = getattr(self, formula.between)(product)
         y = down(product)
+    return _after_mlp(self, formula, y)
+
+
+def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:
     if formula.scale is not None:
         y = y * getattr(self, formula.scale)
     if formula.dropout is not None:
@@ -290,7 +334,9 @@ def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
         return _plain(self, *args, **kwargs)
     ledger.count("mlp", self._tigon.key)
-    return relu2(x)
+    y = relu2(x)
+    ledger.recompute.note(y, relu2, x)
+    return y
 
 
 def _same_dtype(one: Any, other: Any) -> bool:
@@ -335,7 +381,10 @@ def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> 
     scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
     if _fit_each_other(gate, up):
         patch.ledger.count("mlp", patch.key)
-        return OPERATORS[formula.act](gate, up, gate_multiplier=scale)
+        unit = functools.partial(OPERATORS[formula.act], gate_multiplier=scale)
+        product = unit(gate, up)
+        patch.ledger.recompute.note(product, unit, gate, up)
+        return product
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return ACTIVATIONS[formula.act](gate if scale == 1.0 else gate * scale) * up

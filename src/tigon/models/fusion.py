@@ -33,6 +33,7 @@ from tigon.models.forwards import (
 from tigon.models.recipe import DTYPES
 from tigon.models.recognize import Unknown, recognize_norm, signature_of
 from tigon.models.recognize_mlp import recognize_mlp, recognize_relu2
+from tigon.models.recompute import LEVELS, Recompute
 from tigon.models.report import Ledger, Report, Row, advice_on
 from tigon.models.rotary import Clones
 
@@ -42,7 +43,7 @@ FUSED_BEFORE = "fused before, by another tigon.fuse"
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True,
+    experts: bool = True, recompute: str = "cheap", offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -51,19 +52,26 @@ def fuse(
         head: the loss is computed without building the logits, when labels are given.
         norms, mlp, rotary: RMS and layer norms, gated MLPs and relu², and rotary embeddings run as one kernel each.
         experts: the experts of a mixture run together, without a loop or a copy of their tokens; the router stays.
+        recompute: which activations the backward pass computes again instead of keeping them. "none"; "product": the
+            product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
+            1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step.
+        offload: what the forward pass saves lies in host memory until the backward pass, as far as no checkpoint has
+            it: with gradient checkpointing, the inputs of the layers. On a GPU.
     Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
         also a context manager. A model that is fused already is left as it is, and its Fusion returned.
-    Raises: TypeError for what is not a module.
+    Raises: TypeError for what is not a module; ValueError for an unknown level of recompute.
 
     Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
     pickled model is plain when loaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if recompute not in LEVELS:
+        raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {recompute!r}.")
     present = vars(model).get("_tigon_fusion")
     if present is not None:
         return present
-    fusion = Fusion(model)
+    fusion = Fusion(model, recompute, offload)
     fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary, experts=experts)
     if not fusion._modules:
         # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
@@ -78,9 +86,9 @@ def fuse(
 class Fusion:
     """What tigon.fuse did to one model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recompute: str = "cheap", offload: bool = False) -> None:
         self.model = model
-        self._ledger = Ledger(model)
+        self._ledger = Ledger(model, Recompute(recompute, offload))
         self._ledger.fusion = self
         self._modules: list[nn.Module] = []
         self._rows: Counter[tuple[str, str, bool, str]] = Counter()
@@ -99,7 +107,8 @@ class Fusion:
             rows.append(Row(kind, name, count, fused, what, calls, "" if fused else advice_on(what)))
         return Report(
             type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
-            dict(totals), dict(ledger.built_by),
+            dict(totals), dict(ledger.built_by), ledger.recompute.level, ledger.recompute.tensors,
+            ledger.recompute.bytes, 0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
         )  # fmt: skip
 
     def remove(self) -> None:

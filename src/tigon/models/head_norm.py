@@ -12,6 +12,7 @@ function of the module's clone (rotary.py) takes two of them to `tigon.qk_norm_r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,9 @@ class HeadNorm:
         if self.normed is None:
             self.patch.ledger.count("norm", self.patch.key)
             eps, offset, cast = self.form
-            self.normed = rms_norm(self.x, self.weight, eps=eps, offset=offset, cast=cast)
+            norm = functools.partial(rms_norm, eps=eps, offset=offset, cast=cast)
+            self.normed = norm(self.x, self.weight)
+            self.patch.ledger.recompute.note(self.normed, norm, self.x, self.weight)
         return self.normed
 
     def transpose(self, dim0: int, dim1: int) -> Any:
@@ -95,7 +98,10 @@ def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
     def rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         for head in (q, k):
             head.patch.ledger.count("norm", head.patch.key)
-        return qk_norm_rope(x, y, q.weight, k.weight, cos, sin, eps=eps, offset=offset, cast=cast, **options)
+        run: Callable[..., Any] = functools.partial(qk_norm_rope, eps=eps, offset=offset, cast=cast, **options)
+        rotated = run(x, y, q.weight, k.weight, cos, sin)
+        q.patch.ledger.recompute.note(rotated, run, x, y, q.weight, k.weight, cos, sin)
+        return rotated
 
     return rope
 

@@ -112,7 +112,7 @@ class Recipe:
         """Build them: the operations of the plain model, in its order, under the autocast of its forward."""
         if not torch.compiler.is_compiling():
             self.check(sample=True)
-        with _autocast(self.hidden.device.type, self.autocast):
+        with autocast_as(self.hidden.device.type, self.autocast):
             z = F.linear(self.hidden, self.weight, self.bias)
             for step, value in self.steps:
                 if step == "mul":
@@ -160,7 +160,7 @@ class Recipe:
         for step, value in self.steps:
             if step == "add":
                 bias = value if bias is None else bias + value
-        with _autocast(device, self.autocast):
+        with autocast_as(device, self.autocast):
             loss = linear_cross_entropy(
                 self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
@@ -185,7 +185,7 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()
 
 
-class _autocast:
+class autocast_as:
     """Autocast as it stood when the head ran; enters nothing where it stands so already."""
 
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tigon.models.recompute import Recompute
 
 # What to do about what is left, by a part of the reason. Of the rest: nothing, it runs as it is.
 ADVICE = {
@@ -30,12 +33,14 @@ class Ledger:
     active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
     lazy: the model's forward is running with labels, so that its head may leave the logits unbuilt.
     fusion: whose ledger it is, for who meets a part of the model first.
+    recompute: what is computed again in the backward pass instead of being kept.
     """
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, recompute: Recompute | None = None) -> None:
         self.owner = weakref.ref(owner)
         self.active = True
         self.fusion: Any = None
+        self.recompute = recompute or Recompute("none")
         self.lazy = False
         self.valid: tuple[Any, int] | None = None
         self.steps = 0
@@ -85,10 +90,10 @@ class Ledger:
         owner = memo.get(id(self.owner()))
         if owner is None:  # a part of the model is copied, and stays part of it: PEFT's modules_to_save does that
             return self
-        copy = Ledger(owner)
-        copy.active = self.active
-        memo[id(self)] = copy
-        return copy
+        copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
+        copied.active = self.active
+        memo[id(self)] = copied
+        return copied
 
 
 def advice_on(reason: str) -> str:
@@ -124,6 +129,10 @@ class Report:
     steps: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     logits_built_by: dict[str, int] = field(default_factory=dict)
+    recompute: str = "none"
+    tensors_not_kept: int = 0
+    bytes_not_kept: int = 0
+    bytes_offloaded: int = 0
 
     @property
     def fused(self) -> list[Row]:
@@ -155,6 +164,11 @@ class Report:
         text = f"Ran in the last step: {ran}."
         if self.logits_built_by:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
+        if self.tensors_not_kept:
+            size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
+            text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."
+        if self.bytes_offloaded:
+            text += f" Kept in host memory: {self.bytes_offloaded / 2**20:,.1f} MiB."
         return text
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, MutableMapping
@@ -89,6 +90,13 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str
         wide_cos, wide_sin = kept[2]
         return cos if wide_cos is None else wide_cos, sin if wide_sin is None else wide_sin
 
+    def plain_rope(*tensors: Tensor, **options: Any) -> Any:
+        run = functools.partial(rope, **options)
+        turned = run(*tensors)
+        # `rope` keeps angles alone; heads that a norm has made can be made once more.
+        ledger.recompute.note(turned, run, *tensors, where_known=True)
+        return turned
+
     def apply(*args: Any, **kwargs: Any) -> Any:
         bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
         heads = () if bound is None else tuple(bare(x) for x in bound[0])
@@ -113,7 +121,7 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str
         wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
             wide = wide[0][None], wide[1][None]
-        turned = turn.of(rotate or rope, four, *wide, dim)
+        turned = turn.of(rotate or plain_rope, four, *wide, dim)
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:

@@ -107,7 +107,8 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
     off |= set() if head else set(kinds)
-    return fuse(model, **{part: False for flag in off for part in FLAGS[flag]})
+    parts: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
+    return fuse(model, **parts)
 
 
 def _function(family: str, arguments: str) -> Callable[..., Fusion]:

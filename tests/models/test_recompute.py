@@ -1,0 +1,336 @@
+"""What is computed again in the backward pass: the same bits, fewer tensors kept, nobody else's plans upset."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+pytest.importorskip("transformers")
+from zoo import FAMILIES, batch, build
+
+from tigon.models.recompute import HELD, Recompute
+
+# Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
+# follows a norm (these models repeat k for the heads, which makes another tensor of it).
+NOT_KEPT = {
+    "llama": 4, "qwen3": 6, "gemma2": 4, "gemma3": 6, "qwen3_moe": 6, "cohere": 2, "olmo2": 2, "phi3": 4, "gpt2": 4,
+    "gpt_oss": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def deterministic(device):
+    """Attention's gradient adds in any order on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(family, level, device, dtype=None, backward=None, checkpointing=None):
+    """Loss, gradients and report of one step at a level. dtype: of autocast."""
+    model = build(family).to(device)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    fusion = tigon.fuse(model, recompute=level)
+    inputs = {k: v.to(device) for k, v in batch(family).items()}
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        loss = model(**inputs).loss
+    report = fusion.report()
+    (backward or torch.Tensor.backward)(loss)
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, report
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_as_from_what_was_kept(family, dtype, device):
+    loss, kept, nothing = run(family, "none", device, dtype)
+    again_loss, again, report = run(family, "cheap", device, dtype)
+    assert torch.equal(loss, again_loss)
+    assert_same_bits(again, kept)
+    assert nothing.tensors_not_kept == nothing.bytes_not_kept == 0
+    if dtype is None and family in NOT_KEPT and device.type == "cpu":
+        assert report.tensors_not_kept == NOT_KEPT[family]
+    assert (report.recompute, nothing.recompute) == ("cheap", "none")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2"])
+def test_gate_and_up_too(family, device):
+    plain = run(family, "none", device)
+    loss, again, _ = run(family, "mlp", device)
+    assert torch.equal(loss, plain[0])
+    for name, g in plain[1].items():
+        assert (again[name] - g).norm() <= 1e-5 * g.norm(), name
+
+
+@pytest.mark.parametrize("level", ["cheap", "mlp"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_steps_aside_for_checkpoints(level, reentrant, device):
+    loss, kept, _ = run("qwen3", "none", device)
+    again_loss, again, report = run("qwen3", level, device, checkpointing=reentrant)
+    assert torch.equal(loss, again_loss)
+    assert_same_bits(again, kept)
+    assert report.tensors_not_kept == 0
+
+
+def test_a_graph_that_is_kept_is_walked_twice(device):
+    def twice(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    _, once, _ = run("qwen3", "cheap", device)
+    _, both, _ = run("qwen3", "cheap", device, backward=twice)
+    assert_same_bits(both, {n: g + g for n, g in once.items()})
+
+
+class Mixed(nn.Module):
+    """A norm whose result three layers save, one of them through a view and one transposed."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.one, self.two, self.three = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x, labels=None):
+        y = self.norm(x)
+        return self.one(y).sum() + self.two(y.view(-1, 16)).square().sum() + (self.three(y.transpose(0, 1)) * 2).sum()
+
+
+def fused_mixed(device, **options):
+    torch.manual_seed(0)
+    model = Mixed().to(device)
+    return model, tigon.fuse(model, **options), torch.randn(3, 5, 16, device=device, requires_grad=True)
+
+
+def test_what_is_left_out_is_freed(device, monkeypatch):
+    """After the forward pass nothing holds the result of the norm, where all who saved it have a recipe."""
+    results = []
+    note = Recompute.note
+
+    def seen(self, result, *args, **kwargs):
+        results.append(weakref.ref(result))
+        return note(self, result, *args, **kwargs)
+
+    monkeypatch.setattr(Recompute, "note", seen)
+    for level, alive in (("product", True), ("cheap", False)):
+        model, _, x = fused_mixed(device, recompute=level)
+        results.clear()
+        loss = model(x)
+        gc.collect()
+        assert [r() is not None for r in results] == [alive]
+        loss.backward()
+
+
+def test_it_is_computed_once_for_all_who_saved_it_and_dropped_by_the_last(device, monkeypatch):
+    computed = []
+    compute = Recompute._compute
+    monkeypatch.setattr(Recompute, "_compute", lambda self, work: computed.append(work) or compute(self, work))
+    model, fusion, x = fused_mixed(device)
+    model(x).backward()
+    assert len(computed) == 1
+    assert computed[0].results is None
+    held = fusion._ledger.recompute._held
+    assert not any(r() is not None and r().results is not None for works in held.values() for r in works)
+
+
+def test_a_part_of_the_graph_leaves_little_behind(device):
+    """Gradients of some parameters only: what they did not ask for is not handed out, and the bound holds."""
+    model = build("llama").to(device)
+    fusion = tigon.fuse(model)
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    loss = model(**inputs).loss
+    first = torch.autograd.grad(loss, [model.model.layers[0].self_attn.q_proj.weight], retain_graph=True)
+    held = fusion._ledger.recompute._held.get(loss.device, [])
+    assert sum(r() is not None and r().results is not None for r in held) <= HELD
+    loss.backward()
+    assert torch.equal(first[0], model.model.layers[0].self_attn.q_proj.weight.grad)
+
+
+@pytest.mark.parametrize("what", ["what the norm was given", "another tensor"])
+def test_a_write_into_what_was_saved_is_an_error_as_in_torch(what, device):
+    model, _, x = fused_mixed(device)
+    inputs = x * 1.0
+    loss = model(inputs)
+    with torch.no_grad():
+        (inputs if what == "what the norm was given" else model.one.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_result_that_was_written_into_is_kept_as_it_is(device):
+    class Writes(Mixed):
+        def forward(self, x, labels=None):
+            y = self.norm(x)
+            y.mul_(2)  # nobody has saved it yet: torch allows it
+            return self.one(y).square().sum()
+
+    torch.manual_seed(0)
+    model = Writes().to(device)
+    x = torch.randn(3, 5, 16, device=device)
+    model(x).backward()
+    plain = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    tigon.fuse(model)
+    model(x).backward()
+    for name, g in plain.items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].grad, g, rtol=1e-5, atol=1e-5)
+
+
+def test_other_hooks_see_everything(device):
+    """Somebody who offloads what is saved does so with all of it."""
+    seen = {}
+    for level in ("none", "cheap"):
+        model, fusion, x = fused_mixed(device, recompute=level)
+        shapes = seen[level] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t):
+            loss = model(x)
+        loss.backward()
+        assert fusion.report().tensors_not_kept == 0
+    assert seen["none"] == seen["cheap"]
+
+
+def test_no_hooks_without_gradients_or_after_removal(device):
+    model, fusion, x = fused_mixed(device)
+    with torch.no_grad():
+        model(x)
+    assert fusion.report().tensors_not_kept == 0
+    fusion.remove()
+    model(x).backward()
+    assert fusion.report().tensors_not_kept == 0
+
+
+def test_adapters_save_recipes_too(device):
+    peft = pytest.importorskip("peft")
+    model = build("llama").to(device)
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    model.enable_input_require_grads()  # as the Trainer does under checkpointing
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    gradients = {}
+    for level in ("none", "cheap", "mlp"):
+        model.zero_grad()
+        with tigon.fuse(model, recompute=level) as fusion:
+            loss = model(**inputs).loss
+            report = fusion.report()
+            loss.backward()
+        gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if level == "cheap":
+            # Two norms and the product of a gate, which the adapter of down_proj saves, in each of two layers.
+            assert report.tensors_not_kept == 6
+    assert_same_bits(gradients["cheap"], gradients["none"])
+    assert_same_bits(gradients["mlp"], gradients["none"])
+
+
+def test_compiled_layers_decide_for_themselves(device):
+    torch._dynamo.reset()
+    model = build("llama").to(device)
+    fusion = tigon.fuse(model)
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    model(**inputs).loss.backward()
+    eager = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    model(**inputs).loss.backward()
+    assert fusion.report().tensors_not_kept == 0
+    for name, g in eager.items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].grad, g, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_a_copy_keeps_the_level():
+    model = build("llama")
+    tigon.fuse(model, recompute="mlp", offload=True)
+    ledger = vars(copy.deepcopy(model))["_tigon_fusion"]._ledger
+    assert ledger.recompute.level == "mlp"
+    assert ledger.recompute.offload is not None
+    assert ledger.recompute is not vars(model)["_tigon_fusion"]._ledger.recompute
+
+
+def test_an_unknown_level_is_refused_before_anything_happens():
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"recompute must be one of \('none', .*got 'all'"):
+        tigon.fuse(model, recompute="all")
+    assert "_tigon_fusion" not in vars(model)
+
+
+def test_the_report_says_it(device):
+    *_, report = run("llama", "cheap", device)
+    assert f"Computed again instead of kept: {report.tensors_not_kept} activations" in str(report)
+    assert report.to_dict()["recompute"] == "cheap"
+
+
+def test_what_a_node_saves_of_its_own_does_not_keep_it_alive(device, monkeypatch):
+    """Such a tensor knows its node: held as it is, the two would hold each other, and nothing would ever be freed."""
+    kept = []
+    pack = Recompute._pack
+
+    def seen(self, t):
+        packed = pack(self, t)
+        kept.append(weakref.ref(packed.tensor))
+        return packed
+
+    class Exp(Mixed):
+        def forward(self, x, labels=None):
+            return x.exp().sum()  # saves its result
+
+    model = Exp().to(device)
+    tigon.fuse(model)
+    monkeypatch.setattr(Recompute, "_pack", seen)
+    loss = model(torch.randn(3, 5, 16, device=device, requires_grad=True))
+    assert len(kept) == 1
+    gc.disable()
+    try:
+        del loss
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+# ----------------------------------------------------------------------------------------------------- on a GPU alone
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="host memory is the CPU's own")
+@pytest.mark.parametrize("checkpointing", [True, False, None])
+def test_offloaded_is_the_same_and_leaves_the_gpu(checkpointing):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).cuda().to(torch.bfloat16).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    ids = torch.randint(512, (4, 2048), device="cuda")
+    found = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for offload in (False, True):
+        with tigon.fuse(model, recompute="none", offload=offload) as fusion:
+            for _ in range(2):
+                model.zero_grad()
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                loss = model(input_ids=ids, labels=ids).loss
+                torch.cuda.synchronize()
+                kept = torch.cuda.memory_allocated() - before
+                report = fusion.report()
+                loss.backward()
+        found[offload] = loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}, kept, report
+    assert found[True][0] == found[False][0]
+    assert_same_bits(found[True][1], found[False][1])
+    inputs_of_layers = 6 * ids.numel() * 512 * 2
+    assert found[True][3].bytes_offloaded >= inputs_of_layers
+    assert found[False][2] - found[True][2] >= 0.9 * inputs_of_layers
