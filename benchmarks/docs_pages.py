@@ -27,6 +27,7 @@ import families
 import tigon
 from tigon.bench import plots, report
 from tigon.bench.cases import KINDS, OPS
+from tigon.bench.matrix import to_matrix
 
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
@@ -89,7 +90,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     makers: dict[str, Callable[[str], str]] = {
         "results": lambda pattern: section(pattern, up),
-        "matrix": lambda pattern: section(pattern, up, report_as=lambda content: report.to_matrix(content, ORDER)),
+        "matrix": lambda pattern: section(pattern, up, report_as=lambda content: to_matrix(content, ORDER)),
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
@@ -219,7 +220,7 @@ def measured(name: str) -> str:
     parts = [
         "Forward + backward in milliseconds, and as a multiple of the [floor](../bench.md#reading-the-table).",
         "",
-        report.to_matrix({"kind": "ops", "rows": rows}, ORDER),
+        to_matrix({"kind": "ops", "rows": rows}, ORDER),
         f"![{name}](../charts/ops/{name}.png)\n" if chart_of(name) else "",
         f"![memory of {name}](../charts/memory/{name}.png)\n" if memory_of(name) else "",
         '<details markdown="1"><summary>All columns</summary>\n',

@@ -9,6 +9,7 @@ import pytest
 
 from tigon.bench import report
 from tigon.bench.host import HostRow
+from tigon.bench.matrix import to_matrix
 from tigon.bench.models import Side
 from tigon.bench.runner import Row
 
@@ -136,10 +137,36 @@ def test_a_matrix_has_a_line_per_case_and_marks_the_fastest():
         Row("rope", (1, 8), "bfloat16", "liger", status="wrong", total_ms=0.4, floor_ms=0.5, times_floor=0.8),
         Row("rope", (1, 9), "bfloat16", "tigon", status="failed"),
     ]
-    header, _, first, second = report.to_matrix(report.result("ops", rows), ["tigon"]).splitlines()
+    header, _, first, second = to_matrix(report.result("ops", rows), ["tigon"]).splitlines()
     assert header == "| op | shape | dtype | floor ms | tigon | eager | liger |"
     assert first == "| rope | 1×8 | bfloat16 | 0.500 | **0.600 (1.20×)** | 2.00 (4.00×) | wrong |"
     assert second == "| rope | 1×9 | bfloat16 | – | failed | – | – |"
+
+
+def test_a_matrix_of_models_compares_them_with_the_plain_one():
+    plain = replace(SIDES[1], status="ok", reason="", tokens_per_s=10000.0, step_ms=819.0, peak_gib=100.0)
+    floor = replace(SIDES[0], side="floor", tokens_per_s=14000.0, peak_gib=None)
+    other = [replace(row, model="other") for row in (replace(plain, tokens_per_s=20000.0), SIDES[1], SIDES[0])]
+    other[1] = replace(other[1], side="liger")
+    lines = to_matrix(report.result("model", [floor, SIDES[0], plain, *other]), ["hf", "floor"]).splitlines()
+    assert lines[0] == "| model | batch×seq | hf | floor | tigon | liger |"
+    assert lines[2] == (
+        "| llama-3-8b | 16×512 | 10,000, 100.0 GiB | 14,000 | **13,000 (+30.0 %)**, 69.0 GiB (−31.0 %) | – |"
+    )
+    assert lines[3] == (
+        "| other | 16×512 | **20,000**, 100.0 GiB | – | 13,000 (−35.0 %), 69.0 GiB (−31.0 %) | out of memory |"
+    )
+    assert lines[4] == "| mean |  | – |  | −2.5 %, memory −31.0 % | – |"
+
+
+def test_a_matrix_of_lengths_ends_with_the_longest():
+    rows = [replace(SIDES[1], seq=2048), *(replace(SIDES[0], seq=seq) for seq in (1024, 2048))]
+    _, _, *lines = to_matrix(report.result("sequence", rows)).splitlines()
+    assert lines == [
+        "| 1,024 | – | 69.0 GiB |",
+        "| 2,048 | out of memory | 69.0 GiB |",
+        "| longest | **0** | **2,048** |",
+    ]
 
 
 def test_host_times_are_shown():

@@ -54,15 +54,18 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], kind: str | None
     kind: "memory" for the peak memory of operators instead of their time, "profile" for the kinds of kernel of whole
         models; default: what the content is.
     """
-    _save(content, path, kind, {}, headline(content), format="png", dpi=150)
+    _save(content, path, kind, 2, {}, headline(content), format="png", dpi=150)
 
 
 def svg(content: dict[str, Any], kind: str | None = None) -> str:
-    """The same as an <svg> element to stand in a page, on no background and in the colour of the page's text."""
+    """The same as an <svg> element to stand in a page, on no background and in the colour of the page's text.
+
+    Its panels are in one column, so that it can be read on a phone.
+    """
     file = io.StringIO()
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings = {**dict.fromkeys(ink, INK), "svg.fonttype": "none", "svg.hashsalt": "tigon", "legend.framealpha": 0.0}
-    _save(content, file, kind, settings, "", format="svg", transparent=True, metadata={"Date": None})
+    _save(content, file, kind, 1, settings, "", format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     # Width and height in points would keep it from shrinking with the page; the viewBox says what they are.
     text = re.sub(r' width="([\d.]+)pt" height="[\d.]+pt"', r' style="max-width: \1pt"', text, count=1)
@@ -70,22 +73,26 @@ def svg(content: dict[str, Any], kind: str | None = None) -> str:
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-def _save(content: dict[str, Any], target: Any, kind: str | None, settings: Any, title: str, **options: Any) -> None:
+def _save(
+    content: dict[str, Any], target: Any, kind: str | None, across: int, settings: Any, title: str, **options: Any
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     with matplotlib.rc_context(settings):
-        figure = KINDS[kind or content["kind"]](content, plt)
+        figure = KINDS[kind or content["kind"]](content, plt, across)
         if title:
             figure.suptitle(title, fontsize=8, color="#555555")
         figure.savefig(target, bbox_inches="tight", **options)
         plt.close(figure)
 
 
-def _panels(groups: dict[str, list[dict[str, Any]]], plt: Any, height: float = 0.32) -> tuple[Any, list[Any]]:
-    columns = min(2, max(1, len(groups)))
+def _panels(
+    groups: dict[str, list[dict[str, Any]]], plt: Any, across: int, height: float = 0.32
+) -> tuple[Any, list[Any]]:
+    columns = min(across, max(1, len(groups)))
     lines = max(1, math.ceil(len(groups) / columns))
     longest = max((len(rows) for rows in groups.values()), default=1)
     figure, axes = plt.subplots(
@@ -115,13 +122,13 @@ def _bars(
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _operators(content: dict[str, Any], plt: Any) -> Any:
+def _operators(content: dict[str, Any], plt: Any, across: int) -> Any:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         if row["status"] == "ok" and row["times_floor"] is not None:
             title = f"{row['op']}  {'×'.join(map(str, row['shape']))}  {row['dtype']}"
             groups.setdefault(title, []).append(row)
-    figure, axes = _panels(groups, plt)
+    figure, axes = _panels(groups, plt, across)
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
         _bars(axis, rows, "implementation", "times_floor", "{:.2f}×", LONGEST)
         axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
@@ -135,7 +142,17 @@ def tokens_of(row: dict[str, Any]) -> int:
     return math.prod(row["shape"][:-2])
 
 
-def _memory(content: dict[str, Any], plt: Any) -> Any:
+def over_tokens(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of one loss's rows those of the width, vocabulary and dtype with the most numbers of tokens; none below three."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("peak_mib") and len(row["shape"]) > 2:
+            groups.setdefault((*row["shape"][-2:], row["dtype"]), []).append(row)
+    most = max(groups.values(), key=lambda group: len({tokens_of(row) for row in group}), default=[])
+    return most if len({tokens_of(row) for row in most}) >= 3 else []
+
+
+def _memory(content: dict[str, Any], plt: Any, across: int) -> Any:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in content["rows"]:
         if row["status"] == "ok" and row["peak_mib"]:
@@ -160,12 +177,12 @@ def _memory(content: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-def _host(content: dict[str, Any], plt: Any) -> Any:
+def _host(content: dict[str, Any], plt: Any, across: int) -> Any:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         if row["status"] == "ok" and row["total_us"] is not None:
             groups.setdefault(row["op"], []).append(row)
-    figure, axes = _panels(groups, plt)
+    figure, axes = _panels(groups, plt, across)
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
         _bars(axis, rows, "implementation", "total_us", "{:.0f} µs")
         axis.set_title(title, fontsize=9, loc="left")
@@ -178,13 +195,13 @@ def _case(row: dict[str, Any]) -> str:
     return f"{row['model']}  {row['batch']}×{row['seq']}{'  checkpointing' if row['checkpointing'] else ''}{gpus}"
 
 
-def _models(content: dict[str, Any], plt: Any) -> Any:
+def _models(content: dict[str, Any], plt: Any, across: int) -> Any:
     panels: dict[str, tuple[list[dict[str, Any]], str, str]] = {}
     for row in content["rows"]:
         for key, unit, label in (("tokens_per_s", "tokens/s", "{:,.0f}"), ("peak_gib", "peak GiB", "{:.1f}")):
             if row["status"] == "ok" and row[key] is not None:
                 panels.setdefault(f"{_case(row)}, {unit}", ([], key, label))[0].append(row)
-    figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, 0.36)
+    figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, across, 0.36)
     for axis, (title, (rows, key, label)) in zip(axes, panels.items(), strict=False):
         _bars(axis, rows, "side", key, label)
         axis.set_title(title, fontsize=9, loc="left")
@@ -196,14 +213,14 @@ def has_profile(content: dict[str, Any]) -> bool:
     return any(row.get("profile_ms") and row.get("side") != "floor" for row in content["rows"])
 
 
-def _profile(content: dict[str, Any], plt: Any) -> Any:
+def _profile(content: dict[str, Any], plt: Any, across: int) -> Any:
     """One panel for each case: a bar a side, made of what its kernels were for."""
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         if row.get("profile_ms"):
             panels.setdefault(_case(row), []).append(row)
     panels = {title: rows for title, rows in panels.items() if has_profile({"rows": rows})}
-    figure, axes = _panels(panels, plt, 0.36)
+    figure, axes = _panels(panels, plt, across, 0.36)
     for axis, (title, rows) in zip(axes, panels.items(), strict=False):
         left = [0.0] * len(rows)
         for kind, colour in KERNELS.items():
@@ -226,7 +243,7 @@ def _profile(content: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-def _sequence(content: dict[str, Any], plt: Any) -> Any:
+def _sequence(content: dict[str, Any], plt: Any, across: int) -> Any:
     """Peak memory over the length; a line ends at the longest sequence that fits."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in content["rows"]:
@@ -251,7 +268,7 @@ def _sequence(content: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-def _architectures(content: dict[str, Any], plt: Any) -> Any:
+def _architectures(content: dict[str, Any], plt: Any, across: int) -> Any:
     """What fusing gains, model by model: of both sides of a model, one bar."""
     sides: dict[str, dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
@@ -268,7 +285,7 @@ def _architectures(content: dict[str, Any], plt: Any) -> Any:
     ]
     measured = [row for row in rows if row["smaller"] is not None]
     panels = {"tokens/s, fused ÷ plain": rows, **({"peak memory, fused ÷ plain": measured} if measured else {})}
-    figure, axes = _panels(panels, plt)
+    figure, axes = _panels(panels, plt, across)
     for axis, (title, shown), key in zip(axes, panels.items(), ("faster", "smaller"), strict=False):
         _bars(axis, shown, "model", key, "{:.2f}×", by="tigon")
         axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")

@@ -213,8 +213,6 @@ def _errors(row: dict[str, Any]) -> str:
     return f"{max(row['errors'].values()):.1e}".replace("e-0", "e-") if row["errors"] else "–"
 
 
-def _remark(row: dict[str, Any]) -> str:
-    if row["status"] != "ok":
 def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
     """The number, and by how much it is more or less than Hugging Face's in the same case."""
     if row[key] is None:
@@ -226,6 +224,8 @@ def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
 
         return f"{row['status'].upper()}: {row['reason']}"
     return row.get("note", "")
+def _remark(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
 
 
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -267,8 +267,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "last loss": lambda r: f"{r['losses'][-1]:.5f}" if r["losses"] else "–",
         "remark": _remark,
     },
-    "architecture": {
-        "model": lambda r: f"{r['model']}, {r['layers']} layers",
     "sequence": {
         "model": lambda r: r["model"] + (", checkpointing" if r["checkpointing"] else ""),
         "sequence": lambda r: f"{r['seq']:,}",
@@ -280,6 +278,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
     },
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
         "by": lambda r: r["side"],
+    "architecture": {
+        "model": lambda r: f"{r['model']}, {r['layers']} layers",
         "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
         "fwd+bwd ms": lambda r: _number(r["step_ms"]),
         "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
@@ -402,37 +402,6 @@ def to_table(content: dict[str, Any]) -> str:
     align = [":--" if name in _TEXT_COLUMNS else "--:" for name in header]
     lines = [header, align, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:
-    """Markdown with one line per case of kind "ops" and one column per implementation: milliseconds (× floor).
-
-    Args:
-        order: implementations that come first; the others follow as they appear.
-    """
-    present = list(dict.fromkeys(row["implementation"] for row in content["rows"]))
-    names = [n for n in order if n in present] + [n for n in present if n not in order]
-    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in content["rows"]:
-        cases.setdefault(case_of(row), {})[row["implementation"]] = row
-    lines = [["op", "shape", "dtype", "floor ms", *names], [":--", ":--", ":--", "--:", *("--:" for _ in names)]]
-    for by in cases.values():
-        row = next(iter(by.values()))
-        floor = next((r["floor_ms"] for r in by.values() if r["floor_ms"] is not None), None)
-        fastest = min(
-            (r["total_ms"] for r in by.values() if r["total_ms"] is not None and r["status"] == "ok"), default=0
-        )
-        cells = [_matrix_cell(by.get(name), fastest) for name in names]
-        lines.append([row["op"], _shape(row), row["dtype"], _number(floor), *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _matrix_cell(row: dict[str, Any] | None, fastest: float) -> str:
-    if row is None or row["status"] != "ok" or row["total_ms"] is None:
-        return "–" if row is None or row["status"] == "ok" else row["status"]
-    floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
-    text = f"{_number(row['total_ms'])}{floor}"
-    return f"**{text}**" if row["total_ms"] == fastest else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

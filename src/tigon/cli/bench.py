@@ -42,13 +42,27 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(help="Folder for both, named after the device and what was measured.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write charts and tables here, as one page that needs nothing beside it.")
+    ] = None,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="FILE...", help="Show these result files and measure nothing."),
+    ] = None,
 ) -> None:
     """Milliseconds, multiple of the hardware's floor, rate and peak memory, beside eager, torch.compile and peers."""
     _check_output(json, "--json")
     _check_output(plot, "--plot")
     _check_output(None if output is None else output / "results.json", "--output")
-    if plot is not None or output is not None:
-        needs("tigon bench --plot", "bench", "matplotlib")
+    _check_output(html, "--html")
+    if plot is not None or output is not None or html is not None:
+        needs(f"tigon bench {'--html' if html is not None else '--plot'}", "bench", "matplotlib")
+    if source:
+        if model is not None or host or json or plot or output or shape or peers:
+            raise Problem("bench: --from measures nothing, and takes --html alone")
+        # What follows the first file are operators elsewhere; here they can be files only.
+        _show_files([*source, *map(Path, ops or [])], html)
+        return
     if model is not None and (ops or shape):
         raise Problem("bench: --model takes no operators and no --shape")
     if host and (model is not None or shape):
@@ -74,9 +88,33 @@ def bench(
 
         for path in pictures:
             draw(content, path)
+    if html is not None:
+        _write_page([content], html)
     ours = [row for row in content["rows"] if row.get("implementation", row.get("side", "")).startswith("tigon")]
     if any(row["status"] == "wrong" for row in ours):
         raise typer.Exit(1)
+
+
+def _show_files(paths: list[Path], html: Path | None) -> None:
+    from tigon.bench.report import load
+
+    try:
+        contents = [load(path) for path in paths]
+    except OSError as error:
+        raise Problem(f"bench: --from {error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise Problem(f"bench: --from {error}".rstrip(".")) from None
+    if html is not None:
+        _write_page(contents, html)
+        return
+    for content in contents:
+        _show(content)
+
+
+def _write_page(contents: list[dict[str, Any]], path: Path) -> None:
+    from tigon.bench.page import page
+
+    path.write_text(page(contents), encoding="utf-8")
 
 
 def _bench_ops(
