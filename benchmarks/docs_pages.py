@@ -3,8 +3,10 @@
 Every operator of the benchmarks gets a page, from one template: formula and source from the docstring of its module,
 the function by mkdocstrings, what was measured from benchmarks/results. In a page, on a line of its own:
 
-    <!-- results: h200-ops.json -->     table and chart of the result files that match
+    <!-- results: h200-ops.json -->     table and chart of the result files that match, whatever GPU they are from
     <!-- matrix: *-memory.json -->      the same, with one line per case and one column per implementation
+    <!-- if: *-models.json -->          what follows stands in the page only if a file matches, down to
+    <!-- end -->
     <!-- operators -->                  the operators by kind, with what they replace
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
@@ -18,6 +20,7 @@ import importlib.util
 import inspect
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,11 @@ import tigon
 from tigon.bench import plots, report
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import to_matrix
+from tigon.bench.page import ORDER
 
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
-ORDER = ("tigon", "eager", "compile", "torch", "liger", "quack")
+PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
 # Beyond this a chart of a whole file says nothing; the operators' own pages have theirs.
 CHART_CASES = 24
 
@@ -77,11 +81,14 @@ def on_files(files: Any, config: Any) -> Any:
         content = report.load(path)
         if has_chart(content):
             pictures[f"charts/{path.stem}.png"] = content
+        if plots.has_profile(content):
+            pictures[f"charts/profile/{path.stem}.png"] = content
     memory = {f"charts/memory/{name}.png": content for name in charted() if (content := memory_of(name))}
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder, "chart.png")
         for uri, content in {**pictures, **memory}.items():
-            plots.plot(content, picture, "memory" if uri in memory else None)
+            kind = uri.split("/")[1]
+            plots.plot(content, picture, kind if kind in ("memory", "profile") else None)
             files.append(File.generated(config, uri, content=picture.read_bytes()))
     return files
 
@@ -103,6 +110,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def operators(kind: str) -> list[str]:
+    markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return list(dict.fromkeys(op.operator for op in KINDS[kind] if home(op.operator) is not None))
 
 
@@ -190,31 +198,53 @@ def has_chart(content: dict[str, Any]) -> bool:
     """Counters have none, and what has too many cases for one."""
     return content["kind"] in plots.KINDS and len({report.case_of(row) for row in content["rows"]}) <= CHART_CASES
 
+        if plots.has_profile(content):
+            parts.append(f"![kinds of kernel, {path.stem}]({up}charts/profile/{path.stem}.png)\n")
 
 @functools.cache
 def latest(kind: str) -> dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """The rows of each case in the newest file that has it, with the file."""
+    """The rows of each case on each device in the newest file that has them, with the file."""
     contents = [report.load(path) for path in RESULTS.glob("*.json")]
     found: dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for content in sorted((c for c in contents if c["kind"] == kind), key=lambda c: c["date"]):
         cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in content["rows"]:
             cases.setdefault(report.case_of(row), []).append(row)
-        found |= {case: (content, rows) for case, rows in cases.items()}
+        found |= {(device_of(content), *case): (content, rows) for case, rows in cases.items()}
     return found
 
 
-def rows_of(name: str, kind: str = "ops") -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Cases of an operator and of its uses, in the order of the table of benchmarks; the shapes as they were run."""
+def device_of(content: dict[str, Any]) -> str:
+    return str(content["environment"]["device"])
+
+
+def devices(kind: str = "ops") -> list[str]:
+    """Those of the result files, the one of which there is most first: its figures stand for an operator."""
+    found = Counter(device for device, *_ in latest(kind))
+    return sorted(found, key=lambda device: (-found[device], device))
+
+
+def rows_of(
+    name: str, kind: str = "ops", device: str | None = None
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Cases of an operator and of its uses, in the order of the table of benchmarks; the shapes as they were run.
+
+    device: by default the first of `devices`.
+    """
     uses = [op.name for op in OPS.values() if op.operator == name]
-    found = [(content, rows) for content, rows in latest(kind).values() if rows[0]["op"] in uses]
+    wanted = device or next(iter(devices(kind)), "")
+    found = [
+        (content, rows)
+        for content, rows in latest(kind).values()
+        if rows[0]["op"] in uses and device_of(content) == wanted
+    ]
     return sorted(found, key=lambda part: uses.index(part[1][0]["op"]))
 
 
 def measured(name: str) -> str:
     cases = rows_of(name)
     if not cases:
-        return "Not yet."
+        return elsewhere(name) or "Not yet."
     rows = [row for _, members in cases for row in members]
     sources = dict.fromkeys(report.source(content) for content, _ in cases)
     parts = [
@@ -229,7 +259,18 @@ def measured(name: str) -> str:
     ]
     if hosts := [row for _, members in rows_of(name, "host") for row in members]:
         parts += ["Host time per call, on tiny inputs:\n", report.to_table({"kind": "host", "rows": hosts}), ""]
-    return "\n".join([*parts, *sources])
+    return "\n".join([*parts, *sources, elsewhere(name)])
+
+
+def elsewhere(name: str) -> str:
+    """The figures of the other devices, from files that were contributed."""
+    parts = []
+    for device in devices()[1:]:
+        if cases := rows_of(name, device=device):
+            rows = [row for _, members in cases for row in members]
+            sources = dict.fromkeys(report.source(content) for content, _ in cases)
+            parts += ["", f"### {device}", "", to_matrix({"kind": "ops", "rows": rows}, ORDER), *sources]
+    return "\n".join(parts)
 
 
 def charted() -> list[str]:
@@ -253,16 +294,10 @@ def memory_of(name: str) -> dict[str, Any] | None:
     """A loss of a linear head at three and more numbers of tokens, the rest the same: its memory over their number."""
     if name not in [op.operator for op in KINDS["Losses of a linear head"]]:
         return None
-    groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for content, rows in rows_of(name):
-        for row in rows if rows[0]["op"] == name else ():
-            same = tuple(row["shape"][-2:]), row["dtype"]
-            groups.setdefault(same, []).append((content, row))
-    most = max(groups.values(), key=lambda group: len({plots.tokens_of(row) for _, row in group}), default=[])
-    if len({plots.tokens_of(row) for _, row in most}) < 3:
-        return None
-    newest = max((content for content, _ in most), key=lambda content: content["date"])
-    return {**newest, "rows": [row for _, row in most]}
+    cases = [(content, rows) for content, rows in rows_of(name) if rows[0]["op"] == name]
+    rows = plots.over_tokens([row for _, members in cases for row in members])
+    newest = max((content for content, _ in cases), key=lambda content: content["date"], default=None)
+    return {**newest, "rows": rows} if newest and rows else None
 
 
 def times_floor(name: str) -> str:

@@ -10,6 +10,7 @@ import tigon
 from tigon.bench import report
 from tigon.bench.cases import OPS
 from tigon.bench.host import HostRow
+from tigon.bench.models import Side
 from tigon.bench.runner import Row
 
 HOOK = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
@@ -53,6 +54,54 @@ def test_marks_become_tables(hook):
 def test_a_mark_without_a_file_is_said_and_a_comment_stays(hook):
     assert hook.section("b300-*.json") == "No result file matches `b300-*.json`."
     assert rendered(hook, "<!-- remark -->") == "<!-- remark -->"
+
+
+def test_what_depends_on_a_file_is_absent_without_it(hook, tmp_path):
+    text = "before\n<!-- if: *-models.json -->\n\n## Models\n\n<!-- matrix: *-models.json -->\n\n<!-- end -->\nafter\n"
+    assert rendered(hook, text) == "before\nafter\n"
+    sides = [Side("llama-3-8b", "tigon", 16, 512, False, "bfloat16", tokens_per_s=1e4, step_ms=800.0, peak_gib=70.0)]
+    sides[0].profile_ms = {"matmul": 700.0, "idle": 1.0}
+    save(tmp_path / "h200-models.json", report.result("model", sides), "2026-01-01")
+    shown = rendered(hook, text)
+    assert "## Models" in shown
+    assert "| llama-3-8b | 16×512 | **10,000**, 70.0 GiB |" in shown
+    assert "(../charts/h200-models.png)" in shown
+    assert "(../charts/profile/h200-models.png)" in shown
+    assert shown.endswith("after\n")
+    assert "<!--" not in shown
+
+
+def test_every_part_of_the_page_that_depends_on_a_file_ends(hook):
+    page = (HOOK.parents[1] / "docs" / "bench.md").read_text()
+    assert page.count("<!-- if: ") == page.count("<!-- end -->") == len(hook.PART.findall(page))
+
+
+def test_another_gpu_appears_by_itself_and_changes_nothing_of_the_first(hook, tmp_path):
+    shape = OPS["rope"].shapes[0]
+    more = [row(name, OPS[name].shapes[0], "tigon", 2.0) for name in ("rms_norm", "layer_norm")]
+    save(tmp_path / "h200-memory.json", report.result("ops", more), "2026-01-01")
+    page, overview = hook.page_of("rope"), hook.overview()
+    new = report.result("ops", [row("rope", shape, "tigon", 9.25), row("rope", shape, "eager", 99.0)])
+    new["environment"]["device"] = "NVIDIA GeForce RTX 4090"
+    assert report.file_name(new) == "geforce-rtx-4090-ops.json"
+    save(tmp_path / report.file_name(new), new, "2027-01-01")
+    alone = report.result("ops", [row("swiglu", OPS["swiglu"].shapes[0], "tigon", 7.5)])
+    alone["environment"]["device"] = "NVIDIA GeForce RTX 4090"
+    save(tmp_path / "more-ops.json", alone, "2027-01-01")
+    hook.latest.cache_clear()
+    hook.chart_of.cache_clear()
+    assert hook.devices()[0] != "NVIDIA GeForce RTX 4090", "three cases against two"
+    with_both = hook.page_of("rope")
+    assert with_both.startswith(page.rstrip()), "the newer file is of another device"
+    added = with_both[len(page.rstrip()) :]
+    assert "### NVIDIA GeForce RTX 4090" in added
+    assert "**9.25 (9.25×)** | 99.0 (99.00×)" in added
+    assert hook.overview() == overview
+    assert "### NVIDIA GeForce RTX 4090" in hook.page_of("swiglu"), "measured there alone"
+    assert "Not yet" not in hook.page_of("swiglu")
+    shown = rendered(hook, "<!-- if: *-ops.json -->\n<!-- matrix: *-ops.json -->\n<!-- end -->\n")
+    assert "NVIDIA GeForce RTX 4090, " in shown
+    assert "geforce-rtx-4090-ops.png" in shown
 
 
 def test_a_matrix_has_one_line_per_case(hook):

@@ -1,5 +1,8 @@
 """benchmarks/models.py: what runs in which order, what a floor counts, what a kernel is for, what fits."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -152,6 +155,21 @@ def test_time_is_summed_by_kind_and_idle_is_what_no_kernel_ran_in():
     assert found == {"matmul": 0.055, "rotary": 0.02, "elementwise and copies": 0.01, "idle": 0.015}
     assert kernels.by_kind([]) == {}
     assert kernels.profile_step(lambda: 1 / 0, CPU) == {}
+
+
+def test_the_second_of_two_steps_is_recorded(monkeypatch):
+    """On the CPU, by its operators instead of kernels: the way from the profiler through its trace."""
+    record, steps = torch.profiler.profile, []
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities, **more: record(activities=on_cpu, **more))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append(device))
+    monkeypatch.setattr(kernels, "_ON_DEVICE", ("cpu_op",))
+    monkeypatch.setitem(kernels._COMPILED, "matmul", re.compile("::mm$"))
+    x = torch.randn(64, 64)
+    found = kernels.profile_step(lambda: x @ x if not steps else torch.softmax(x, -1), SimpleNamespace(type="cuda"))
+    assert len(steps) == 2
+    assert found["loss"] > 0
+    assert "matmul" not in found
 
 
 def test_lengths_double_until_one_does_not_fit(monkeypatch):

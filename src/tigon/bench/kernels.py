@@ -60,15 +60,15 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
     """Run a step twice and record the second. Empty on a device without kernels."""
     if device.type != "cuda":
         return {}
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA],
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
-    ) as profiler:
-        for _ in range(2):
-            step()
-            torch.cuda.synchronize(device)
-            profiler.step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+        ) as profiler:
+            for _ in range(2):
+                step()
+                torch.cuda.synchronize(device)
+                profiler.step()
         return by_kind(json.loads(trace.read_text())["traceEvents"])
