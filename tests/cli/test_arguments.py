@@ -94,6 +94,8 @@ PROBLEMS = [
     ((*TRAIN, "--lr", "-1"), "--lr must be above 0"),
     ((*TRAIN, "--schedule", "spiral"), "cosine, linear, constant"),
     ((*TRAIN, "--precision", "int3"), "--precision must be one of"),
+    ((*TRAIN, "--recompute", "all"), "--recompute must be one of none, product, cheap, mlp, got all"),
+    ((*TRAIN, "--plain", "--offload"), "--offload is a part of tigon.fuse, and --plain trains without it"),
     ((*TRAIN, "--eval-fraction", "1"), "--eval-fraction"),
     ((*TRAIN, "--seq-len", "1"), "--seq-len must be 2 or more"),
     ((*TRAIN, "--seq-len", "4096"), "beyond the 1024 positions"),

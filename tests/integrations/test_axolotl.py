@@ -151,5 +151,5 @@ def test_with_axolotl_itself(monkeypatch):
 
 def test_every_part_of_fuse_has_a_switch(axolotl):
     parts = [name for name in inspect.signature(tigon.fuse).parameters if name != "model"]
-    assert list(axolotl.PARTS) == parts
+    assert [*axolotl.PARTS, *axolotl.MEMORY] == parts
     assert list(axolotl.TigonArgs.model_fields) == [f"tigon_{part}" for part in parts]

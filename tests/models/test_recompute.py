@@ -13,7 +13,7 @@ import tigon
 pytest.importorskip("transformers")
 from zoo import FAMILIES, batch, build
 
-from tigon.models.recompute import HELD, Recompute
+from tigon.models.recompute import HELD, LEVELS, Recompute
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
 # follows a norm (these models repeat k for the heads, which makes another tensor of it).
@@ -263,6 +263,12 @@ def test_an_unknown_level_is_refused_before_anything_happens():
     with pytest.raises(ValueError, match=r"recompute must be one of \('none', .*got 'all'"):
         tigon.fuse(model, recompute="all")
     assert "_tigon_fusion" not in vars(model)
+
+
+def test_the_command_line_knows_the_levels():
+    from tigon.cli.options import RECOMPUTE
+
+    assert RECOMPUTE == LEVELS
 
 
 def test_the_report_says_it(device):

@@ -20,6 +20,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
+RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.models.recompute.LEVELS, which needs torch
 # What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
 # A resumed run may differ in these: they do not change what any step before the end computes.
@@ -54,6 +55,8 @@ class TrainOptions:
     seed: int = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
+    recompute: str = "cheap"
+    offload: bool = False
     compile: bool = False
     lora: int | None = None
     eval_fraction: float = 0.02
@@ -64,7 +67,10 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise a Problem for the first option that is out of its range."""
-        one_of = (("task", TASKS), ("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES))
+        one_of = (
+            ("task", TASKS), ("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES),
+            ("recompute", RECOMPUTE),
+        )  # fmt: skip
         for name, known in one_of:
             if getattr(self, name) not in known:
                 raise Problem(f"{flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)}")
@@ -76,6 +82,8 @@ class TrainOptions:
         for name in ("weight_decay", "warmup", "clip", "seed"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise Problem(f"{flag(name)} must be 0 or more, got {getattr(self, name)}")
+        if self.plain and self.offload:
+            raise Problem("--offload is a part of tigon.fuse, and --plain trains without it")
         if self.seq_len < 2:
             raise Problem(f"--seq-len must be 2 or more, a token and one to predict it from, got {self.seq_len}")
         if not 0 <= self.eval_fraction < 1:

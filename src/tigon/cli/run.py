@@ -114,7 +114,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     if task is not None:
         trainer = task.trainer(model, tokenizer, train_set, eval_set, adapters, common)
         if not options.plain:
-            fusion = task.fuse(trainer)
+            fusion = task.fuse(trainer, recompute=options.recompute, offload=options.offload)
             console.print(str(fusion.report()), highlight=False, soft_wrap=True)
     else:
         if not options.plain:
@@ -122,7 +122,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
 
             with _spinner(console) as bar:
                 bar.add_task("fusing", total=None)
-                fusion = fuse(model)
+                fusion = fuse(model, recompute=options.recompute, offload=options.offload)
             console.print(fusion.report().to_rich())
         trainer = CheckpointedTrainer(
             model=model,

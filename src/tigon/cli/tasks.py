@@ -79,10 +79,10 @@ class TaskTrainer:
             peft_config=adapters, **further, **common,
         )  # fmt: skip
 
-    def fuse(self, trainer: Any) -> Any:
+    def fuse(self, trainer: Any, **options: Any) -> Any:
         from tigon.integrations.trl import fuse
 
-        return fuse(trainer)
+        return fuse(trainer, **options)
 
 
 def task_of(options: TrainOptions) -> TaskTrainer:

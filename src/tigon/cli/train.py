@@ -13,7 +13,7 @@ import typer
 from tigon.cli.checkpoint import newest_whole, step_of
 from tigon.cli.data import read_corpus
 from tigon.cli.model import find_model
-from tigon.cli.options import DEVICES, PRECISIONS, SCHEDULES, TASKS, TrainOptions, settle
+from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, settle
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
@@ -62,6 +62,8 @@ def train(
     vocab_size: Annotated[int | None, _option("vocab_size", "Largest vocabulary of a tokenizer trained on the data.", _MODEL)] = None,
     lora: Annotated[int | None, _option("lora", "Train LoRA adapters of this rank on all linear layers.", _MODEL)] = None,
     gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,
+    recompute: Annotated[str | None, _option("recompute", f"{', '.join(RECOMPUTE)}: what the backward pass of a fused model computes again instead of keeping it.", _MODEL)] = None,
+    offload: Annotated[bool | None, _option("offload", "Keep what the forward pass saves, the layers' inputs under --gradient-checkpointing, in host memory.", _MODEL, "--offload")] = None,
     compile: Annotated[bool | None, _option("compile", "Compile the model by torch.compile.", _MODEL, "--compile")] = None,
     precision: Annotated[str | None, _option("precision", f"{', '.join(PRECISIONS)}; auto is bf16 where the GPU has it. bf16 and fp16 keep fp32 weights, bf16-pure does not.", _MACHINE)] = None,
     device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,

@@ -11,7 +11,7 @@ Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -23,17 +23,20 @@ except ImportError as error:
 from tigon.models.fusion import Fusion, fuse
 
 PARTS = ("head", "norms", "mlp", "rotary", "experts")
+MEMORY = ("recompute", "offload")
 LOG = get_logger(__name__)
 
 
 class TigonArgs(BaseModel):
-    """What the plugin reads from Axolotl's configuration: the arguments of tigon.fuse, all on unless set to false."""
+    """What the plugin reads from Axolotl's configuration: the arguments of tigon.fuse, parts on unless set to false."""
 
     tigon_head: bool | None = None
     tigon_norms: bool | None = None
     tigon_mlp: bool | None = None
     tigon_rotary: bool | None = None
     tigon_experts: bool | None = None
+    tigon_recompute: Literal["none", "product", "cheap", "mlp"] | None = None
+    tigon_offload: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +66,8 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]
         return "tigon.integrations.axolotl.TigonArgs"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        options = {part: cfg.get(f"tigon_{part}") is not False for part in PARTS}
+        options: dict[str, Any] = {part: cfg.get(f"tigon_{part}") is not False for part in PARTS}
+        options |= {k: v for k in MEMORY if (v := cfg.get(f"tigon_{k}")) is not None}
         fusion = fuse(model, **options)
         self.fusions.append(fusion)
         LOG.info(f"tigon: {fusion.report().headline()}")

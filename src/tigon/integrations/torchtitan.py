@@ -78,9 +78,11 @@ else:
             norms: bool = True
             mlp: bool = True
             rotary: bool = True
+            recompute: str = "cheap"
 
         def __init__(self, config: Config) -> None:
-            self.parts = {"norms": config.norms, "mlp": config.mlp, "rotary": config.rotary}
+            names = ("norms", "mlp", "rotary", "recompute")
+            self.parts: dict[str, Any] = {name: getattr(config, name) for name in names}
 
         def convert(self, model_config: Any) -> Any:
             parts = self.parts
