@@ -103,6 +103,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "modules": lambda _: modules(),
         "families": lambda _: families.page(),
     }
+    markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
 
 
@@ -110,7 +111,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def operators(kind: str) -> list[str]:
-    markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return list(dict.fromkeys(op.operator for op in KINDS[kind] if home(op.operator) is not None))
 
 
@@ -191,6 +191,8 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
         parts.append(f"{report.source(content)}\n\n{table}\n")
         if has_chart(content):
             parts.append(f"![{path.stem}]({up}charts/{path.stem}.png)\n")
+        if plots.has_profile(content):
+            parts.append(f"![kinds of kernel, {path.stem}]({up}charts/profile/{path.stem}.png)\n")
     return "\n".join(parts) or f"No result file matches `{pattern}`."
 
 
@@ -198,8 +200,6 @@ def has_chart(content: dict[str, Any]) -> bool:
     """Counters have none, and what has too many cases for one."""
     return content["kind"] in plots.KINDS and len({report.case_of(row) for row in content["rows"]}) <= CHART_CASES
 
-        if plots.has_profile(content):
-            parts.append(f"![kinds of kernel, {path.stem}]({up}charts/profile/{path.stem}.png)\n")
 
 @functools.cache
 def latest(kind: str) -> dict[tuple[Any, ...], tuple[dict[str, Any], list[dict[str, Any]]]]:

@@ -222,10 +222,10 @@ def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
     return f"{row[key]:,.{digits}f}{more}"
 
 
-        return f"{row['status'].upper()}: {row['reason']}"
-    return row.get("note", "")
 def _remark(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
+        return f"{row['status'].upper()}: {row['reason']}"
+    return row.get("note", "")
 
 
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -257,9 +257,9 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "model": {
         "model": lambda r: r["model"],
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
+        "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "by": lambda r: r["side"],
         "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
-        "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "step ms": lambda r: _number(r["step_ms"]),
         "× floor": lambda r: "–" if r["side"] == "floor" or not r.get("times_floor") else f"{r['times_floor']:.2f}×",
         "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
@@ -276,10 +276,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
         "remark": _remark,
     },
-        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
-        "by": lambda r: r["side"],
     "architecture": {
         "model": lambda r: f"{r['model']}, {r['layers']} layers",
+        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
+        "by": lambda r: r["side"],
         "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
         "fwd+bwd ms": lambda r: _number(r["step_ms"]),
         "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
