@@ -34,6 +34,7 @@ from triton.runtime.driver import driver
 
 import tigon
 import tigon.backend as backend
+from tigon.losses import logits_product
 
 # Where launches are promised not to spill and to load wide.
 PROMISED = ("cuda:90", "cuda:100")
@@ -95,6 +96,22 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
+def serialized(asm: dict[str, Any]) -> bool:
+    """Whether the assembler lets every product of the tensor cores wait for the one before it.
+
+    It does where it cannot tell that nobody touches the sums meanwhile, and says so only to those who ask.
+    """
+    asked = asm["ptx"].count("wgmma.fence.sync")
+    if not asked:
+        return False
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return text.count("WARPGROUP.ARRIVE") > asked
+
+
 def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     asm = compiled.asm
     if target.backend == "hip":
@@ -102,7 +119,7 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
         return {"spilled": sum(spilled), "binary": len(asm["hsaco"])}
     loads = [bool(WIDE_LOAD.search(load)) for load in LOAD.findall(asm["ptx"])]
     counts = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
-    return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"])}
+    return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
 
 def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[str, Any]]:
@@ -133,6 +150,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     # Meta tensors stand for tensors on the GPU.
     backend.why_not_triton = lambda *tensors: None
     backend.has_copy_engine = lambda device: target.backend == "cuda" and target.arch >= 90
+    logits_product._is_hopper = lambda device: target.backend == "cuda" and target.arch == 90
     with backend.use_backend("triton"), torch.device("meta"):
         for op in OPS:
             for dtype, case, frozen in calls(op):
@@ -144,7 +162,10 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
                 inputs = op.draw(case, dtype, torch.device("meta"), None)
                 wanted = [i for i in op.differentiable(inputs) if i != frozen]
-                evaluate(op.public, inputs, case.options, wanted, seed=None)
+                for logits_product.STATISTICS_IN_PRODUCT in (False, True):  # both ways, whichever is the default
+                    evaluate(op.public, inputs, case.options, wanted, seed=None)
+                    if op.name != "linear_cross_entropy":
+                        break
     return list(launches.values())
 
 
