@@ -74,7 +74,7 @@ def test_statistics_are_those_of_the_rounded_logits(dtype, H, V, triton_backend,
     assert bool((room[:, V:] == 7.0).all())
     wanted = expected(logits, logits_product._logits_tile()[1], 0.5)
     assert torch.equal(parts[0].double(), wanted[0])
-    torch.testing.assert_close(parts[1].double(), wanted[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(parts[1].double(), wanted[1], rtol=1e-5, atol=0)
 
 
 OPTIONS = [
@@ -166,4 +166,4 @@ def test_any_number_of_parts(triton_backend, device):
     parts = expected(logits, 2, 0.5).float()
     cross_entropy_rows(logits, target, loss, None, None, False, -100, 0.0, 0.0, 0.0, 0.5, parts=parts)
     wanted = torch.nn.functional.cross_entropy(0.5 * logits.double(), target, reduction="none")
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-5)
