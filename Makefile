@@ -4,6 +4,7 @@
 #   make test       the whole suite on the CPU: torch reference, interpreted kernels, kernels compiled ahead of time
 #   make lint       ruff, ruff format, mypy
 #   make sweep      fuse every class of transformers that has a language head, into benchmarks/families
+#   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
 #   make docs       the documentation, into site/
 #   make gpu-test   the same suite on a CUDA device
 #   make bench      benchmarks on a CUDA device, into benchmarks/results
@@ -16,7 +17,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint sweep docs gpu-test bench clean
+.PHONY: help venv demo test lint sweep converge docs gpu-test bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -62,6 +63,10 @@ lint: $(READY)
 # One class after the other, each in a process that may die; SWEEP_ARGS="--only LlamaForCausalLM", "--shard 1/4".
 sweep: $(READY)
 	$(RUN) tests/models/sweep.py $(or $(SWEEP_ARGS),--json benchmarks/families)
+
+# Written after every row; begun again, it goes on. CONVERGE_ARGS="--families llama --dtype fp32", "--device cpu".
+converge: $(READY)
+	HF_HUB_OFFLINE=1 $(RUN) benchmarks/converge.py --output benchmarks/results --jobs $(WORKERS) $(CONVERGE_ARGS)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet

@@ -28,7 +28,7 @@ from typing import Any
 import families
 
 import tigon
-from tigon.bench import plots, report
+from tigon.bench import converge, plots, report
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import to_matrix
 from tigon.bench.page import ORDER
@@ -90,6 +90,12 @@ def on_files(files: Any, config: Any) -> Any:
             kind = uri.split("/")[1]
             plots.plot(content, picture, kind if kind in ("memory", "profile") else None)
             files.append(File.generated(config, uri, content=picture.read_bytes()))
+        for path in sorted(RESULTS.glob("*.json")):
+            content = report.load(path)
+            if content["kind"] == "converge":
+                for name, drawn in converge.pictures(path, content).items():
+                    converge.plot(content, picture, *drawn)
+                    files.append(File.generated(config, f"charts/{name}", content=picture.read_bytes()))
     return files
 
 
@@ -102,6 +108,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
         "families": lambda _: families.page(),
+        "converge": lambda _: converge.page(RESULTS, f"{up}charts"),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

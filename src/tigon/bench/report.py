@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from tigon.bench import converge
+
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
-# "architecture", Row of benchmarks/counters.py for "counters".
+# "architecture", Row of benchmarks/counters.py for "counters", converge.Runs for "converge".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -288,6 +290,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
+COLUMNS["converge"] = converge.COLUMNS
 COLUMNS["counters"] = {
     "op": lambda r: r["op"],
     "shape": _shape,

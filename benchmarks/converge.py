@@ -1,0 +1,419 @@
+"""Is training with `tigon.fuse(model)` the same training? Eight families on real text, plain and fused.
+
+    python benchmarks/converge.py --output results --jobs 8                    # 300 steps, into results/
+    python benchmarks/converge.py --output /tmp/out --short --families llama   # what the tests run
+
+Rounding makes two runs of the same training differ, and the difference grows from step to step. How much is measured:
+each plain run has the model's weights in another order (residual width, heads, hidden units of the MLP, experts,
+vocabulary) and the rows of each batch too. Every run computes the same function, and its sums in another order. A fused
+run, in an order of its own, has to be no further from the plain runs than these are from one another:
+`tigon.bench.converge` judges. The file is written after every family and dtype, and a run that is begun again goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import itertools
+import math
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from tigon.bench import report
+from tigon.bench.converge import Runs, Training, judge
+
+# Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
+TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
+VOCABULARY = 512
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+IGNORE = -100
+
+# Sizes that differ from one another: an axis is known by its length (see Order).
+WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, EXPERTS, EXPERT = 80, 4, 2, 16, 144, 6, 56
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "max_position_embeddings": 256,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False,
+}  # fmt: skip
+# Together they have all that fuse replaces; what ran in each stands in the record, as the calls of its runs.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},  # a norm of each head of q and k
+    "gemma2": {"query_pre_attn_scalar": HEAD, "sliding_window": 64, "final_logit_softcapping": 5.0},
+    "phi3": {},  # packed projections
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo2": {},  # norms behind the blocks, and of all heads of q and k at once
+    "qwen3_moe": {
+        "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "output_router_logits": True,
+    },
+    "gpt_neox": {"num_attention_heads": WIDTH // HEAD, "rotary_pct": 0.5},  # layer norms, biases, no gate
+}  # fmt: skip
+BATCHES = ("rows", "packed", "accumulated")
+# The model's own loss, divided by the number of tokens; and a loop that sums F.cross_entropy of the logits that the
+# model returns, and divides the gradients.
+PATHS = ("labels", "logits")
+MICRO = 2  # batches whose gradients are accumulated
+
+LONG = {"steps": 300, "plain": 4, "batch": 8, "seq": 128}
+SHORT = {"steps": 12, "plain": 4, "batch": 4, "seq": 48}
+RATE, WARMUP, CLIP = 1e-3, 10, 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- models, text
+
+
+def build(family: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The same weights at every call."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {k: v for k, v in BASE.items() if family != "gpt_neox" or k not in ("head_dim", "num_key_value_heads")}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**options, **FAMILIES[family]}))
+    return model.to(device, dtype).train()
+
+
+@functools.cache
+def lines() -> list[list[int]]:
+    """The text as token ids, line by line. The tokenizer is trained on it."""
+    from tokenizers import Tokenizer
+
+    from tigon.cli.tokens import train_tokenizer
+
+    texts = [f"{line}\n" for line in TEXT.read_text().splitlines() if line]
+    tokenizer = Tokenizer.from_str(train_tokenizer(texts, VOCABULARY))
+    return [encoded.ids for encoded in tokenizer.encode_batch(texts)]
+
+
+class Text:
+    """Batches of the text: any step by its number, alike in every run."""
+
+    def __init__(self, batches: str, batch: int, length: int, device: torch.device) -> None:
+        self.batches, self.batch, self.device = batches, batch, device
+        self.steps: dict[int, tuple[list[dict[str, Any]], int]] = {}
+        ids = torch.tensor([i for line in lines() for i in line])
+        starts = torch.tensor([j for line in lines() for j in range(len(line))])
+        count = len(ids) // length
+        self.ids = ids[: count * length].view(count, length)
+        self.positions = starts[: count * length].view(count, length)
+        self.chosen = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+
+    def step(self, number: int) -> tuple[list[dict[str, Any]], int]:
+        """The micro-batches of a step (input_ids, labels that are not yet shifted, and what else the model gets), and
+        the number of their predicted tokens."""
+        if number not in self.steps:
+            self.steps[number] = self._step(number)
+        return self.steps[number]
+
+    def _step(self, number: int) -> tuple[list[dict[str, Any]], int]:
+        rows = self.chosen[torch.arange(number * self.batch, (number + 1) * self.batch) % len(self.chosen)]
+        ids = self.ids[rows]
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        if self.batches == "packed":
+            # Every line is a document: its positions begin anew, it sees no other, and does not predict the next.
+            at = torch.arange(ids.shape[1]).expand_as(ids)
+            starts = (self.positions[rows] == 0) | (at == 0)
+            inputs["position_ids"] = at - torch.where(starts, at, 0).cummax(-1).values
+            inputs["labels"][starts] = IGNORE
+        if self.batches == "accumulated":
+            # Prompts of different lengths, so that micro-batches differ in the number of valid tokens.
+            prompts = torch.arange(self.batch) * ids.shape[1] // self.batch
+            inputs["labels"][torch.arange(ids.shape[1]) < prompts[:, None]] = IGNORE
+        items = int((inputs["labels"][:, 1:] != IGNORE).sum())
+        moved = {k: v.to(self.device) for k, v in inputs.items()}
+        if self.batches != "accumulated":
+            return [moved], items
+        parts = {k: v.chunk(MICRO) for k, v in moved.items()}
+        more = {"num_items_in_batch": torch.tensor(items, device=self.device)}
+        return [{k: v[i] for k, v in parts.items()} | more for i in range(MICRO)], items
+
+
+@functools.lru_cache(maxsize=2)
+def texts(batches: str, batch: int, length: int, device: torch.device) -> Text:
+    return Text(batches, batch, length, device)
+
+
+# --------------------------------------------------------------------------------------------------------- the orders
+
+
+class Order:
+    """One order of everything that a sum runs over. seed None is the order as it is.
+
+    A parameter's axes are known by their lengths, which no two parts of a model share. GPT-NeoX alone has no head
+    width of its own: there the heads are as wide as the model together, and are known by name.
+    """
+
+    def __init__(self, family: str, seed: int | None) -> None:
+        self.seed = seed
+        draw = torch.Generator().manual_seed(seed or 0)
+
+        def shuffled(n: int) -> Tensor:
+            return torch.arange(n) if seed is None else torch.randperm(n, generator=draw)
+
+        self.vocabulary = shuffled(VOCABULARY)
+        self.new = self.vocabulary.argsort()
+        width, hidden, expert = shuffled(WIDTH), shuffled(HIDDEN), shuffled(EXPERT)
+        groups = shuffled(KV_HEADS)
+        each = HEADS // KV_HEADS
+        heads = torch.cat([group * each + shuffled(each) for group in groups])
+        q, kv = _blocks(heads, HEAD), _blocks(groups, HEAD)
+        axes = [
+            self.vocabulary, width, hidden, torch.cat([hidden, HIDDEN + hidden]), expert,
+            torch.cat([expert, EXPERT + expert]), shuffled(EXPERTS), q, kv,
+            torch.cat([q, len(q) + kv, len(q) + len(kv) + kv]),
+        ]  # fmt: skip
+        self.named: dict[str, tuple[int, Tensor]] = {}
+        if family == "gpt_neox":
+            heads = shuffled(WIDTH // HEAD)
+            self.named["attention.dense.weight"] = 1, _blocks(heads, HEAD)
+            axes.append(_blocks(heads, 3 * HEAD))
+        self.axes = {len(axis): axis for axis in axes}
+        if len(self.axes) != len(axes):
+            raise ValueError(f"two axes are equally long: {sorted(map(len, axes))}")
+        self.draw = draw
+
+    def of(self, name: str, value: Tensor, *, back: bool = False) -> Tensor:
+        """A parameter in this order, or (back) one of this order as it was."""
+        for i, size in enumerate(value.shape):
+            axis = self.axes.get(size)
+            for end, (at, other) in self.named.items():
+                if name.endswith(end) and at == i:
+                    axis = other
+            if axis is not None:
+                axis = axis.to(value.device)
+                value = value.index_select(i, axis.argsort() if back else axis)
+        return value
+
+    def apply(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(self.of(name, p.detach()))
+
+    def weights(self, model: nn.Module) -> Tensor:
+        """All parameters as one vector in fp32, in the order as it was."""
+        return torch.cat([self.of(n, p.detach(), back=True).float().flatten() for n, p in model.named_parameters()])
+
+    def batches(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches, their rows and their tokens' numbers in this order."""
+        if self.seed is None:
+            return parts
+        self.new = new = self.new.to(parts[0]["input_ids"].device)
+        found = []
+        for part in (parts[i] for i in torch.randperm(len(parts), generator=self.draw)):
+            rows = torch.randperm(len(part["input_ids"]), generator=self.draw).to(new.device)
+            moved = {k: v[rows] if v.dim() else v for k, v in part.items()}
+            labels = moved["labels"]
+            moved["labels"] = torch.where(labels == IGNORE, labels, new[labels.clamp(min=0)])
+            found.append(moved | {"input_ids": new[moved["input_ids"]]})
+        return found
+
+
+def _blocks(order: Tensor, size: int) -> Tensor:
+    return (order[:, None] * size + torch.arange(size)).flatten()
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def forward(model: nn.Module, inputs: dict[str, Any], path: str, items: int) -> Tensor:
+    """The loss of a micro-batch; with "logits" a sum, whose gradients are still to be divided."""
+    if path == "labels":
+        return model(**inputs).loss
+    out = model(**{k: v for k, v in inputs.items() if k not in ("labels", "num_items_in_batch")})
+    logits, target = out.logits[:, :-1].float().flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
+    auxiliary = getattr(out, "aux_loss", None)  # of a router
+    return loss if auxiliary is None else loss + items * model.config.router_aux_loss_coef * auxiliary
+
+
+def train(
+    model: nn.Module, order: Order, text: Text, steps: int, path: str, wide: nn.Module | None = None
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of each step, the latter before clipping.
+
+    wide: the same model in fp32, which computes the gradients that this one is trained with.
+    """
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    losses, norms = [], []
+    for number in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (number + 1) / WARMUP)
+        if wide is not None:
+            wide.load_state_dict(model.state_dict())
+        batches, items = text.step(number)
+        parts = []
+        for inputs in order.batches(batches):
+            loss = forward(model if wide is None else wide, inputs, path, items)
+            loss.backward()
+            parts.append(loss.detach() if path == "labels" else loss.detach() / items)
+        if wide is not None:
+            for p, q in zip(parameters, wide.parameters(), strict=True):
+                p.grad, q.grad = q.grad.to(p.dtype), None
+        if path == "logits":
+            torch._foreach_div_([p.grad for p in parameters], float(items))
+        # Apart from clip_grad_norm_, which rounds the norm to the gradients' dtype.
+        norm_of = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters
+        ]
+        norms.append(torch.linalg.vector_norm(torch.stack(norm_of)))
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(torch.stack(parts).double().sum())
+    # Read once, at the end: nothing waits for the device in between.
+    return torch.stack(losses).tolist(), torch.stack(norms).double().tolist()
+
+
+def training(row: Runs, side: str, path: str, seed: int, device: torch.device) -> Training:
+    """One run of a row, in the order of this seed; 0 is the order as it is. Side "exact" computes in fp32."""
+    model = build(row.model, DTYPES[row.dtype], device)
+    order = Order(row.model, seed or None)
+    start = Order(row.model, None).weights(model)
+    order.apply(model)
+    fusion = tigon.fuse(model) if side == "tigon" else None
+    wide = build(row.model, torch.float32, device) if side == "exact" else None
+    losses, norms = train(model, order, texts(row.batches, row.batch, row.seq, device), row.steps, path, wide)
+    calls = {} if fusion is None else dict(fusion.report().calls)
+    return Training(side, path, seed, losses, norms, order.weights(model) - start, calls)
+
+
+def sides(dtype: str, plain: int) -> list[tuple[str, str]]:
+    """Side and path of a row's runs: the plain ones, a fused one for each path, and below fp32 one that is exact.
+
+    Plain runs take the paths in turns: where the division by the number of tokens stands is part of the spread.
+    """
+    exact = [("exact", PATHS[0])] if dtype == "bf16" else []
+    return [("hf", PATHS[i % len(PATHS)]) for i in range(plain)] + [("tigon", path) for path in PATHS] + exact
+
+
+def run(row: Runs, plain: int, device: torch.device) -> Runs:
+    """Train and record a row's runs, each in an order of its own."""
+    begun = time.perf_counter()
+    runs = enumerate(sides(row.dtype, plain))
+    row.record([training(row, side, path, seed, device) for seed, (side, path) in runs])
+    row.seconds = round(time.perf_counter() - begun, 1)
+    return row
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+
+def attempt(row: Runs, plain: int, device: str) -> Runs:
+    """`run`, or a row that says why there is none."""
+    try:
+        return run(row, plain, torch.device(device))
+    except Exception as error:
+        row.runs, row.status = [], "failed"
+        row.reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return row
+
+
+def prepare() -> None:
+    """In each process: a run is bound by Python, not by products, and processes share the cores."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="transformers")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def finished(rows: list[Runs], plain: int, device: str, jobs: int, budget: float = math.inf) -> Iterator[Runs]:
+    """Each row when it is there. After `budget` seconds no further one is begun."""
+    begun = time.perf_counter()
+    if jobs == 1:
+        prepare()
+        for row in rows:
+            if time.perf_counter() - begun < budget:
+                yield attempt(row, plain, device)
+        return
+    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, prepare) as pool:
+        waiting = iter(rows)
+        running = {pool.submit(attempt, row, plain, device) for row in itertools.islice(waiting, jobs)}
+        while running:
+            done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            if time.perf_counter() - begun < budget:
+                running |= {pool.submit(attempt, row, plain, device) for row in itertools.islice(waiting, len(done))}
+            yield from (future.result() for future in done)
+
+
+def listed(choice: str, all_of: Iterable[str], what: str, parser: argparse.ArgumentParser) -> list[str]:
+    chosen = choice.split(",")
+    if unknown := [name for name in chosen if name not in all_of]:
+        parser.error(f"--{what}: {unknown[0]!r} is none of {', '.join(all_of)}")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", required=True, type=Path, help="folder for the result file; begun ones go on")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="separated by commas")
+    parser.add_argument("--dtype", default="fp32,bf16")
+    parser.add_argument("--batches", default=",".join(BATCHES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--plain", type=int, help="plain runs of each row, at least 3")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT['steps']} steps of small batches")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further row is begun")
+    options = parser.parse_args(arguments)
+    size = dict(SHORT if options.short else LONG)
+    size["steps"] = options.steps or size["steps"]
+    plain = options.plain or size["plain"]
+    if plain < 3:
+        parser.error("--plain must be at least 3: of a run that is left out, two are to remain")
+    del size["plain"]
+    families = listed(options.families, FAMILIES, "families", parser)
+    dtypes = listed(options.dtype, DTYPES, "dtype", parser)
+    batches = listed(options.batches, BATCHES, "batches", parser)
+
+    device = torch.device(options.device)
+    empty = report.result("converge", [], device=device)
+    path = options.output / report.file_name(empty)
+    wanted = [Runs(f, dtype, b, **size) for b in reversed(batches) for dtype in dtypes for f in reversed(families)]
+    rows = kept(path, empty, wanted)
+    if rows:
+        print(f"{path} has {len(rows)} of {len(wanted)} rows", flush=True)
+    todo = [row for row in wanted if key(row) not in {key(r) for r in rows}]
+    for row in finished(todo, plain, options.device, options.jobs, options.budget):
+        rows.append(row)
+        rows.sort(key=lambda r: [key(w) for w in wanted].index(key(r)), reverse=True)
+        judge(rows)
+        report.save(path, report.result("converge", rows, device=device))
+        what = row.reason or f"loss {row.loss.split()[-1]}"
+        print(f"{row.model} {row.dtype} {row.batches}: {row.status}, {what}, {row.seconds:.0f} s", flush=True)
+    print(report.to_text(report.result("converge", rows, device=device)))
+    return 0 if len(rows) == len(wanted) and all(row.status == "ok" for row in rows) else 1
+
+
+def key(row: Runs) -> tuple[Any, ...]:
+    return row.model, row.dtype, row.batches, row.batch, row.seq, row.steps
+
+
+def kept(path: Path, empty: dict[str, Any], wanted: list[Runs]) -> list[Runs]:
+    """The wanted rows that a file of this device and these versions has; those that failed are tried again."""
+    if not path.exists():
+        return []
+    content = report.load(path)
+    if content["environment"]["packages"] != empty["environment"]["packages"]:
+        raise SystemExit(f"{path} is of other versions: move it away, or choose another --output")
+    rows = [Runs(**row) for row in content["rows"] if row["status"] != "failed"]
+    return [row for row in rows if key(row) in {key(w) for w in wanted}]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

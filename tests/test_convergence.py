@@ -1,0 +1,180 @@
+"""Training with `tigon.fuse(model)` is the same training: `make converge` in short, and that it sees errors."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+from tigon.bench.converge import Runs, judge
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "converge.py"
+
+
+@pytest.fixture(scope="module")
+def converge():
+    """The script, which is no package; known to sys.modules meanwhile, where functools and dataclasses look."""
+    spec = importlib.util.spec_from_file_location("converge_script", FILE)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def short(converge, device):
+    """By dtype, the rows of the short form with their trainings: run once, and judged by more than one test."""
+    threads, known = torch.get_num_threads(), {}
+
+    def rows(dtype):
+        if dtype not in known:
+            size = {k: v for k, v in converge.SHORT.items() if k != "plain"}
+            sides = list(enumerate(converge.sides(dtype, converge.SHORT["plain"])))
+            known[dtype] = []
+            for family in converge.FAMILIES:
+                for batches in converge.BATCHES:
+                    row = Runs(family, dtype, batches, **size)
+                    runs = [converge.training(row, side, path, seed, device) for seed, (side, path) in sides]
+                    row.record(runs)
+                    known[dtype].append((row, runs))
+        return known[dtype]
+
+    torch.set_num_threads(1)
+    yield rows
+    torch.set_num_threads(threads)
+
+
+def judged(rows, wrong=None, runs=None):
+    """Copies of the rows, of which `wrong` has other runs."""
+    found = [replace(row, limits={}, reason="") for row, _ in rows]
+    if wrong is not None:
+        at = [row for row, _ in rows].index(wrong)
+        found[at].record(runs)
+    judge(found)
+    return found if wrong is None else found[at]
+
+
+def dtypes():
+    return [pytest.param(d, marks=pytest.mark.xdist_group(f"convergence-{d}")) for d in ("fp32", "bf16")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", dtypes())
+def test_fused_runs_are_among_the_plain_ones(short, dtype):
+    rows = judged(short(dtype))
+    assert [f"{row.model}, {row.batches}: {row.reason}" for row in rows if row.status != "ok"] == []
+    assert len(rows) == 24
+    # They train: a loss that stays where it is would agree with anything.
+    for row in rows:
+        first, *_, last = map(float, row.loss.split())
+        assert last < first - 0.03, row.model
+
+
+def eps_tenfold(monkeypatch):
+    from tigon.models import add_norm, forwards
+
+    for module in (forwards, add_norm):
+        for name in ("rms_norm", "add_rms_norm"):
+            if hasattr(module, name):
+                right = getattr(module, name)
+                monkeypatch.setattr(module, name, lambda *a, right=right, **k: right(*a, **{**k, "eps": 10 * k["eps"]}))
+
+
+def lost_token(monkeypatch):
+    from tigon.models import recipe
+
+    right = recipe.linear_cross_entropy
+
+    def wrong(x, weight, target, **options):
+        target = target.clone()
+        target[-2] = -100  # the last that is predicted: behind it the labels are padded
+        return right(x, weight, target, **options)
+
+    monkeypatch.setattr(recipe, "linear_cross_entropy", wrong)
+
+
+def gradient_too_large(monkeypatch):
+    from tigon.models import forwards
+
+    right = forwards.rms_norm
+    scaled = lambda x, *a, **k: right(x * 1.05 - (x * 0.05).detach(), *a, **k)  # noqa: E731 (forward as it was)
+    monkeypatch.setattr(forwards, "rms_norm", scaled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutate", [eps_tenfold, lost_token, gradient_too_large])
+@pytest.mark.parametrize("dtype", dtypes())
+def test_wrong_operators_are_seen(converge, short, device, monkeypatch, dtype, mutate):
+    rows = short(dtype)
+    row, runs = next((row, runs) for row, runs in rows if (row.model, row.batches) == ("llama", "rows"))
+    mutate(monkeypatch)
+    at = [(run.side, run.path) for run in runs].index(("tigon", "labels"))
+    wrong = converge.training(row, "tigon", "labels", at, device)
+    found = judged(rows, row, [*runs[:at], wrong, *runs[at + 1 :]])
+    print(dtype, mutate.__name__, found.reason)
+    assert found.status == "wrong"
+    assert found.reason.startswith("labels: ")
+    assert "logits: " not in found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("convergence-fp32")
+def test_kernels_train_as_the_reference_does(converge, short, device, triton_backend):
+    """Three steps with the kernels, interpreted where there is no GPU, among plain runs of as many."""
+    rows = short("fp32")
+    row, runs = next((row, runs) for row, runs in rows if (row.model, row.batches) == ("qwen3", "packed"))
+    few = replace(row, steps=3)
+    kernels = [converge.training(few, "tigon", path, 9, device) for path in converge.PATHS]
+    cut = [replace(run, losses=run.losses[:3], norms=run.norms[:3]) for run in runs]
+    plain = [run for run in cut if run.side == "hf"]
+    found = judged(rows, row, [*plain, *kernels])
+    # Their weights are those of three steps, the others' of all.
+    assert all(s <= found.limits[m] for m in ("loss", "norm") for s in found.of("tigon", m)), found.scores
+
+
+@pytest.mark.parametrize("batches", ["rows", "packed", "accumulated"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "granite", "olmo2", "qwen3_moe", "gpt_neox"])
+def test_an_order_is_the_same_function(converge, family, batches):
+    """In fp64 the order and the path of the loss leave what rounding in fp32 of the loss and the angles leaves."""
+    text = converge.Text(batches, 4, 32, torch.device("cpu"))
+    found = []
+    for seed, path in ((None, "labels"), (1, "logits"), (2, "labels")):
+        model = converge.build(family, torch.float64, torch.device("cpu"))
+        if family == "qwen3_moe":
+            model.set_experts_implementation("eager")  # the grouped product takes no fp64
+        order = converge.Order(family, seed)
+        before = order.weights(model) if seed is None else before  # noqa: F821 (of the first)
+        order.apply(model)
+        if seed is not None:
+            assert not torch.equal(converge.Order(family, None).weights(model), before)
+            torch.testing.assert_close(order.weights(model), before, rtol=0, atol=0)
+        losses, norms = converge.train(model, order, text, 2, path)
+        found.append((losses, norms, order.weights(model)))
+    for losses, norms, weights in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=4e-7)
+        assert norms == pytest.approx(found[0][1], rel=4e-7)
+        assert float((weights - found[0][2]).norm() / (found[0][2] - before).norm()) < 1e-4
+
+
+def test_packed_lines_do_not_see_one_another(converge):
+    """Another text before a line leaves the logits of the line."""
+    text = converge.Text("packed", 2, 64, torch.device("cpu"))
+    (inputs,), items = text.step(0)
+    assert items == int((inputs["labels"][:, 1:] != -100).sum())
+    starts = (inputs["position_ids"] == 0).nonzero()
+    row, second = starts[(starts[:, 1] > 4)][0].tolist()
+    for family in converge.FAMILIES:
+        model = converge.build(family, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            here, there = (
+                model(input_ids=ids, position_ids=inputs["position_ids"]).logits[row, second:]
+                for ids in (
+                    inputs["input_ids"],
+                    torch.where(torch.arange(64) < second, inputs["input_ids"] - 1, inputs["input_ids"]).clamp(min=0),
+                )
+            )
+        torch.testing.assert_close(here, there, rtol=0, atol=1e-5)
