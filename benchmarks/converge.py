@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},  # a norm of each head of q and k
     "gemma2": {"query_pre_attn_scalar": HEAD, "sliding_window": 64, "final_logit_softcapping": 5.0},
     "phi3": {},  # packed projections
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},
     "olmo2": {},  # norms behind the blocks, and of all heads of q and k at once
     "qwen3_moe": {
         "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT, "decoder_sparse_step": 1,
