@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tigon.losses.head import Head, empty_logits, take
-from tigon.losses.logits_product import forms_statistics, logits_and_parts
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
@@ -139,17 +138,13 @@ class _Arrival:
 
 @dataclass
 class Chunk:
-    """Rows start to stop, in the order of `Chunks`: their logits (scratch), inputs and targets.
-
-    parts: what `cross_entropy_rows` need not find out any more, or None.
-    """
+    """Rows start to stop, in the order of `Chunks`: their logits (scratch), inputs and targets."""
 
     start: int
     stop: int
     logits: Tensor
     x: Tensor
     target: Tensor
-    parts: Tensor | None = None
 
     @property
     def rows(self) -> slice:
@@ -165,14 +160,10 @@ class Chunks:
         ignore_index: targets that do not count.
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
-        scale: if exp(scale · logits) is what the rows are read for, and all: the product may sum it up on its way.
     """
 
-    def __init__(
-        self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
-        scale: float | None = None,
-    ) -> None:  # fmt: skip
-        self.head, self.target, self.scale = head, target, scale
+    def __init__(self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int) -> None:
+        self.head, self.target = head, target
         N, V = head.x.shape[0], head.weight.shape[0]
         self.visited = N if num_valid is None else max(0, min(num_valid, N))
         self.index: Tensor | None = None
@@ -204,10 +195,7 @@ class Chunks:
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk, its logits written to (stop − start, V)."""
         chunk = self.with_logits(start, stop, logits)
-        if self.scale is not None and forms_statistics(self.head, chunk.x, logits):
-            chunk.parts = logits_and_parts(chunk.x, self.head.weight, logits, self.scale)
-        else:
-            self.head.logits(chunk.x, logits)
+        self.head.logits(chunk.x, logits)
         return chunk
 
     def in_batch_order(self, results: Tensor) -> Tensor:

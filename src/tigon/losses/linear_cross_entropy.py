@@ -7,7 +7,6 @@ Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, http
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, SupportsInt
 
 import torch
@@ -183,7 +182,7 @@ def _linear_cross_entropy_fwd(
     loss, *gradients = _forward_fake(
         x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
     )
-    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options)
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
     # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
@@ -215,8 +214,7 @@ def _walk(
         weight_gradient.zero(dw)
     gradient = dx is not None or dw is not None or db is not None
     for chunk in chunks:
-        here = losses[chunk.rows], None, factor
-        cross_entropy_rows(chunk.logits, chunk.target, *here, gradient, *options, parts=chunk.parts)
+        cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, factor, gradient, *options)
         if dx is not None:
             chunks.add_input_gradient(dx, chunk)
         if dw is not None:
@@ -227,15 +225,11 @@ def _walk(
 
 def _chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype, budget: int,
-    options: Sequence[Any],
+    ignore_index: int,
 ) -> Chunks:  # fmt: skip
-    ignore_index, label_smoothing, _, softcap, scale = options
     if valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
-    number = None if valid < 0 else valid
-    # Smoothing asks for the sum of the logits too, and a cap's tanh is as much again as the exponentials.
-    plain = None if label_smoothing or softcap else scale
-    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, number, budget, plain)
+    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, None if valid < 0 else valid, budget)
 
 
 def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):
@@ -255,7 +249,7 @@ def _linear_cross_entropy_bwd(
     budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of reduction="none": logits again, since every row's upstream gradient is its own."""
-    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options)
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
     acc = torch.promote_types(compute, torch.float32)
     dx = x.new_empty(x.shape if need_dx else (0,), dtype=compute)
     if need_dx:
@@ -270,7 +264,7 @@ def _linear_cross_entropy_bwd(
     losses = torch.empty_like(rows)  # known since the forward pass, and written again along the way
     for chunk in chunks:
         here = losses[chunk.rows], None, rows[chunk.rows]
-        cross_entropy_rows(chunk.logits, chunk.target, *here, True, *options, parts=chunk.parts)
+        cross_entropy_rows(chunk.logits, chunk.target, *here, True, *options)
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:
@@ -320,7 +314,7 @@ class _IntoMainGrad(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
         reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor, options: tuple,
     ) -> Tensor:  # fmt: skip
-        chunks = _chunks(x, weight, bias, target, valid, compute, budget, options)
+        chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
         losses = x.new_empty(chunks.visited, dtype=main_grad.dtype)
         dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None

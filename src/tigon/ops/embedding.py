@@ -247,7 +247,7 @@ def _bwd_tile(H: int) -> tuple[int, int, int]:
 
 def _rank_tile() -> tuple[int, int, int]:
     """Tokens that are placed, tokens that they are compared with at a time, and warps."""
-    return 8, 512, 8
+    return 16, 256, 4
 
 
 def _piece_tile(H: int) -> tuple[int, int, int]:

@@ -27,8 +27,10 @@ from tigon.ops.sum_rows import sum_rows
 
 # One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384
-# Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident.
-ALONE = ((4097, 6144), (8193, MAX_TILE))
+# Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident;
+# and those that it reads twice, in small blocks, where a row would be padded by a third.
+ALONE = ((4097, 6144), (MAX_TILE, MAX_TILE))
+TWICE = (8193, MAX_TILE - 1)
 # Whether the backward of the widest rows asks for the next row while it is at work on this one.
 AHEAD = True
 
@@ -474,11 +476,14 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     bias = bias if bias is None else bias.contiguous()
 
     alone = any(least <= N <= most for least, most in ALONE)
+    twice = TWICE[0] <= N <= TWICE[1]
 
     def plan():
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
+        if twice:
+            return M, (*arguments, 2048), {"num_warps": 8}
         if alone:
             *parts, warps = _row_tile(N)
             return M, (*arguments, *parts), {"num_warps": warps}
@@ -488,7 +493,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
-    if N > MAX_TILE:
+    if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)

@@ -263,7 +263,8 @@ def _rope_kernel(
 def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
     """Tokens, heads and pairs a program, and warps: 512 pairs a warp, two 16-byte loads a thread from either half."""
     block_r = next_power_of_2(max(1, half))
-    block_h = min(4, next_power_of_2(heads))
+    # Where a third of the lanes is padding (heads of 96), more tokens and fewer heads.
+    block_h = min(4 if block_r == half else 2, next_power_of_2(heads))
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 

@@ -330,12 +330,12 @@ def _reduce_kernel(
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _cross_entropy_bwd_kernel(
-    logits_ptr, dloss_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
+    dloss_ptr, logits_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
     M, V, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
     MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: every element is read and written by one thread. dloss: None for 1."""
+    """dlogits may be logits: every element is read and written by one thread."""
     blocks = tl.cdiv(V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -345,9 +345,7 @@ def _cross_entropy_bwd_kernel(
     at = stats_ptr + HEAD + STATS * rows
     top = tl.load(at, mask=inside, other=0.0)[:, None]
     log2_sum = tl.load(at + 1, mask=inside, other=0.0)[:, None]
-    factor = 1.0
-    if dloss_ptr is not None:
-        factor = tl.load(dloss_ptr + rows * stride_g, mask=inside, other=0.0).to(tl.float32)[:, None]
+    factor = tl.load(dloss_ptr + rows * stride_g, mask=inside, other=0.0).to(tl.float32)[:, None]
     if MEAN:
         factor = factor * tl.load(stats_ptr)
     mass = 1.0
@@ -371,39 +369,6 @@ def _cross_entropy_bwd_kernel(
     dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
     dx = tl.where(counts[:, None], dx, 0.0).to(dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
-
-
-@triton.jit(do_not_specialize=["M", "PARTS", "ignore_index"])
-def _cross_entropy_parts_kernel(
-    logits_ptr, target_ptr, parts_ptr, loss_ptr, stats_ptr, M, PARTS, V, stride_m, ignore_index, z_loss, scale,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Loss and statistics of rows from those of their parts: (2, PARTS, M), maxima and Σ exp(scale · (z − max))."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < M
-    k = scale * LOG2E
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, PARTS, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)
-        at = parts_ptr + part.to(tl.int64)[:, None] * M + rows[None, :]
-        mask = (part < PARTS)[:, None] & inside[None, :]
-        tops = tl.load(at, mask=mask, other=LOWEST)
-        totals = tl.load(at + PARTS.to(tl.int64) * M, mask=mask, other=0.0)
-        new = tl.maximum(top, tl.max(tops, 0))
-        total = total * tl.exp2((top - new) * k) + tl.sum(totals * tl.exp2((tops - new[None, :]) * k), 0)
-        top = new
-    target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
-    counts = inside & (target != ignore_index)
-    valid = (target >= 0) & (target < V)
-    log2_sum = tl.where(valid, tl.log2(total), float("nan"))
-    z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
-    loss, _, _ = _row_loss(z_target, 1.0, top, log2_sum, 0.0, 0.0, V, 0.0, z_loss, scale, False, False, False)
-    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
-    if stats_ptr is not None:
-        at_stats = stats_ptr + HEAD + 2 * rows
-        tl.store(at_stats, tl.where(counts, top, 0.0), mask=inside)
-        tl.store(at_stats + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])

@@ -23,7 +23,6 @@ from tigon.ops.cross_entropy.kernels import (
     _cross_entropy_fwd_kernel,
     _cross_entropy_grad_kernel,
     _cross_entropy_narrow_fwd_kernel,
-    _cross_entropy_parts_kernel,
     _reduce_kernel,
 )
 from tigon.ops.cross_entropy.reference import rows_reference
@@ -71,24 +70,14 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
 def cross_entropy_rows(
     logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-    *, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write each row's loss. With `gradient` overwrite the logits by d(loss)/d(logits), times `factor`.
 
     logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; target, loss: (M,), dense.
     stats: (4 + 2 M,) for what the kernel of the backward pass needs, or None; Triton only, without `gradient`.
     factor: None, 0-d, or (M,) with one factor a row.
-    parts: (2, P, M) fp32, of the columns in P parts each row's maximum and Σ exp(scale · (logit − maximum)), or None;
-        Triton only, without smoothing and softcap. The logits are then read once.
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
-    if parts is not None:
-        if stats is None and gradient:
-            stats = _empty_stats(logits)
-        _launch_parts(logits, target, parts, loss, stats, ignore_index, z_loss, scale)
-        if gradient and stats is not None:
-            _launch_gradient(factor, logits, target, None, stats, logits, False, *options)
-        return
     if not use_triton(logits):
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
@@ -110,28 +99,6 @@ def cross_entropy_rows(
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
-
-
-def _empty_stats(logits: Tensor) -> Tensor:
-    return logits.new_empty(4 + 2 * logits.shape[0], dtype=torch.float32)
-
-
-def _parts_tile() -> tuple[int, int, int]:
-    """Warps, rows and parts at a time: 64 bytes of each part, all of which one program has on their way at once."""
-    return 4, 16, 64
-
-
-def _launch_parts(
-    logits: Tensor, target: Tensor, parts: Tensor, loss: Tensor, stats: Tensor | None, ignore_index: int,
-    z_loss: float, scale: float,
-) -> None:  # fmt: skip
-    """Each row's loss, and its statistics if there is a place for them."""
-    M, V = logits.shape
-    warps, block_m, block_p = _parts_tile()
-    arguments = M, parts.shape[1], V, logits.stride(0), ignore_index, z_loss, scale, block_m, block_p
-    plan = cdiv(M, block_m), arguments, {"num_warps": warps}
-    key = (arguments, logits.dtype, target.dtype, stats is None)
-    launch(_cross_entropy_parts_kernel, key, (logits, target, parts, loss, stats), lambda: plan)
 
 
 def _cache_sized(logits: Tensor) -> list[slice]:
@@ -271,27 +238,27 @@ def _cross_entropy_bwd(
 
 
 def _launch_gradient(
-    dloss: Tensor | None, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
+    dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself. dloss: None for 1."""
+    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself."""
     if not x.numel():
         return
     # A reduced loss hands every row the same gradient, and so does a sum of rows, as a tensor of strides 0.
-    same = dloss is None or not any(dloss.stride())
-    rows = dloss if dloss is None or same else dloss.reshape(-1)
+    same = not any(dloss.stride())
+    rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     M, V = x.shape
     warps, block_m, block_n = _bwd_tile(V)
     arguments = (
-        M, V, 0 if rows is None or same else rows.stride(0), x.stride(0), dx.stride(0),
+        M, V, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
         ignore_index, label_smoothing, z_loss, softcap, scale,
         mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, block_m, block_n,
     )  # fmt: skip
     plan = cdiv(M, block_m) * cdiv(V, block_n), arguments, {"num_warps": warps}
-    key = (arguments, *(None if t is None else t.dtype for t in (rows, x, target, weight)))
-    launch(_cross_entropy_bwd_kernel, key, (x, rows, target, weight, stats, dx), lambda: plan)
+    key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
+    launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
