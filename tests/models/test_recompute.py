@@ -317,6 +317,7 @@ def test_offloaded_is_the_same_and_leaves_the_gpu(checkpointing):
         num_key_value_heads=8, max_position_embeddings=4096,
     )  # fmt: skip
     torch.manual_seed(0)
+    config._attn_implementation = "eager"  # the others add in any order, whatever they are told
     model = transformers.LlamaForCausalLM(config).cuda().to(torch.bfloat16).train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})

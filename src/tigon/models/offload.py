@@ -59,6 +59,7 @@ class Away:
             # may have been another tensor's.
             back = torch.empty_like(self.host, device=self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            back.record_stream(self.stream)  # nobody may ask for it: the copy must not end in another tensor's memory
             with torch.cuda.stream(self.stream):
                 back.copy_(self.host, non_blocking=True)
                 self.here = back, self.stream.record_event()
