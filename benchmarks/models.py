@@ -23,7 +23,8 @@ import torch
 from tigon.bench import report
 from tigon.bench.models import Processes, Side
 
-ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile")
+LEVELS = ("tigon-none", "tigon-product", "tigon-mlp")  # of what is recomputed: where --sides asks for them
+ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Case:
         return f"{self.model}-{self.batch}x{self.seq}" + ("-checkpointing" if self.checkpointing else "")
 
     def sides(self) -> list[str]:
-        return [side for side in ORDER if self.compiled or "compile" not in side]
+        return [side for side in ORDER if side not in LEVELS and (self.compiled or "compile" not in side)]
 
 
 CASES = (

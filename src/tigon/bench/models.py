@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -78,10 +79,10 @@ def _liger(model: PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
-def _tigon(model: PreTrainedModel) -> None:
+def _tigon(model: PreTrainedModel, recompute: str = "cheap") -> None:
     import tigon
 
-    tigon.fuse(model)
+    tigon.fuse(model, recompute=recompute)
 
 
 def _compile(model: PreTrainedModel) -> None:
@@ -100,6 +101,8 @@ SIDES: dict[str, Callable[[Any], None]] = {
     "liger": _liger,
     "tigon": _tigon,
     "tigon-compile": _tigon_compile,
+    # Other levels of what is recomputed than the default.
+    **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "mlp")},
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 
