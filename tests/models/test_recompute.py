@@ -1,5 +1,6 @@
 """What is computed again in the backward pass: the same bits, fewer tensors kept, nobody else's plans upset."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -7,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 
@@ -81,6 +83,33 @@ def test_steps_aside_for_checkpoints(level, reentrant, device):
     assert torch.equal(loss, again_loss)
     assert_same_bits(again, kept)
     assert report.tensors_not_kept == 0
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products. (FlopCounterMode hooks all modules, and layers with hooks are called as they are.)"""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["product", "cheap"])
+def test_a_checkpoint_multiplies_no_more_than_in_the_plain_model(level, device):
+    """It stops in the last layer's way before the product whose input it wanted."""
+    counted = {}
+    for fused in (False, True):
+        model = build("llama").to(device)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        inputs = {k: v.to(device) for k, v in batch("llama").items()}
+        if fused:
+            tigon.fuse(model, recompute=level, head=False)
+        backend = tigon.use_backend("triton") if fused else contextlib.nullcontext()
+        with backend, Products() as products:
+            model(**inputs).loss.backward()
+        counted[fused] = products.count
+    assert counted[True] == counted[False]
 
 
 def test_a_graph_that_is_kept_is_walked_twice(device):
