@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
     start = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = "sequence" if options.memory_over_sequence else "model"
-    overrides = {key: int(value) for key, value in (pair.split("=") for pair in options.set)}
+    overrides = {name: int(value) for name, value in (pair.split("=") for pair in options.set)}
     rows = resumed(options.resume, kind, device)
     done = {key(row) for row in rows if row.status == "ok"}
     left = [(case, side) for case, side in plan(options) if key(row_of(case, side, options)) not in done]
