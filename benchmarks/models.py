@@ -23,7 +23,8 @@ import torch
 from tigon.bench import report
 from tigon.bench.models import Processes, Side
 
-LEVELS = ("tigon-none", "tigon-product", "tigon-mlp")  # of what is recomputed: where --sides asks for them
+# Levels of what is recomputed, and the highest with activations in host memory: where --sides asks for them.
+LEVELS = ("tigon-none", "tigon-product", "tigon-mlp", "tigon-offload")
 ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
 
 
@@ -55,7 +56,7 @@ CASES = (
 )
 # Weights, gradients and states of eight billion parameters are 60 GiB; from 1024 tokens on, one sequence at a time.
 LENGTHS = Case("llama-3-8b", 1, 1024, checkpointing=True)
-LENGTH_SIDES = ("hf", "liger", "tigon")
+LENGTH_SIDES = ("hf", "liger", "tigon", "tigon-offload")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

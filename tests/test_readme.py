@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from tigon.bench import report
+from tigon.bench.matrix import to_matrix
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_table_is_the_result_file():
-    result = report.load(ROOT / "benchmarks" / "results" / "h200-llama-3-8b-16x512.json")
-    table = report.to_markdown(result).split("\n\n", 1)[1].strip()
-    assert table in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", ["h200-4gpus.json", "h200-models.json"])
+def test_the_tables_of_models_are_the_result_files(name):
+    assert to_matrix(report.load(ROOT / "benchmarks" / "results" / name)).strip() in (ROOT / "README.md").read_text()
 
 
 def test_its_pictures_and_links_are_there():

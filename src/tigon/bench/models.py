@@ -79,10 +79,10 @@ def _liger(model: PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
-def _tigon(model: PreTrainedModel, recompute: str = "cheap") -> None:
+def _tigon(model: PreTrainedModel, **options: Any) -> None:
     import tigon
 
-    tigon.fuse(model, recompute=recompute)
+    tigon.fuse(model, **options)
 
 
 def _compile(model: PreTrainedModel) -> None:
@@ -103,6 +103,7 @@ SIDES: dict[str, Callable[[Any], None]] = {
     "tigon-compile": _tigon_compile,
     # Other levels of what is recomputed than the default.
     **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "mlp")},
+    "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")
 
