@@ -295,7 +295,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     plain = formula.between is None and formula.gate_scale is None
     recompute = patch.ledger.recompute
     # A checkpoint stops computing when it has what was saved: the down projection's input, before its product.
-    plain = plain and recompute.product and not recompute.is_elsewhere()
+    plain = plain and recompute.product and not recompute.in_checkpoint()
     if plain and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
         y = gated_linear(gate, up, down.weight, down.bias, act=formula.act)

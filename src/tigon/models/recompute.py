@@ -22,6 +22,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from tigon.backend import autocast_dtype
@@ -111,6 +112,12 @@ class Recompute:
     def is_elsewhere(self) -> bool:
         """Whether somebody else's hooks see it: a checkpoint's, or those of offloading."""
         return _top_hooks(False) is not None and not self.is_running()
+
+    @staticmethod
+    def in_checkpoint() -> bool:
+        """Whether it is a checkpoint that sees it, one of those that stop early."""
+        hooks = _top_hooks(False)
+        return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
         address, results = y.untyped_storage().data_ptr(), self._results
