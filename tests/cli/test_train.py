@@ -189,6 +189,8 @@ def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, t
     assert (output / "adapter_model.safetensors").exists()
     assert not (output / "model.safetensors").exists()
     assert "cut to" not in done.out
+    assert "Warning" not in done.err
+    tigon("train", "--model", output, "--data", chat).problem("the directory has adapters, not a model")
 
 
 def test_plain_and_fused_train_alike(tigon, checkpoint, text, tmp_path):

@@ -39,7 +39,8 @@ def quiet_transformers() -> None:
     transformers.logging.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+    for category in (UserWarning, FutureWarning):  # the latter of names that PEFT still calls
+        warnings.filterwarnings("ignore", category=category, module="transformers")
 
 
 def find_model(name: str) -> Source:
@@ -63,6 +64,11 @@ def find_model(name: str) -> Source:
 def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        if (path / "adapter_config.json").is_file():
+            raise Problem(
+                f"model {path}: the directory has adapters, not a model; merge them and save the result: "
+                f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
+            )
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -82,8 +82,9 @@ class TrainOptions:
         for name in ("weight_decay", "warmup", "clip", "seed"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise Problem(f"{flag(name)} must be 0 or more, got {getattr(self, name)}")
-        if self.plain and self.offload:
-            raise Problem("--offload is a part of tigon.fuse, and --plain trains without it")
+        for name in ("offload", "recompute"):
+            if self.plain and getattr(self, name) != getattr(TrainOptions, name):
+                raise Problem(f"{flag(name)} is a part of tigon.fuse, and --plain trains without it")
         if self.seq_len < 2:
             raise Problem(f"--seq-len must be 2 or more, a token and one to predict it from, got {self.seq_len}")
         if not 0 <= self.eval_fraction < 1:
