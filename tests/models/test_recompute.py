@@ -215,6 +215,131 @@ def test_a_result_that_was_written_into_is_kept_as_it_is(device):
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, g, rtol=1e-5, atol=1e-5)
 
 
+class Then(Mixed):
+    """Does something with the norm's result before a layer saves it."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x, labels=None):
+        return self.two(self.step(self.norm(x))).square().sum()
+
+
+def doubled_unseen(y):
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def doubled_when_narrow(y):
+    with torch.no_grad():
+        return y.to(torch.bfloat16).mul_(2)
+
+
+def in_memory_of_another(y):
+    """The tensor stays, its memory goes, and is another one's."""
+    kept.append(y)
+    other = torch.full_like(y, 3.0)
+    y.data = other
+    return torch.ones_like(other).requires_grad_() * 2
+
+
+kept: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("step", [doubled_unseen, doubled_when_narrow, in_memory_of_another, torch._neg_view])
+def test_nothing_else_is_taken_for_the_result(step, autocast, device):
+    if step is doubled_when_narrow and not autocast:
+        pytest.skip("fp32 layers take no bf16")
+    found = {}
+    x = torch.randn(3, 5, 16, device=device, requires_grad=True)
+    for level in ("none", "cheap"):
+        torch.manual_seed(0)
+        model = Then(step).to(device)
+        tigon.fuse(model, recompute=level)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = model(x)
+        loss.backward()
+        found[level] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    kept.clear()
+    assert_same_bits(found["cheap"], found["none"])
+
+
+@pytest.mark.parametrize("kind", ["sparse", "jagged", "distributed"])
+def test_tensors_of_other_kinds_are_saved_as_they_are(kind, process_group):
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    class Other(Mixed):
+        def forward(self, x, labels=None):
+            y = self.two(self.norm(x)).sum()
+            if kind == "sparse":
+                return y + torch.sparse.mm(torch.eye(5).to_sparse().requires_grad_(), x[0]).sum()
+            if kind == "jagged":
+                return y + torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged).sin().values().sum() + y
+            mesh = init_device_mesh("cpu", (1,))
+            return y + distribute_tensor(x, mesh, [Replicate()]).exp().to_local().sum()
+
+    torch.manual_seed(0)
+    model = Other()
+    fusion = tigon.fuse(model)
+    loss = model(torch.randn(2, 5, 16, requires_grad=True))
+    assert fusion.report().tensors_not_kept == 1
+    loss.backward()
+
+
+def test_a_norm_whose_weight_comes_and_goes_is_kept(device):
+    """ZeRO-3 and FSDP2 gather a module's weight for its forward and its backward, not for those of the next module."""
+    model, fusion, x = fused_mixed(device)
+    weight = model.norm.weight
+    whole = weight.data
+
+    def gather(*_):
+        weight.data = whole
+
+    def release(*_):
+        weight.data = whole.new_empty(0)
+
+    model.norm.register_forward_pre_hook(gather)
+    model.norm.register_forward_hook(release)
+    release()
+    loss = model(x)
+    assert fusion.report().tensors_not_kept == 0
+    assert torch.isfinite(loss)
+
+
+def test_function_transforms_inside_of_the_model_say_what_to_do(device):
+    class Inner(Mixed):
+        def forward(self, x, labels=None):
+            return self.two(self.norm(x)).sum() + torch.func.grad(lambda t: t.square().sum())(x).sum()
+
+    model = Inner().to(device)
+    with tigon.fuse(model), pytest.raises(RuntimeError, match="recompute='product'"):
+        model(torch.randn(2, 5, 16, device=device))
+    with tigon.fuse(model, recompute="product"):
+        model(torch.randn(2, 5, 16, device=device)).backward()
+
+
+def test_a_model_around_a_fused_one_takes_its_notes(device):
+    torch.manual_seed(0)
+    inner = Mixed().to(device)
+    tigon.fuse(inner)
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner, self.mix = nn.RMSNorm(16, eps=1e-6), inner, nn.Linear(16, 16)
+
+        def forward(self, x, labels=None):
+            return self.inner(self.mix(self.norm(x)))
+
+    outer = Around().to(device)
+    fusion = tigon.fuse(outer)
+    outer(torch.randn(3, 5, 16, device=device)).backward()
+    assert fusion.report().tensors_not_kept == (2 if fusion.model is outer else 1)
+
+
 def test_other_hooks_see_everything(device):
     """Somebody who offloads what is saved does so with all of it."""
     seen = {}

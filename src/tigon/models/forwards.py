@@ -161,6 +161,10 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
                 return run(*args, **kwargs)
             with ledger.recompute.forward():
                 return run(*args, **kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                raise RuntimeError(f"{error} Fuse with recompute='product', which needs none.") from error
+            raise
         finally:
             ledger.lazy = outer
             if not outer:
@@ -224,7 +228,8 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = functools.partial(rms_norm, eps=eps, offset=formula.offset, cast=formula.cast)
         inputs = x, weight
     y = norm(*inputs)
-    patch.ledger.recompute.note(y, norm, *inputs)
+    if patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
+        patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 
 

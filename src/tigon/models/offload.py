@@ -7,12 +7,14 @@ when the one after it is handed out. The copies run on a stream of their own, fr
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # Below, a copy's launch costs more than the memory is worth.
 LEAST_BYTES = 2**20
+_VIEWS = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Offload:
@@ -21,24 +23,40 @@ class Offload:
     def __init__(self) -> None:
         self.bytes = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._sent: list[weakref.ref[Away]] = []
+        self._last: dict[torch.device, weakref.ref[Away]] = {}
+        self._known: dict[Any, weakref.ref[Away]] = {}
 
     def begin(self) -> None:
         self.bytes = 0
-        self._sent = [r for r in self._sent if r() is not None]
+        self._last.clear()
+        self._known.clear()
 
     def send(self, t: Tensor) -> Away | None:
         """Start copying t out; None for what stays: parameters, what has no gradient (masks, angles), what is small."""
-        base = t._base
-        if not t.is_cuda or t.is_leaf or isinstance(base, nn.Parameter) or t.untyped_storage().nbytes() < LEAST_BYTES:
+        if type(t) is not Tensor or t.layout is not torch.strided or not t.is_cuda or t.is_leaf or is_weight(t):
             return None
-        if t.numel() * t.element_size() < LEAST_BYTES or torch.cuda.is_current_stream_capturing():
+        size = t.numel() * t.element_size()
+        if size < LEAST_BYTES or torch.cuda.is_current_stream_capturing():
             return None
-        stream = self._streams.setdefault(t.device, torch.cuda.Stream(t.device))
-        away = Away(t.detach(), stream, self._sent[-1] if self._sent else None)
-        self._sent.append(weakref.ref(away))
-        self.bytes += t.numel() * t.element_size()
+        key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
+        known = self._known.get(key)
+        away = None if known is None else known()
+        if away is None or away.origin() is None:  # its memory may be another tensor's by now
+            if t.device not in self._streams:
+                self._streams[t.device] = torch.cuda.Stream(t.device)
+            away = Away(t, self._streams[t.device], self._last.get(t.device))
+            self._known[key] = self._last[t.device] = weakref.ref(away)
+            self.bytes += size
+        away.wanted += 1
         return away
+
+
+def is_weight(t: Tensor) -> bool:
+    """A parameter, a view of one, or what autocast makes of it: all there again in the backward pass, or soon."""
+    node = t.grad_fn
+    while node is not None and node.name() in (*_VIEWS, "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    return isinstance(t._base, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))
 
 
 class Away:
@@ -46,31 +64,43 @@ class Away:
 
     def __init__(self, t: Tensor, stream: torch.cuda.Stream, before: weakref.ref[Away] | None) -> None:
         self.device, self.stream, self.before = t.device, stream, before
+        self.origin, self.version = weakref.ref(t), t._version
+        self.wanted = self.given = 0
         self.here: tuple[Tensor, torch.cuda.Event] | None = None
+        t = t.detach()
         self.host = torch.empty_like(t, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(t, non_blocking=True)
         t.record_stream(stream)  # its memory is free for others when the copy is done, not before
 
-    def fetch(self) -> None:
+    def fetch(self) -> tuple[Tensor, torch.cuda.Event]:
         if self.here is None:
-            # Made on the stream that will use it. The copy waits for what that stream has been given so far: the memory
-            # may have been another tensor's.
+            # The copy waits for what the stream at hand was given so far: the memory may have been another tensor's.
             back = torch.empty_like(self.host, device=self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             back.record_stream(self.stream)  # nobody may ask for it: the copy must not end in another tensor's memory
             with torch.cuda.stream(self.stream):
                 back.copy_(self.host, non_blocking=True)
                 self.here = back, self.stream.record_event()
+        return self.here
 
     def tensor(self) -> Tensor:
-        self.fetch()
-        assert self.here is not None
-        back, arrived = self.here
-        self.here = None  # a graph that is kept is walked again, and sends for it again
-        torch.cuda.current_stream(self.device).wait_event(arrived)
+        origin = self.origin()
+        if origin is not None and origin._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{origin.type()} {list(origin.shape)}] is at version {origin._version}; expected version "
+                f"{self.version} instead."
+            )
+        back, arrived = self.fetch()
+        self.given += 1
+        if self.given % self.wanted == 0:
+            self.here = None  # a graph that is kept is walked again, and sends for it again
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(arrived)
+        back.record_stream(stream)  # it may have been fetched by a pass on another one
         before = self.before() if self.before is not None else None
-        if before is not None:
+        if before is not None and before.given == 0:
             before.fetch()
         return back

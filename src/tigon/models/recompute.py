@@ -92,9 +92,16 @@ class Recompute:
 
         where_known: the operator does not keep its inputs. Take note only if a tensor among them has a recipe itself.
         """
-        if not self.cheap or torch.compiler.is_compiling() or not self.is_running():
+        if not self.cheap or torch.compiler.is_compiling():
+            return
+        running = _running()
+        if running is not self:  # the fusion of a model around this one, a checkpoint, or none
+            if running is not None:
+                running.note(results, again, *inputs, where_known=where_known)
             return
         results = results if isinstance(results, tuple) else (results,)
+        if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
+            return
         # Inputs that nobody differentiates are kept by nobody.
         if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
             return
@@ -104,19 +111,20 @@ class Recompute:
         for index, y in enumerate(results):
             self._remember(y, work, index)
 
-    def is_running(self) -> bool:
-        """Whether it is these hooks that see what is saved here: not in a checkpoint, and not without forward()."""
-        hooks = _top_hooks(False)
-        return hooks is not None and getattr(hooks[0], "__self__", None) is self
+    @staticmethod
+    def is_running() -> bool:
+        """Whether it is hooks of ours that see what is saved here: not in a checkpoint, and not without forward()."""
+        return _running() is not None
 
-    def is_elsewhere(self) -> bool:
+    @staticmethod
+    def is_elsewhere() -> bool:
         """Whether somebody else's hooks see it: a checkpoint's, or those of offloading."""
-        return _top_hooks(False) is not None and not self.is_running()
+        return _top_hooks(False) is not None and _running() is None
 
     @staticmethod
     def in_checkpoint() -> bool:
         """Whether it is a checkpoint that sees it, one of those that stop early."""
-        hooks = _top_hooks(False)
+        hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
         return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
@@ -125,16 +133,22 @@ class Recompute:
         def gone(reference: Any) -> None:
             found = results.get(address)
             if found is not None and found.tensor is reference:
-                del results[address]  # this memory may soon be another tensor's
+                results.pop(address, None)  # this memory may soon be another tensor's
 
         result = results[address] = _Result(y, ref(y, gone), work, index)
         if work.autocast is not None:
             self._nodes[y.grad_fn, y.output_nr] = result
 
     def _result_of(self, t: Tensor) -> _Result | None:
-        result = self._results.get(t.untyped_storage().data_ptr())
-        # The versions differ where somebody wrote into it since.
-        return result if result is not None and (result.version, result.dtype) == (t._version, t.dtype) else None
+        if not _is_plain(t):
+            return None
+        storage = t.untyped_storage()
+        result = self._results.get(storage.data_ptr())
+        if result is None or (result.version, result.dtype) != (t._version, t.dtype) or t.is_neg():
+            return None  # the versions differ where somebody wrote into it since
+        y = result.tensor()
+        # Who gives a tensor other memory (`y.data = …`) leaves the old address to the next one.
+        return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
 
     def _narrowed(self, t: Tensor) -> _Work | None:
         """How to make what autocast made of a result: each projection narrows its input for itself."""
@@ -142,8 +156,11 @@ class Recompute:
         if node is None or node.name() != "ToCopyBackward0":
             return None
         result = self._nodes.get(node.next_functions[0]) or self._nodes.get(_behind_views(*node.next_functions[0]))
-        if result is None or not result.lies_like(t):
+        if result is None or t.device != result.work.device or not result.lies_like(t):
             return None
+        y = result.tensor()
+        if t._version or (y is not None and y._version != result.version):
+            return None  # written into since, before it was narrowed or after
         if t.dtype not in result.narrowed:
             wide = _Again(result.work, result.index, result.size, result.stride, 0)
             result.narrowed[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [wide], t.device)
@@ -177,7 +194,7 @@ class Recompute:
             result = self._result_of(t)
             if result is not None:
                 return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
-            if self._nodes and t.dtype in _HALVES and t.storage_offset() == 0:
+            if self._nodes and t.dtype in _HALVES and _is_plain(t) and t.storage_offset() == 0:
                 narrowed = self._narrowed(t)
                 if narrowed is not None:
                     return _Again(narrowed, 0, t.size(), t.stride(), 0)
@@ -187,28 +204,45 @@ class Recompute:
         if isinstance(packed, _Kept):
             return packed.tensor_as_it_was()
         work = packed.work
-        if work.results is None:
-            self._compute(work)
-        assert work.results is not None
-        value = work.results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
+        results = work.results or self._compute(work)  # another thread may drop them in the meantime
+        value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
         if not work.wanted or work.given % work.wanted == 0:  # a graph that is kept is walked again
             self._drop(work)
         return value
 
-    def _compute(self, work: _Work) -> None:
+    def _compute(self, work: _Work) -> tuple[Tensor, ...]:
+        inputs = [t if t is None else self._value(t) for t in work.inputs]
+        if any(t is not None and t.numel() and not t.untyped_storage().nbytes() for t in inputs):
+            raise RuntimeError(
+                "tigon: a norm's input or weight was released before the backward pass of the layer behind it, so "
+                "that it cannot be computed again. Shard it with that layer, or fuse with recompute='product'."
+            )
         with torch.no_grad(), autocast_as(work.device.type, work.autocast):
-            made = work.again(*(t if t is None else self._value(t) for t in work.inputs))
-        work.results = made if isinstance(made, tuple) else (made,)
+            made = work.again(*inputs)
+        results = work.results = made if isinstance(made, tuple) else (made,)
         held = self._held.setdefault(work.device, [])
         held[:] = [r for r in held if r() is not None]
         if len(held) >= HELD:
             self._drop(held[0]())
         held.append(ref(work))
+        return results
 
     def _drop(self, work: Any) -> None:
         work.results = None
         held = self._held[work.device]
         held[:] = [r for r in held if r() is not work]
+
+
+def _running() -> Recompute | None:
+    """Whose hooks see what is saved here, if they are ours."""
+    hooks = _top_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, Recompute) else None
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether it has memory of its own to go by: no DTensor, nested or sparse tensor."""
+    return type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_mkldnn
 
 
 class _Kept:
