@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 
 pytest.importorskip("transformers")
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from zoo import FAMILIES, batch, build
 
 from tigon.models.recompute import HELD, LEVELS, Recompute
@@ -220,7 +221,7 @@ class Then(Mixed):
 
     def __init__(self, step):
         super().__init__()
-        self.step = step
+        self.norm, self.step = LlamaRMSNorm(16), step  # it runs fused under autocast too
 
     def forward(self, x, labels=None):
         return self.two(self.step(self.norm(x))).square().sum()
@@ -240,9 +241,13 @@ def doubled_when_narrow(y):
 def in_memory_of_another(y):
     """The tensor stays, its memory goes, and is another one's."""
     kept.append(y)
-    other = torch.full_like(y, 3.0)
-    y.data = other
-    return torch.ones_like(other).requires_grad_() * 2
+    address = y.data_ptr()
+    y.data = torch.full_like(y, 3.0)
+    for _ in range(100):  # the allocator gives it out again soon
+        kept.append(torch.ones_like(y).requires_grad_())
+        if kept[-1].data_ptr() == address:
+            break
+    return kept[-1]
 
 
 kept: list[torch.Tensor] = []
@@ -267,7 +272,7 @@ def test_nothing_else_is_taken_for_the_result(step, autocast, device):
     assert_same_bits(found["cheap"], found["none"])
 
 
-@pytest.mark.parametrize("kind", ["sparse", "jagged", "distributed"])
+@pytest.mark.parametrize("kind", ["sparse", "distributed"])
 def test_tensors_of_other_kinds_are_saved_as_they_are(kind, process_group):
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
@@ -276,8 +281,6 @@ def test_tensors_of_other_kinds_are_saved_as_they_are(kind, process_group):
             y = self.two(self.norm(x)).sum()
             if kind == "sparse":
                 return y + torch.sparse.mm(torch.eye(5).to_sparse().requires_grad_(), x[0]).sum()
-            if kind == "jagged":
-                return y + torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged).sin().values().sum() + y
             mesh = init_device_mesh("cpu", (1,))
             return y + distribute_tensor(x, mesh, [Replicate()]).exp().to_local().sum()
 
