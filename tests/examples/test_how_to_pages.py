@@ -1,0 +1,96 @@
+"""The code of the how-to pages runs as a reader runs it, and what they quote of the library is in it.
+
+"path/to/model" is a directory here, with a small Llama and its tokenizer.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "how-to"
+SMALL = """
+import small_model
+small_model.model().save_pretrained("path/to/model")
+small_model.tokenizer().save_pretrained("path/to/model")
+"""
+
+
+def blocks(page):
+    """Python of a page, block by block."""
+    return re.findall(r"^```python\n(.*?)^```$", (PAGES / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def whole(page):
+    """The blocks that stand by themselves or go on from the one before; not those that show a line or two."""
+    return [block for block in blocks(page) if "import " in block or block.startswith("model.")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, environment):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("reader")
+    path = f"{ROOT / 'examples'}:{ROOT / 'src'}"
+    environment = environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+    def run(code, *launcher):
+        (folder / "train.py").write_text(code)
+        done = subprocess.run(
+            [sys.executable, *launcher, "train.py"], cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    run(SMALL)
+    return run
+
+
+def test_adapters(run):
+    pytest.importorskip("peft")
+    said = run("\n".join(whole("lora")))
+    assert "PeftModelForCausalLM: 12 parts fused" in said
+    assert re.search(r"Ran in the last step: head 1.*Computed again instead of kept: [1-9]", said), said
+
+
+def test_preferences(run):
+    pytest.importorskip("trl", minversion="1.16")
+    said = run("\n".join(whole("dpo")))
+    assert "policy linear_logprob 1, reference linear_logprob 1" in said
+    loss, accuracy, margin = map(float, said.splitlines()[-1].split())
+    assert loss < 0.69
+    assert accuracy == 1
+    assert margin > 0.05
+
+
+def test_rewards(run):
+    pytest.importorskip("trl", minversion="1.16")
+    _, *rest = blocks("grpo")
+    said = run("\n".join(rest))
+    assert "Ran in the last of 4 steps: policy linear_logprob 1." in said
+    rewards = [float(x) for x in re.findall(r"^reward ([\d.]+)", said, re.MULTILINE)]
+    assert len(rewards) == 10
+    assert rewards[-1] > 2 * rewards[0]
+
+
+def test_the_reward_of_the_page():
+    names = {}
+    exec(blocks("grpo")[0], names)
+    assert names["score"](completions=["eel", "owl"], letter=["e", "e"], prompts=["", ""]) == [2 / 3, 0.0]
+
+
+def test_shards(run):
+    (code,) = whole("several-gpus")
+    said = run(code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert len(re.findall(r"^step \d  loss 5\.\d", said, re.MULTILINE)) == 4
+    assert "Ran in the last step: head 1" in said
+
+
+@pytest.mark.parametrize("block", blocks("add-an-operator"), ids=lambda block: block.split("\n")[1].strip()[:30])
+def test_the_operator_is_quoted_as_it_is(block):
+    place, code = block.split("\n", 1)
+    assert code.strip()
+    assert code in (ROOT / place.removeprefix("# ")).read_text()
