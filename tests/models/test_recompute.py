@@ -389,6 +389,28 @@ def test_adapters_save_recipes_too(device):
     assert_same_bits(gradients["mlp"], gradients["none"])
 
 
+def test_what_adapters_in_fp32_widen_is_left_out(device):
+    """PEFT keeps adapters of a bf16 model in fp32: each of them saves an input of its own, twice as wide."""
+    peft = pytest.importorskip("peft")
+    model = build("llama").to(device, torch.bfloat16)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    model.enable_input_require_grads()
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    gradients = {}
+    for level in ("none", "cheap"):
+        model.zero_grad()
+        with tigon.fuse(model, recompute=level) as fusion:
+            loss = model(**inputs).loss
+            report = fusion.report()
+            loss.backward()
+        gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert report.tensors_not_kept == 2 * 2  # of two layers: the norm's result for q and v, the product for down
+    assert_same_bits(gradients["cheap"], gradients["none"])
+
+
 def test_compiled_layers_decide_for_themselves(device):
     torch._dynamo.reset()
     model = build("llama").to(device)

@@ -7,7 +7,7 @@ projection, an adapter, a router, attention. The backward pass finds the same bi
 
     saved by the norm          x
     saved by q, k and v        norm(x)        → the recipe "norm, of x", computed once for the three of them
-    … under autocast           norm(x).to()   → the recipe "narrowed, of the norm, of x"
+    … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; of adapters in fp32 as well
     saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
 
 What a checkpoint saves, what other hooks handle (those that offload) and what torch.compile traces is left to them.
@@ -33,7 +33,6 @@ LEVELS = ("none", "product", "cheap", "mlp")
 # So many computations hold their results at a time, per device. The last of those that saved a result drops it; this
 # bounds what is held where a backward pass does not reach all of them.
 HELD = 2
-_HALVES = (torch.bfloat16, torch.float16)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 # torch has no public way to ask either.
@@ -136,8 +135,7 @@ class Recompute:
                 results.pop(address, None)  # this memory may soon be another tensor's
 
         result = results[address] = _Result(y, ref(y, gone), work, index)
-        if work.autocast is not None:
-            self._nodes[y.grad_fn, y.output_nr] = result
+        self._nodes[y.grad_fn, y.output_nr] = result
 
     def _result_of(self, t: Tensor) -> _Result | None:
         if not _is_plain(t):
@@ -150,8 +148,9 @@ class Recompute:
         # Who gives a tensor other memory (`y.data = …`) leaves the old address to the next one.
         return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
 
-    def _narrowed(self, t: Tensor) -> _Work | None:
-        """How to make what autocast made of a result: each projection narrows its input for itself."""
+    def _cast(self, t: Tensor) -> _Work | None:
+        """How to make t if it is a result in another dtype: each projection narrows its input for itself under
+        autocast, and each adapter in fp32 widens it."""
         node, _ = _behind_views(t.grad_fn, 0)
         if node is None or node.name() != "ToCopyBackward0":
             return None
@@ -160,11 +159,11 @@ class Recompute:
             return None
         y = result.tensor()
         if t._version or (y is not None and y._version != result.version):
-            return None  # written into since, before it was narrowed or after
-        if t.dtype not in result.narrowed:
-            wide = _Again(result.work, result.index, result.size, result.stride, 0)
-            result.narrowed[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [wide], t.device)
-        return result.narrowed[t.dtype]
+            return None  # written into since, before it was cast or after
+        if t.dtype not in result.casts:
+            given = _Again(result.work, result.index, result.size, result.stride, 0)
+            result.casts[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [given], t.device)
+        return result.casts[t.dtype]
 
     # --------------------------------------------------------------------------------------------- what autograd calls
 
@@ -194,10 +193,10 @@ class Recompute:
             result = self._result_of(t)
             if result is not None:
                 return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
-            if self._nodes and t.dtype in _HALVES and _is_plain(t) and t.storage_offset() == 0:
-                narrowed = self._narrowed(t)
-                if narrowed is not None:
-                    return _Again(narrowed, 0, t.size(), t.stride(), 0)
+            if self._nodes and t.grad_fn is not None and _is_plain(t) and t.storage_offset() == 0:
+                cast = self._cast(t)
+                if cast is not None:
+                    return _Again(cast, 0, t.size(), t.stride(), 0)
         return _Kept(t)
 
     def _value(self, packed: _Kept | _Again) -> Tensor:
@@ -292,13 +291,13 @@ class _Work:
 class _Result:
     """What is known of a tensor that `note` was told of, while it lives."""
 
-    __slots__ = ("contiguous", "dtype", "index", "narrowed", "size", "stride", "tensor", "version", "work")
+    __slots__ = ("casts", "contiguous", "dtype", "index", "size", "stride", "tensor", "version", "work")
 
     def __init__(self, y: Tensor, tensor: ref[Tensor], work: _Work, index: int) -> None:
         self.tensor, self.work, self.index = tensor, work, index
         self.dtype, self.version, self.size, self.stride = y.dtype, y._version, y.size(), y.stride()
         self.contiguous = y.is_contiguous()
-        self.narrowed: dict[torch.dtype, _Work] = {}
+        self.casts: dict[torch.dtype, _Work] = {}
 
     def lies_like(self, t: Tensor) -> bool:
         """Whether the elements of t, a cast of views of it, stand in its order."""
