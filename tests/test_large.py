@@ -215,7 +215,9 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
 
 # Sums over the batch, whose kernels see one chunk of logits at a time: linear_cross_entropy stands for that walk.
 REDUCED = {"grpo", "distill", "distill_topk"}
+# Whose kernels see one tile of tokens at a time, of gated_linear's kind.
+TILED = {"gated_mlp"}
 
 
 def test_every_operator_is_here():
-    assert {op.name for op in OPS if not op.large} == REDUCED
+    assert {op.name for op in OPS if not op.large} == REDUCED | TILED
