@@ -366,48 +366,39 @@ def test_no_hooks_without_gradients_or_after_removal(device):
     assert fusion.report().tensors_not_kept == 0
 
 
-def test_adapters_save_recipes_too(device):
+def adapted(device, dtype, targets, levels):
+    """Gradients of a Llama's adapters, and what was not kept, by level."""
     peft = pytest.importorskip("peft")
-    model = build("llama").to(device)
-    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
     torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(build("llama").to(device, dtype), config)
     model.enable_input_require_grads()  # as the Trainer does under checkpointing
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     inputs = {k: v.to(device) for k, v in batch("llama").items()}
-    gradients = {}
-    for level in ("none", "cheap", "mlp"):
+    gradients, left_out = {}, {}
+    for level in levels:
         model.zero_grad()
         with tigon.fuse(model, recompute=level) as fusion:
             loss = model(**inputs).loss
-            report = fusion.report()
+            left_out[level] = fusion.report().tensors_not_kept
             loss.backward()
         gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        if level == "cheap":
-            # Two norms and the product of a gate, which the adapter of down_proj saves, in each of two layers.
-            assert report.tensors_not_kept == 6
+    return gradients, left_out
+
+
+def test_adapters_save_recipes_too(device):
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    gradients, left_out = adapted(device, torch.float32, targets, ("none", "cheap", "mlp"))
+    # Two norms and the product of a gate, which the adapter of down_proj saves, in each of two layers.
+    assert left_out["cheap"] == 6
     assert_same_bits(gradients["cheap"], gradients["none"])
     assert_same_bits(gradients["mlp"], gradients["none"])
 
 
 def test_what_adapters_in_fp32_widen_is_left_out(device):
     """PEFT keeps adapters of a bf16 model in fp32: each of them saves an input of its own, twice as wide."""
-    peft = pytest.importorskip("peft")
-    model = build("llama").to(device, torch.bfloat16)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-    model.enable_input_require_grads()
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    inputs = {k: v.to(device) for k, v in batch("llama").items()}
-    gradients = {}
-    for level in ("none", "cheap"):
-        model.zero_grad()
-        with tigon.fuse(model, recompute=level) as fusion:
-            loss = model(**inputs).loss
-            report = fusion.report()
-            loss.backward()
-        gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    assert report.tensors_not_kept == 2 * 2  # of two layers: the norm's result for q and v, the product for down
+    gradients, left_out = adapted(device, torch.bfloat16, ["q_proj", "v_proj", "down_proj"], ("none", "cheap"))
+    assert left_out["cheap"] == 2 * 2  # of two layers: the norm's result for q and v, the product for down
     assert_same_bits(gradients["cheap"], gradients["none"])
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 # Below, a copy's launch costs more than the memory is worth.
 LEAST_BYTES = 2**20
-_VIEWS = ("TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+# Nodes of views that keep the order of the elements, by the names that torch gives them.
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Offload:
@@ -54,9 +55,18 @@ class Offload:
 def is_weight(t: Tensor) -> bool:
     """A parameter, a view of one, or what autocast makes of it: all there again in the backward pass, or soon."""
     node = t.grad_fn
-    while node is not None and node.name() in (*_VIEWS, "ToCopyBackward0"):
+    while node is not None and node.name() in (*VIEWS, "TBackward0", "TransposeBackward0", "ToCopyBackward0"):
         node = node.next_functions[0][0]
     return isinstance(t._base, nn.Parameter) or (node is not None and node.name().endswith("AccumulateGrad"))
+
+
+def check_unwritten(t: Tensor, version: int) -> None:
+    """torch does not look at the versions of what it saved where there are hooks: its own error, for them."""
+    if t._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
+        )
 
 
 class Away:
@@ -87,12 +97,8 @@ class Away:
 
     def tensor(self) -> Tensor:
         origin = self.origin()
-        if origin is not None and origin._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{origin.type()} {list(origin.shape)}] is at version {origin._version}; expected version "
-                f"{self.version} instead."
-            )
+        if origin is not None:
+            check_unwritten(origin, self.version)
         back, arrived = self.fetch()
         self.given += 1
         if self.given % self.wanted == 0:

@@ -26,14 +26,13 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from tigon.backend import autocast_dtype
-from tigon.models.offload import Away, Offload
+from tigon.models.offload import VIEWS, Away, Offload, check_unwritten
 from tigon.models.recipe import autocast_as
 
 LEVELS = ("none", "product", "cheap", "mlp")
 # So many computations hold their results at a time, per device. The last of those that saved a result drops it; this
 # bounds what is held where a backward pass does not reach all of them.
 HELD = 2
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 # torch has no public way to ask either.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
@@ -245,7 +244,7 @@ def _is_plain(t: Tensor) -> bool:
 
 
 class _Kept:
-    """A tensor as it was saved. torch does not look at versions where there are hooks; this does."""
+    """A tensor as it was saved."""
 
     __slots__ = ("tensor", "version")
 
@@ -256,11 +255,8 @@ class _Kept:
 
     def tensor_as_it_was(self) -> Tensor:
         t = self.tensor
-        if self.version != -1 and t._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {self.version} instead."
-            )
+        if self.version != -1:
+            check_unwritten(t, self.version)
         return t
 
 
@@ -308,6 +304,6 @@ class _Result:
 
 def _behind_views(node: Any, index: int) -> tuple[Any, int]:
     """The node, and the number of its output, that views were taken of."""
-    while node is not None and node.name() in _VIEWS:
+    while node is not None and node.name() in VIEWS:
         node, index = node.next_functions[0]
     return node, index
