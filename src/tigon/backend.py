@@ -192,6 +192,22 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return register
 
 
+def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """What backward gives; where it is differentiated itself, as a graph that says what is missing.
+
+    torch's `once_differentiable` says so only where the incoming gradient requires one; that of a plain sum does not, and
+    all would be lost. It costs 5 µs, and only where there is need.
+    """
+    if not torch.is_grad_enabled():
+        return backward(ctx, *gradients)
+    with torch.no_grad():
+        found = backward(ctx, *gradients)
+    error = torch._C._functions.DelayedError(
+        b"tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own.", 1
+    )
+    return tuple(g if g is None else error(g.detach().requires_grad_()) for g in found)
+
+
 def differentiable(
     launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
 ) -> Callable[..., Any]:
@@ -217,16 +233,6 @@ def differentiable(
             return result
         return result[0] if outputs == 1 else tuple(result[:outputs])
 
-    def once(ctx: Any, *gradients: Any) -> Any:
-        """The gradients as a graph that says what is missing when it is differentiated. torch's `once_differentiable`
-        says so only where the incoming gradient requires one; that of a plain sum does not, and all would be lost."""
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        error = torch._C._functions.DelayedError(
-            b"tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own.", 1
-        )
-        return tuple(g if g is None else error(g.detach().requires_grad_()) for g in found)
-
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
@@ -238,8 +244,7 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            # Differentiating the backward itself raises a sentence; saying so costs 5 µs, and only then is there need.
-            return once(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+            return first_order(backward, ctx, *gradients)
 
     # The node in the graph, which profilers show and grad_fn prints: RmsNormBackward.
     name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")

@@ -116,3 +116,36 @@ def test_the_product_is_not_kept(device):
         gated_linear(gate, up, weight)
     own = {t.data_ptr() for t in (gate, up, weight)}
     assert {t.data_ptr() for t in saved} == own
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the reference overwrites nothing")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_over_gate_and_up(packed, kept, device):
+    """inplace=True: the same bits, in the memory of gate and up, unless somebody may want those again."""
+    makers = [torch.randn(n, 24, device=device, requires_grad=True) for n in ((80,) if packed else (40, 40))]
+    x = torch.randn(6, 24, device=device)
+    weight = torch.randn(8, 40, device=device, requires_grad=True)
+    bias = torch.randn(8, device=device, requires_grad=True)
+    dy = torch.randn(6, 8, device=device)
+
+    def gradients(inplace, passes):
+        made = [F.linear(x, w) for w in makers]
+        seen = []
+        for t in made:
+            t.register_hook(seen.append)
+        y = gated_linear(made[0], made[1] if len(made) > 1 else None, weight, bias, inplace=inplace)
+        for left in reversed(range(passes)):
+            found = torch.autograd.grad(y, [*makers, weight, bias], dy, retain_graph=left > 0)
+        return found, made, seen
+
+    with tigon.use_backend("triton"):
+        expected, untouched, _ = gradients(False, 1)
+        got, made, seen = gradients(True, 2 if kept else 1)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # Of two passes the first left gate and up alone, and the second, after which nobody comes, did not.
+    there = {t.data_ptr() for t in made}
+    assert {t.data_ptr() for t in seen[-len(made) :]} == there
+    assert not any(t.data_ptr() in there for t in seen[: -len(made)])
+    assert all(t._version == 1 for t in made) and all(t._version == 0 for t in untouched)

@@ -299,11 +299,14 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     down = getattr(self, formula.down)
     plain = formula.between is None and formula.gate_scale is None
     recompute = patch.ledger.recompute
-    # A checkpoint stops computing when it has what was saved: the down projection's input, before its product.
-    plain = plain and recompute.product and not recompute.in_checkpoint()
-    if plain and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
+    if plain and recompute.product and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
-        y = gated_linear(gate, up, down.weight, down.bias, act=formula.act)
+        # What two plain layers have just made is seen by nobody else, and may be written over in the end.
+        makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
+        own = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
+        y = gated_linear(
+            gate, up, down.weight, down.bias, act=formula.act, inplace=own, saved_by=recompute.checkpoint_hooks()
+        )
     else:
         product = _gated_product(self, patch, gate, up)
         if formula.between is not None:

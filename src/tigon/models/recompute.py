@@ -120,10 +120,10 @@ class Recompute:
         return _top_hooks(False) is not None and _running() is None
 
     @staticmethod
-    def in_checkpoint() -> bool:
-        """Whether it is a checkpoint that sees it, one of those that stop early."""
+    def checkpoint_hooks() -> tuple[Any, Any] | None:
+        """What a checkpoint saves by, of those that stop early, where it is a checkpoint that sees what is saved here."""
         hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
-        return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+        return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
 
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
         address, results = y.untyped_storage().data_ptr(), self._results

@@ -3,6 +3,10 @@
 The product act(gate) · up is the widest activation of a transformer layer, 3.5 times the hidden width in Llama, and is
 kept for one use: the gradient of W. It is computed again there, by the kernel that reads gate and up for their own
 gradients anyway. Memory falls by that tensor; the price is writing it once more.
+
+    backward, inplace=True     dy W → scratch;  gate, up, scratch → dgate, dup, act(gate) · up, each over what it is of
+
+With `inplace` nothing else of that width exists beside gate, up and the scratch.
 """
 
 from __future__ import annotations
@@ -13,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import autocast_dtype, differentiable, launcher, use_triton
+from tigon.backend import autocast_dtype, differentiable, first_order, graph_is_kept, is_traced, launcher, use_triton
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 
 ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
 
 def gated_linear(
-    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: str = "silu"
-) -> Tensor:
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: str = "silu",
+    inplace: bool = False, saved_by: tuple[Any, Any] | None = None,
+) -> Tensor:  # fmt: skip
     """(act(gate) · up) Wᵀ + bias, keeping gate and up alone for the backward pass.
 
     Args:
@@ -30,6 +35,10 @@ def gated_linear(
         weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
         bias: (M,), gate's dtype, or None.
         act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
+            the graph is kept (`retain_graph=True`), nor under torch.compile.
+        saved_by: a checkpoint's hooks (pack, unpack), to save by before anything is computed: it computes again up to
+            the last tensor that was saved. torch itself saves the inputs of a Function after its forward pass.
     Returns: (..., M) in gate's dtype.
     Raises: ValueError for shapes, dtypes or an act that do not fit.
 
@@ -44,7 +53,7 @@ def gated_linear(
     if dtype is not None and gate.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
         with torch.autocast(device, enabled=False):  # done above, and not to be done again in the middle
-            return gated_linear(*cast, act=act)  # type: ignore[arg-type]
+            return gated_linear(*cast, act=act, inplace=inplace, saved_by=saved_by)  # type: ignore[arg-type]
     if not gate.dtype.is_floating_point or gate.dim() == 0:
         raise ValueError(f"gated_linear: gate must be (..., N) floats, got {tuple(gate.shape)} {gate.dtype}.")
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
@@ -63,7 +72,9 @@ def gated_linear(
         )
     if not use_triton(gate, up, weight, bias):
         return gated_linear_reference(gate, up, weight, bias, act)
-    return _gated_linear(gate, up, weight, bias, act)
+    if saved_by is not None:
+        return _SavedFirst.apply(gate, up, weight, bias, act, inplace, saved_by)  # type: ignore[no-any-return]
+    return _gated_linear(gate, up, weight, bias, act, inplace)
 
 
 def gated_linear_reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
@@ -73,12 +84,16 @@ def gated_linear_reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _gated_linear_fwd_fake(gate, up, weight, bias, act):
+def _gated_linear_fwd_fake(gate, up, weight, bias, act, inplace):
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
 
 
-@launcher("(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor", _gated_linear_fwd_fake)
-def _gated_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+@launcher(
+    "(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act, bool inplace) -> Tensor", _gated_linear_fwd_fake
+)
+def _gated_linear_fwd(
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool
+) -> Tensor:
     return F.linear(_gated_fwd(gate, up, act, 1.0, 1.0), weight, bias)
 
 
@@ -104,36 +119,93 @@ def _gated_linear_bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, need_dgate: bool, need_dup: bool,
     need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = dy.reshape(-1, weight.shape[0])
     dgate, dup, dw, db = _gated_linear_bwd_fake(dy, gate, up, weight, act, need_dgate, need_dup, need_dw, need_db)
-    if need_dgate or need_dup:
+    room = dgate if need_dgate else None, dup if need_dup and up is not None else None
+    _write_gradients(dy, gate, up, weight, act, *room, dw if need_dw else None, db if need_db else None)
+    return dgate, dup, dw, db
+
+
+def _write_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, dgate: Tensor | None, dup: Tensor | None,
+    dw: Tensor | None, db: Tensor | None,
+) -> None:  # fmt: skip
+    """Those that are given room. dgate and dup may be gate and up: an element is read before it is written."""
+    rows = dy.reshape(-1, weight.shape[0])
+    if dgate is not None or dup is not None:
         # Scratch of our own: the gradient of the product, which the kernel overwrites by the product.
         scratch = torch.mm(rows, weight)
-        room = dgate if need_dgate else None, dup if need_dup and up is not None else None
-        gated_backward(scratch, gate, up, act, 1.0, 1.0, *room, scratch if need_dw else None)
-    elif need_dw:
+        gated_backward(scratch, gate, up, act, 1.0, 1.0, dgate, dup, None if dw is None else scratch)
+    elif dw is not None:
         scratch = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, weight.shape[1])
-    if need_dw:
+    if dw is not None:
         torch.mm(rows.t(), scratch, out=dw)
-    return dgate, dup, dw, rows.sum(0) if need_db else db
+    if db is not None:
+        torch.sum(rows, 0, out=db)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *tensors, _, ctx.act = inputs
+    *tensors, _, ctx.act, ctx.inplace = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, None, None, None, None
-    needs = ctx.needs_input_grad[:4]
+        return (None,) * 6
     saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
-    grads = _gated_linear_bwd(dy, *saved, ctx.act, *needs)
-    present = (True, saved[1] is not None, True, True)
-    return *(g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)), None
+    return *_gradients(ctx, dy, *saved), None, None
+
+
+def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor) -> list[Tensor | None]:
+    needs = ctx.needs_input_grad[:4]
+    if not ctx.inplace or is_traced(gate) or graph_is_kept():
+        grads: tuple[Tensor | None, ...] = _gated_linear_bwd(dy, gate, up, weight, ctx.act, *needs)
+    else:
+        dgate, dup = gate.detach() if needs[0] else None, up.detach() if needs[1] and up is not None else None
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[2] else None
+        db = weight.new_empty(weight.shape[:1]) if needs[3] else None
+        _write_gradients(dy, gate, up, weight, ctx.act, dgate, dup, dw, db)
+        for t in (dgate, dup):
+            if t is not None:  # who saved it after all is told so
+                torch.autograd.graph.increment_version(t)
+        grads = dgate, dup, dw, db
+    present = (True, up is not None, True, True)
+    return [g if n and p else None for g, n, p in zip(grads, needs, present, strict=True)]
 
 
 _gated_linear = differentiable(_gated_linear_fwd, _setup_context, _backward)
+
+
+class _SavedFirst(torch.autograd.Function):
+    """As `_gated_linear`, with what it saves saved before it computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
+        saved_by: tuple[Any, Any],
+    ) -> Tensor:  # fmt: skip
+        pack, ctx.unpack = saved_by
+        ctx.packed = [t if t is None else pack(t) for t in (gate, up, weight)]
+        ctx.act, ctx.inplace = act, inplace
+        ctx.set_materialize_grads(False)
+        return _gated_linear_fwd(gate, up, weight, bias, act, inplace)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        return first_order(_backward_of_packed, ctx, dy)
+
+
+def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
+    if ctx.packed is None:
+        raise RuntimeError(
+            "gated_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
+            "retain_graph=True the first time."
+        )
+    saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+    if not graph_is_kept():
+        ctx.packed = None
+    return *_gradients(ctx, dy, *saved), None, None, None
