@@ -195,8 +195,8 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """What backward gives; where it is differentiated itself, as a graph that says what is missing.
 
-    torch's `once_differentiable` says so only where the incoming gradient requires one; that of a plain sum does not, and
-    all would be lost. It costs 5 µs, and only where there is need.
+    torch's `once_differentiable` says so only where the incoming gradient requires one; that of a plain sum does not,
+    and all would be lost. It costs 5 µs, and only where there is need.
     """
     if not torch.is_grad_enabled():
         return backward(ctx, *gradients)

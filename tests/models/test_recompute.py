@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from zoo import FAMILIES, batch, build
 
 from tigon.models.recompute import HELD, LEVELS, Recompute
+from tigon.ops import gated_linear
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
 # follows a norm (these models repeat k for the heads, which makes another tensor of it).
@@ -111,6 +112,35 @@ def test_a_checkpoint_multiplies_no_more_than_in_the_plain_model(level, device):
             model(**inputs).loss.backward()
         counted[fused] = products.count
     assert counted[True] == counted[False]
+
+
+def test_a_checkpoint_computes_no_product_of_gate_and_up_again(device, monkeypatch):
+    """It has gate and up, which is all that was saved, and makes the product while it makes their gradients."""
+    made = []
+    product = gated_linear._gated_fwd
+    monkeypatch.setattr(gated_linear, "_gated_fwd", lambda *arguments: made.append(1) or product(*arguments))
+    model = build("llama").to(device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tigon.fuse(model)
+    with tigon.use_backend("triton"):
+        loss = model(**{k: v.to(device) for k, v in batch("llama").items()}).loss
+        assert len(made) == model.config.num_hidden_layers
+        loss.backward()
+    assert len(made) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpointed_step_twice_and_with_its_graph_kept(early_stop, device):
+    def twice(loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with tigon.use_backend("triton"), torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+        _, once, _ = run("llama", "cheap", device, checkpointing=False)
+        _, both, _ = run("llama", "cheap", device, checkpointing=False, backward=twice)
+        _, plain, _ = run("llama", "none", device)
+    assert_same_bits(once, plain)
+    assert_same_bits(both, {n: g + g for n, g in once.items()})
 
 
 def test_a_graph_that_is_kept_is_walked_twice(device):

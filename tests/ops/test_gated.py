@@ -148,4 +148,5 @@ def test_gradients_over_gate_and_up(packed, kept, device):
     there = {t.data_ptr() for t in made}
     assert {t.data_ptr() for t in seen[-len(made) :]} == there
     assert not any(t.data_ptr() in there for t in seen[: -len(made)])
-    assert all(t._version == 1 for t in made) and all(t._version == 0 for t in untouched)
+    assert all(t._version == 1 for t in made)
+    assert all(t._version == 0 for t in untouched)

@@ -121,7 +121,7 @@ class Recompute:
 
     @staticmethod
     def checkpoint_hooks() -> tuple[Any, Any] | None:
-        """What a checkpoint saves by, of those that stop early, where it is a checkpoint that sees what is saved here."""
+        """What a checkpoint saves by, of those that stop early, where it is one that sees what is saved here."""
         hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
         return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
 

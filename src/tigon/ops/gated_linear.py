@@ -205,7 +205,7 @@ def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...
             "gated_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
             "retain_graph=True the first time."
         )
-    saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+    saved: list[Any] = [t if t is None else ctx.unpack(t) for t in ctx.packed]
     if not graph_is_kept():
         ctx.packed = None
     return *_gradients(ctx, dy, *saved), None, None, None
