@@ -31,8 +31,8 @@ from torch import Tensor
 
 MEASURES = ("loss", "norm", "weights")
 CHANCE = 1e-3  # that one file of sound runs has a run beyond a limit
-# A difference of two numbers in fp32 is never known better than to a rounding of each.
-ROUNDING = 2.0**-24
+# A difference of two numbers in fp32 is never known better than to a rounding of each, which is 2⁻²⁴ of it.
+ROUNDING = 2.0**-23
 COLOURS = {"labels": "#d9480f", "logits": "#3b6ea5", "exact": "#2b8a3e"}
 PLAIN = "#9a9a9a"
 
