@@ -129,6 +129,24 @@ def test_a_checkpoint_computes_no_product_of_gate_and_up_again(device, monkeypat
     assert len(made) == model.config.num_hidden_layers
 
 
+def test_the_backward_pass_lets_go_of_checkpoints(device):
+    """Layer by layer, as torch itself does, and not when the loss is dropped in the end."""
+
+    def frames():
+        gc.collect()
+        return sum(type(o) is torch.utils.checkpoint._CheckpointFrame for o in gc.get_objects())
+
+    model = build("llama").to(device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tigon.fuse(model)
+    before = frames()
+    with tigon.use_backend("triton"):
+        loss = model(**{k: v.to(device) for k, v in batch("llama").items()}).loss
+        assert frames() == before + model.config.num_hidden_layers
+        loss.backward()
+    assert frames() == before
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_checkpointed_step_twice_and_with_its_graph_kept(early_stop, device):
     def twice(loss):

@@ -207,5 +207,5 @@ def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...
         )
     saved: list[Any] = [t if t is None else ctx.unpack(t) for t in ctx.packed]
     if not graph_is_kept():
-        ctx.packed = None
+        ctx.packed = ctx.unpack = None  # both, since the hook holds what the checkpoint began with
     return *_gradients(ctx, dy, *saved), None, None, None
