@@ -5,6 +5,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
 
     <!-- results: h200-ops.json -->     table and chart of the result files that match, whatever GPU they are from
     <!-- matrix: *-memory.json -->      the same, with one line per case and one column per implementation
+    <!-- goals: *-models.json -->       what Tigon reached in them beside what was aimed at (goals.json)
     <!-- if: *-models.json -->          what follows stands in the page only if a file matches, down to
     <!-- end -->
     <!-- operators -->                  the operators by kind, with what they replace
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import json
 import re
 import tempfile
 from collections import Counter
@@ -34,6 +36,7 @@ from tigon.bench.matrix import to_matrix
 from tigon.bench.page import ORDER
 
 RESULTS = Path(__file__).parent / "results"
+GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
 # Beyond this a chart of a whole file says nothing; the operators' own pages have theirs.
@@ -104,6 +107,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     makers: dict[str, Callable[[str], str]] = {
         "results": lambda pattern: section(pattern, up),
         "matrix": lambda pattern: section(pattern, up, report_as=lambda content: to_matrix(content, ORDER)),
+        "goals": goals,
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
@@ -201,6 +205,23 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
         if plots.has_profile(content):
             parts.append(f"![kinds of kernel, {path.stem}]({up}charts/profile/{path.stem}.png)\n")
     return "\n".join(parts) or f"No result file matches `{pattern}`."
+
+
+def goals(pattern: str) -> str:
+    """Tigon's tokens/s and GiB beside those aimed at, which were set for one device before anything was measured."""
+    wanted = {(g["model"], g["batch"], g["seq"], g["gpus"]): g for g in json.loads(GOALS.read_text())}
+    lines = ["| model | batch×seq | tokens/s | aimed at | | GiB | aimed at | |", "| :-- | :-- " + "| --: " * 6 + "|"]
+    for path in sorted(RESULTS.glob(pattern)):
+        for row in report.load(path)["rows"]:
+            goal = wanted.get((row["model"], row["batch"], row["seq"], row["gpus"]))
+            if goal is None or row["side"] != "tigon" or row["status"] != "ok":
+                continue
+            cells = [row["model"], f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")]
+            for key, style in (("tokens_per_s", "{:,.0f}"), ("peak_gib", "{:.1f}")):
+                more = f"{100 * (row[key] / goal[key] - 1):+.1f} %".replace("-", "−")
+                cells += [style.format(row[key]), f"{goal[key]:,}", more]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def has_chart(content: dict[str, Any]) -> bool:

@@ -193,3 +193,12 @@ def test_the_memory_of_a_loss_is_drawn_over_its_tokens(hook, tmp_path):
     plots.plot(hook.memory_of("orpo"), tmp_path / "m.png", "memory")
     assert (tmp_path / "m.png").stat().st_size > 5000
     assert hook.memory_of("rope") is None
+
+
+def test_goals_stand_beside_what_was_reached(hook, tmp_path):
+    reached = Side("llama-3-8b", "tigon", 16, 512, False, "bfloat16", tokens_per_s=12350.0, peak_gib=69.0)
+    peer = Side("llama-3-8b", "liger", 16, 512, False, "bfloat16", tokens_per_s=12000.0, peak_gib=80.0)
+    other = Side("llama-3-8b", "tigon", 3, 512, False, "bfloat16", tokens_per_s=1.0, peak_gib=1.0)
+    save(tmp_path / "h200-models.json", report.result("model", [peer, reached, other]), "2026-01-01")
+    lines = rendered(hook, "<!-- goals: *-models.json -->").strip().split("\n")
+    assert lines[2:] == ["| llama-3-8b | 16×512 | 12,350 | 13,000 | −5.0 % | 69.0 | 69 | +0.0 % |"]
