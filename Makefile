@@ -7,6 +7,7 @@
 #   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
 #   make docs       the documentation, into site/
 #   make gpu-test   the same suite on a CUDA device
+#   make gpu-test-distributed   the tests of several processes, a GPU for each; larger worlds than the machine are skipped
 #   make bench      benchmarks on a CUDA device, into benchmarks/results
 #   make clean      remove .venv and everything that was built
 #
@@ -17,7 +18,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint sweep converge docs gpu-test bench clean
+.PHONY: help venv demo test lint sweep converge docs gpu-test gpu-test-distributed bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -74,6 +75,10 @@ docs: $(READY)
 gpu-test: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: torch sees no CUDA device here. On a CPU: make test.")'
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest --durations=10 $(PYTEST_ARGS)
+
+gpu-test-distributed: $(READY)
+	@$(RUN) -c 'import sys, torch; torch.cuda.device_count() > 1 or sys.exit("make gpu-test-distributed: torch sees fewer than two CUDA devices here.")'
+	TIGON_TEST_WORLD=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest --durations=10 tests/distributed $(PYTEST_ARGS)
 
 bench: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'
