@@ -414,9 +414,8 @@ def test_fully_sharded(process_group, first, head_of_its_own):
     grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     assert_close(grads, plain_grads)
     assert fusion.report().calls["norm"] == 5
-    if not head_of_its_own:
-        assert fusion.report().calls["head"] == 1
-        assert not fusion.report().logits_built_by
+    assert fusion.report().calls["head"] == 1
+    assert not fusion.report().logits_built_by
 
 
 # ------------------------------------------------------------------------------------------------------ torch.compile

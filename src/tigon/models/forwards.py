@@ -21,6 +21,7 @@ from tigon.models.lazy_logits import LazyLogits
 from tigon.models.recipe import DTYPES, Recipe
 from tigon.models.recognize import HOOKS, Norm
 from tigon.models.recognize_mlp import Gated
+from tigon.models.regather import regather_of
 from tigon.models.report import Ledger
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
@@ -177,30 +178,17 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     ledger: Ledger = self._tigon.ledger
     if not (ledger.active and ledger.lazy) or args or kwargs:
         return _plain(self, input, *args, **kwargs)
-    if _frees_its_weight(self):
-        return _plain(self, input)
     compiling = torch.compiler.is_compiling()
+    regather = regather_of(self)
+    if regather is not None and compiling:
+        return _plain(self, input)
     # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
     if transformed() or (compiling and not torch.is_grad_enabled()):
         return _plain(self, input)
-    recipe = Recipe.of(input, self.weight, self.bias, ledger)
+    recipe = Recipe.of(input, self.weight, self.bias, ledger, regather)
     if recipe is None:
         return _plain(self, input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
-
-
-def _frees_its_weight(head: Any) -> bool:
-    """FSDP2 frees the weight of a head in a group of its own when its forward ends, unless told to keep it.
-
-    Accelerate tells it so, and `lm_head.set_reshard_after_forward(False)` does. torch has no public way to ask.
-    """
-    if not hasattr(type(head), "unshard"):
-        return False
-    try:
-        group = head._get_fsdp_state()._fsdp_param_group
-        return group is not None and group._reshard_after_forward
-    except (AssertionError, AttributeError):
-        return True
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

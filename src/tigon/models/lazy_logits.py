@@ -369,8 +369,10 @@ def _eager_cross_entropy(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
-    # FSDP puts a hook on every output, to gather parameters before backward; the loss carries one too. Such a hook may
-    # wait on a node that no gradient reaches. A user's hook would wait there in silence.
+    # FSDP puts a hook on every output, to gather parameters before backward; the loss carries one too, or is given it
+    # (regather.py). Such a hook may wait on a node that no gradient reaches. A user's hook would wait there in silence.
+    if lazy.recipe.regather is not None:
+        lazy.recipe.regather.keep(hook)
     inner = getattr(hook, "func", hook)
     if (getattr(inner, "__module__", None) or "").startswith("torch.distributed"):
         with torch._C.DisableTorchFunctionSubclass():

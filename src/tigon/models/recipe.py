@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tigon.backend import autocast_dtype
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.models.regather import Regather, is_released
 
 # In fp64 the models' own `logits.float()` narrows; there the plain head serves.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,16 +33,23 @@ class Recipe:
         dtype: torch.dtype,
         autocast: torch.dtype | None,
         sample: Tensor | None = None,
+        regather: Regather | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
+        self.regather = regather
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
         # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
         self.sample = _sample(weight) if sample is None else sample
         self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any) -> Recipe | None:
-        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head will do."""
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any, regather: Regather | None = None
+    ) -> Recipe | None:
+        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head will do.
+
+        regather: for a weight that is freed before the recipe is followed.
+        """
         device = hidden.device.type
         autocast = autocast_dtype(device)
         tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
@@ -52,7 +61,11 @@ class Recipe:
                 return None
         if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1] or autocast not in (None, *DTYPES):
             return None
-        return cls(hidden, weight, bias, ledger, dtype=autocast or hidden.dtype, autocast=autocast)
+        dtype = autocast or hidden.dtype
+        return cls(hidden, weight, bias, ledger, dtype=dtype, autocast=autocast, regather=regather)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.regather is None else self.regather.gathered(self.weight)
 
     def then(self, step: str, value: Any = None) -> Recipe:
         dtype = value if step == "cast" else self.dtype
@@ -84,24 +97,30 @@ class Recipe:
         """The logits of the first `count` words."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
-        return self._with(weight=self.weight[:count], bias=bias, sample=_sample(self.weight[:count]), steps=steps)
+        with self.gathered():
+            sample = _sample(self.weight[:count])
+        return self._with(weight=self.weight[:count], bias=bias, sample=sample, steps=steps)
 
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():
             self.check()
-        kept = {"steps": self.steps, "dtype": self.dtype, "autocast": self.autocast, "sample": self.sample}
+        names = "steps", "dtype", "autocast", "sample", "regather"
+        kept = {name: getattr(self, name) for name in names}
         hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
         return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
 
-    def check(self, sample: bool = False) -> None:
-        """Raise where the plain logits, which would have been computed by now, are no longer what this would give."""
+    def check(self, *, use: bool = False, sample: bool = False) -> None:
+        """Raise where the plain logits, which would have been computed by now, are no longer what this would give.
+
+        use: they are computed now, so that what is gathered for it has to be there.
+        """
         tensors = self._tensors()
         names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
             if version_of(t) != version:
                 raise RuntimeError(_STALE.format(f"the head's {name} changed in place"))
         for name, t in zip(names, tensors, strict=True):
-            if t is not None and t.numel() and t.device.type != "meta" and t.untyped_storage().size() == 0:
+            if t is not None and (use or self.regather is None) and is_released(t):
                 raise RuntimeError(_STALE.format(f"the memory of the head's {name} was released"))
         if sample:
             now = _sample(self.weight)
@@ -110,9 +129,9 @@ class Recipe:
 
     def logits(self) -> Tensor:
         """Build them: the operations of the plain model, in its order, under the autocast of its forward."""
-        if not torch.compiler.is_compiling():
-            self.check(sample=True)
-        with autocast_as(self.hidden.device.type, self.autocast):
+        with self.gathered(), autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True, sample=True)
             z = F.linear(self.hidden, self.weight, self.bias)
             for step, value in self.steps:
                 if step == "mul":
@@ -125,7 +144,7 @@ class Recipe:
                     z = torch.tanh(z)
                 else:
                     z = z.to(value)
-        return z
+        return z if self.regather is None else self.regather.before_backward_of(z)
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
         """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
@@ -149,8 +168,6 @@ class Recipe:
     def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
         form = self.scale_and_softcap()
         assert form is not None  # the carriers ask before they come here
-        if not torch.compiler.is_compiling():
-            self.check()
         scale, softcap = form
         device = self.hidden.device.type
         # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
@@ -160,11 +177,15 @@ class Recipe:
         for step, value in self.steps:
             if step == "add":
                 bias = value if bias is None else bias + value
-        with autocast_as(device, self.autocast):
+        with self.gathered(), autocast_as(device, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
             loss = linear_cross_entropy(
                 self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
             )  # fmt: skip
+        if self.regather is not None:
+            self.regather.before_backward_of(loss)
         self.ledger.count("head")
         return loss.to(dtype)
 

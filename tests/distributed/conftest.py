@@ -1,0 +1,39 @@
+"""What the tests of several processes find, as the file that the documentation's table is made from."""
+
+import os
+
+import pytest
+from world import GPUS
+
+ROWS = pytest.StashKey[list]()
+OUTCOME = pytest.StashKey[pytest.TestReport]()
+FILE = os.environ.get("TIGON_TEST_RECORD")
+
+
+@pytest.fixture
+def record(request):
+    """record(engine=…, world=…, …) keeps a row; whether the test passed is added when it ends."""
+    row = {}
+    yield row.update
+    if row and OUTCOME in request.node.stash:
+        passed = request.node.stash[OUTCOME].passed
+        request.config.stash.setdefault(ROWS, []).append({**row, "passed": passed})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call":
+        item.stash[OUTCOME] = report
+    return report
+
+
+def pytest_sessionfinish(session):
+    rows = session.config.stash.get(ROWS, [])
+    if FILE and rows:
+        import torch
+
+        from tigon.bench.report import result, save
+
+        device = torch.device("cuda" if GPUS else "cpu")
+        save(FILE, result("composition", [], device=device, gpus=torch.cuda.device_count()) | {"rows": rows})

@@ -1,0 +1,240 @@
+"""The ways to spread one training step over several processes: one row each. And a small Llama that they train.
+
+Every engine gets the same tokens, some rows of them on each rank, in micro-batches that have different numbers of
+labels that count, one of them none. Its losses and gradients are those of one process that has all rows in one batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
+
+import tigon
+
+ROWS, TOKENS, VOCABULARY = 8, 20, 99  # 99 words are not the same number on two ranks
+
+
+def llama(*, tied: bool = False) -> nn.Module:
+    """Eight heads and four of keys, so that four ranks can have a part of each."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, tie_word_embeddings=tied, use_cache=False, initializer_range=0.1,
+        )
+    ).train()  # fmt: skip
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:  # fresh norms are all ones, under which a missing weight does not show
+                p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """All rows of a step. Row r does not learn its first 2 r tokens, the sixth none at all."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=draw)
+    labels = ids.masked_fill(torch.arange(TOKENS) < 2 * torch.arange(ROWS)[:, None], -100)
+    labels[5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def targets(rows: dict[str, Tensor]) -> Tensor:
+    """How many tokens the loss of a causal model is a mean over."""
+    return (rows["labels"][:, 1:] != -100).sum()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows."""
+
+    shard: Callable[[nn.Module, torch.device], nn.Module]
+    worlds: tuple[int, ...] = (2,)
+    micro_batches: int = 1
+    tp: int = 1
+    tied: bool = False
+    checkpointing: bool = False
+    autocast: bool = False
+    bf16: bool = False
+
+    @property
+    def gpu_worlds(self) -> tuple[int, ...]:
+        """On GPUs, where processes cost less, all that the engine can do."""
+        return self.worlds if 2 not in self.worlds else (2, 4)
+
+    @property
+    def steps(self) -> int:
+        return 6 if self.bf16 else 2  # the error of a few numbers in bf16 is luck
+
+    @property
+    def lr(self) -> float:
+        return 1e-3 if self.bf16 else 1e-2  # so small that a step's errors are its own, not those before it
+
+
+# ----------------------------------------------------------------------------------------------------------- engines
+
+
+def ddp(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
+    ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, **options)
+
+
+def fsdp(
+    model: Any, device: torch.device, *, layers: bool = True, head: str = "with the root",
+    embedding: bool = False, reshard: bool | int | None = None, shape: tuple[int, ...] | None = None, **policy: Any,
+) -> nn.Module:  # fmt: skip
+    """FSDP2, HSDP where the mesh has two dimensions."""
+    shape = shape or (dist.get_world_size(),)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
+    if reshard is not None:
+        options["reshard_after_forward"] = reshard
+    if layers:
+        for layer in model.model.layers:
+            fully_shard(layer, **options)
+    if embedding:
+        fully_shard(model.model.embed_tokens, **options)
+    if head == "alone":
+        fully_shard(model.lm_head, **options)
+    elif head == "alone, kept":
+        fully_shard(model.lm_head, **options)
+        model.lm_head.set_reshard_after_forward(False)
+    elif head == "with the norm":
+        fully_shard([model.model.norm, model.lm_head], **options)
+    fully_shard(model, **options)
+    return model
+
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+of = functools.partial
+
+ENGINES: dict[str, Engine] = {
+    "DDP": Engine(ddp, (2, 4)),
+    "DDP, unused parameters looked for": Engine(of(ddp, find_unused_parameters=True)),
+    "DDP, static graph": Engine(of(ddp, static_graph=True)),
+    "DDP, gradients as views": Engine(of(ddp, gradient_as_bucket_view=True)),
+    "DDP, tied embeddings": Engine(ddp, tied=True),
+    "DDP, accumulation": Engine(ddp, micro_batches=4),
+    "DDP, bf16 autocast": Engine(ddp, autocast=True, bf16=True),
+    "FSDP2, one group": Engine(of(fsdp, layers=False)),
+    "FSDP2, layers": Engine(fsdp, (2, 4)),
+    "FSDP2, layers kept": Engine(of(fsdp, reshard=False)),
+    "FSDP2, tied embeddings": Engine(fsdp, tied=True),
+    "FSDP2, head alone": Engine(of(fsdp, head="alone"), (2, 4)),
+    "FSDP2, head alone, kept": Engine(of(fsdp, head="alone, kept")),
+    "FSDP2, head with the norm": Engine(of(fsdp, head="with the norm")),
+    "FSDP2, head and embedding alone": Engine(of(fsdp, head="alone", embedding=True)),
+    "FSDP2, resharded to pairs": Engine(of(fsdp, head="alone", reshard=2), (4,)),
+    "FSDP2, accumulation": Engine(fsdp, micro_batches=4),
+    "FSDP2, head alone, accumulation": Engine(of(fsdp, head="alone"), micro_batches=4),
+    "FSDP2, head alone, checkpointing": Engine(of(fsdp, head="alone"), checkpointing=True),
+    "FSDP2, bf16": Engine(of(fsdp, **BF16), bf16=True),
+    "FSDP2, head alone, bf16": Engine(of(fsdp, head="alone", **BF16), bf16=True),
+    "FSDP2, head alone, bf16, accumulation": Engine(of(fsdp, head="alone", **BF16), micro_batches=4, bf16=True),
+    "HSDP": Engine(of(fsdp, shape=(2, 2)), (4,)),
+    "HSDP, head alone, accumulation": Engine(of(fsdp, head="alone", shape=(2, 2)), (4,), micro_batches=2),
+    "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def train(rank: int, world: int, device: torch.device, name: str, fused: str) -> dict[str, Any]:
+    """Some steps by one engine. fused: "" for the plain model, or when tigon.fuse is called: "before", "after"."""
+    engine = ENGINES[name]
+    model = llama(tied=engine.tied).to(device)
+    if engine.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    fusion = tigon.fuse(model) if fused == "before" else None
+    wrapped = engine.shard(model, device)
+    fusion = tigon.fuse(wrapped) if fused == "after" else fusion
+    copies, parts = rank // engine.tp, world // engine.tp
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=engine.lr, eps=1e-3, foreach=False)
+    seen: list[dict[str, Tensor]] = []
+    for step in range(engine.steps):
+        rows = {key: value[copies::parts].to(device) for key, value in batch(step).items()}
+        # The tokens of the step, on all ranks; each rank's gradients are averaged with the others'.
+        count = targets(rows)
+        dist.all_reduce(count)
+        count = count / engine.tp / parts
+        total = torch.zeros((), device=device)
+        for i in range(engine.micro_batches):
+            share = {key: value[i :: engine.micro_batches] for key, value in rows.items()}
+            with reducing(wrapped, i == engine.micro_batches - 1), autocast(device, engine.autocast):
+                loss = wrapped(**share, num_items_in_batch=count).loss
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        seen.append({"loss": total / world, **gradients(model)})
+        optimizer.step()
+        optimizer.zero_grad()
+    report = None if fusion is None else fusion.report()
+    return {"numbers": over_steps(seen), "calls": report and report.calls, "built": report and report.logits_built_by}
+
+
+def alone(rank: int, world: int, device: torch.device, dtype: torch.dtype, name: str) -> dict[str, Tensor] | None:
+    """The plain model, all rows in one batch, on rank 0."""
+    if rank:
+        return None
+    engine = ENGINES[name]
+    model = llama(tied=engine.tied).to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=engine.lr, eps=1e-3, foreach=False)
+    seen: list[dict[str, Tensor]] = []
+    for step in range(engine.steps):
+        rows = {key: value.to(device) for key, value in batch(step).items()}
+        with NothingNarrower() if dtype == torch.float64 else contextlib.nullcontext():
+            loss = model(**rows, num_items_in_batch=targets(rows)).loss
+        loss.backward()
+        seen.append({"loss": loss.detach(), **gradients(model)})
+        optimizer.step()
+        optimizer.zero_grad()
+    return over_steps(seen)
+
+
+def over_steps(seen: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([step[name] for step in seen]) for name in seen[0]}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        found[name] = grad.detach().clone()
+    return found
+
+
+def reducing(model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Gradients are reduced over the ranks with the last micro-batch."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+
+
+def autocast(device: torch.device, wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
+
+
+class NothingNarrower(TorchFunctionMode):
+    """Models compute norms and losses in fp32 by name: in fp64 they shall stay in fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        narrows = func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,))
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
