@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
 import tigon
+from tigon.distributed.tensor_parallel import tensor_parallel
 
 ROWS, TOKENS, VOCABULARY = 8, 20, 99  # 99 words are not the same number on two ranks
 
@@ -54,17 +55,21 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def targets(rows: dict[str, Tensor]) -> Tensor:
     """How many tokens the loss of a causal model is a mean over."""
-    return (rows["labels"][:, 1:] != -100).sum()
+    return ((rows["shift_labels"] if "shift_labels" in rows else rows["labels"][:, 1:]) != -100).sum()
 
 
 @dataclass(frozen=True)
 class Engine:
-    """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows."""
+    """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows; True: all.
+    cp: the attention of ranks that have a part of each sequence: "gathered" or "ring". cuda: not on a CPU.
+    """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
     worlds: tuple[int, ...] = (2,)
     micro_batches: int = 1
-    tp: int = 1
+    tp: bool | int = False
+    cp: str = ""
+    cuda: bool = False
     tied: bool = False
     checkpointing: bool = False
     autocast: bool = False
@@ -118,6 +123,70 @@ def fsdp(
     return model
 
 
+def tp(model: Any, device: torch.device, *, size: int | None = None, shard: bool = False, **options: Any) -> nn.Module:
+    """Tensor parallelism of all ranks, or of neighbours, with FSDP2 over those that have the same part."""
+    size = size or dist.get_world_size()
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))
+    tensor_parallel(model, mesh["tp"], **options)
+    if shard:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def split_sequences(rows: dict[str, Tensor], rank: int, world: int, attention: str) -> dict[str, Tensor]:
+    """A part of every row: labels are shifted before, since the next token may be another rank's."""
+    shifted = nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
+    places = torch.arange(TOKENS, device=shifted.device).expand(ROWS, -1)
+    rows = {"input_ids": rows["input_ids"], "labels": rows["labels"], "shift_labels": shifted, "position_ids": places}
+    if attention == "ring":  # torch splits them, into halves of two ends
+        return {name: x.clone() for name, x in rows.items()}
+    return {name: x.chunk(world, dim=1)[rank] for name, x in rows.items()}
+
+
+class AllSequence(torch.autograd.Function):
+    """(B, H, T / ranks, D) of each rank → (B, H, T, D) on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        dy = dy.contiguous()
+        dist.all_reduce(dy)
+        return dy.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+
+
+def gather_keys_and_values() -> None:
+    """Attention of a part of each sequence: queries are this rank's, keys and values all."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        k, v = AllSequence.apply(k), AllSequence.apply(v)
+        first = dist.get_rank() * q.shape[2]
+        seen = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
+        causal = seen >= torch.arange(k.shape[2], device=q.device)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
+        return y.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("gathered", attention)
+    AttentionMaskInterface.register("gathered", lambda *_, **__: None)
+
+
+def ring(device: torch.device, share: dict[str, Tensor], attention: str) -> contextlib.AbstractContextManager[Any]:
+    if attention != "ring":
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    buffers = list(share.values())
+    return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
+
+
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 of = functools.partial
 
@@ -146,6 +215,14 @@ ENGINES: dict[str, Engine] = {
     "FSDP2, head alone, bf16, accumulation": Engine(of(fsdp, head="alone", **BF16), micro_batches=4, bf16=True),
     "HSDP": Engine(of(fsdp, shape=(2, 2)), (4,)),
     "HSDP, head alone, accumulation": Engine(of(fsdp, head="alone", shape=(2, 2)), (4,), micro_batches=2),
+    "TP": Engine(tp, tp=True),
+    "TP, tied embeddings": Engine(tp, tp=True, tied=True),
+    "TP, accumulation": Engine(tp, tp=True, micro_batches=2),
+    "TP, sequence parallel": Engine(of(tp, sequence_parallel=True), tp=True),
+    "TP and FSDP2": Engine(of(tp, size=2, shard=True), (4,), tp=2),
+    "TP, sequence parallel, and FSDP2": Engine(of(tp, size=2, shard=True, sequence_parallel=True), (4,), tp=2),
+    "CP, keys and values gathered": Engine(ddp, (2,), cp="gathered"),
+    "CP, ring attention": Engine(ddp, (2,), cp="ring", cuda=True),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }
 
@@ -162,19 +239,28 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
     fusion = tigon.fuse(model) if fused == "before" else None
     wrapped = engine.shard(model, device)
     fusion = tigon.fuse(wrapped) if fused == "after" else fusion
-    copies, parts = rank // engine.tp, world // engine.tp
+    if engine.cp == "gathered":
+        gather_keys_and_values()
+        model.set_attn_implementation("gathered")
+    copies = world if engine.tp is True else engine.tp or 1
+    part, parts = rank // copies, world // copies
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=engine.lr, eps=1e-3, foreach=False)
     seen: list[dict[str, Tensor]] = []
     for step in range(engine.steps):
-        rows = {key: value[copies::parts].to(device) for key, value in batch(step).items()}
+        rows = {key: value[part::parts].to(device) for key, value in batch(step).items()}
+        if engine.cp:
+            rows = split_sequences(
+                {key: value.to(device) for key, value in batch(step).items()}, rank, world, engine.cp
+            )
         # The tokens of the step, on all ranks; each rank's gradients are averaged with the others'.
         count = targets(rows)
         dist.all_reduce(count)
-        count = count / engine.tp / parts
+        count = count / copies / parts
         total = torch.zeros((), device=device)
         for i in range(engine.micro_batches):
-            share = {key: value[i :: engine.micro_batches] for key, value in rows.items()}
-            with reducing(wrapped, i == engine.micro_batches - 1), autocast(device, engine.autocast):
+            share = {key: value[i :: engine.micro_batches].clone() for key, value in rows.items()}
+            last = i == engine.micro_batches - 1
+            with reducing(wrapped, last), autocast(device, engine.autocast), ring(device, share, engine.cp):
                 loss = wrapped(**share, num_items_in_batch=count).loss
                 loss.backward()
             total += loss.detach()
@@ -183,7 +269,7 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
         optimizer.step()
         optimizer.zero_grad()
     report = None if fusion is None else fusion.report()
-    return {"numbers": over_steps(seen), "calls": report and report.calls, "built": report and report.logits_built_by}
+    return {"numbers": over_steps(seen), "report": report and report.to_dict()}
 
 
 def alone(rank: int, world: int, device: torch.device, dtype: torch.dtype, name: str) -> dict[str, Tensor] | None:

@@ -23,6 +23,7 @@ from tigon.models.recognize import HOOKS, Norm
 from tigon.models.recognize_mlp import Gated
 from tigon.models.regather import regather_of
 from tigon.models.report import Ledger
+from tigon.models.shards import is_dtensor, on_own_rows, rows_are_whole
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.gated_mlp import gated_mlp, is_one_tile
@@ -187,8 +188,17 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _plain(self, input)
     recipe = Recipe.of(input, self.weight, self.bias, ledger, regather)
     if recipe is None:
+        ledger.plain_head(_why_plain(self))
         return _plain(self, input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
+
+
+def _why_plain(head: Any) -> str:
+    if is_dtensor(head.weight):
+        return "its weight is a DTensor (tensor parallel)"
+    if hasattr(head.weight, "ds_id"):
+        return "its weight is partitioned by DeepSpeed's ZeRO-3"
+    return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not fit the hidden states it was given"
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +216,9 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
     if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
         return HeadNorm(x, weight, eps, formula.offset, formula.cast, patch)
+    split = is_dtensor(x) or is_dtensor(weight)
+    if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
+        return _plain(self, *args)
     patch.ledger.count("norm", patch.key)
     if formula.centered:
         if formula.offset and weight is not None:
@@ -215,8 +228,8 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         norm = functools.partial(rms_norm, eps=eps, offset=formula.offset, cast=formula.cast)
         inputs = x, weight
-    y = norm(*inputs)
-    if patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
+    y = on_own_rows(norm, *inputs) if split else norm(*inputs)
+    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
         patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 

@@ -109,6 +109,7 @@ class Fusion:
             type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
             dict(totals), dict(ledger.built_by), ledger.recompute.level, ledger.recompute.tensors,
             ledger.recompute.bytes, 0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
+            dict(ledger.plain_heads),
         )  # fmt: skip
 
     def remove(self) -> None:

@@ -46,6 +46,7 @@ class Ledger:
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
+        self.plain_heads: Counter[str] = Counter()
 
     def count(self, kind: str, key: Any = None) -> None:
         """key: which of the rows of this kind it was."""
@@ -56,11 +57,16 @@ class Ledger:
         if not torch.compiler.is_compiling():
             self.built_by[why] += 1
 
+    def plain_head(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.plain_heads[why] += 1
+
     def new_step(self) -> None:
         if not torch.compiler.is_compiling():
             self.steps += 1
             self.calls.clear()
             self.built_by.clear()
+            self.plain_heads.clear()
 
     def see_labels(self, labels: Any, shift_labels: Any) -> None:
         """Start counting the labels on their way to the host, so that the loss can leave ignored rows out.
@@ -133,6 +139,7 @@ class Report:
     tensors_not_kept: int = 0
     bytes_not_kept: int = 0
     bytes_offloaded: int = 0
+    plain_heads: dict[str, int] = field(default_factory=dict)
 
     @property
     def fused(self) -> list[Row]:
@@ -164,6 +171,8 @@ class Report:
         text = f"Ran in the last step: {ran}."
         if self.logits_built_by:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
+        if self.plain_heads:
+            text += " The head had real logits: " + "; ".join(self.plain_heads) + "."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
             text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."

@@ -1,0 +1,45 @@
+"""Norms of DTensors, as sequence parallelism makes them: each rank's rows by the kernel, on local memory.
+
+A norm works on rows of the last dimension, so what is sharded along any other, or replicated, needs nothing of other
+ranks. Its weight is replicated; the gradient of one rank's rows is a part of the weight's, which DTensor sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_dtensor(x: Any) -> bool:
+    if type(x) in (Tensor, nn.Parameter) or not hasattr(x, "device_mesh"):  # the common case, without an import
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def rows_are_whole(x: Any, *parameters: Any) -> bool:
+    """Whether each rank has whole rows of the DTensor x, and all of the parameters."""
+    from torch.distributed.tensor import Replicate
+
+    def whole(t: Any) -> bool:
+        if t is None or not is_dtensor(t):
+            return t is None
+        return t.device_mesh == x.device_mesh and all(isinstance(p, Replicate) for p in t.placements)
+
+    last = x.dim() - 1
+    placed = all(isinstance(p, Replicate) or (p.is_shard() and p.dim not in (last, -1)) for p in x.placements)
+    return placed and all(map(whole, parameters))
+
+
+def on_own_rows(norm: Callable[..., Tensor], x: Any, *parameters: Any) -> Tensor:
+    """norm(x, *parameters) of DTensors for which `rows_are_whole`, with x's placements."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placements = x.device_mesh, x.placements
+    summed = [Replicate() if isinstance(p, Replicate) else Partial() for p in placements]
+    own = [None if p is None else p.to_local(grad_placements=summed) for p in parameters]
+    y = norm(x.to_local(), *own)
+    return DTensor.from_local(y, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
