@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,12 @@ def forks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("said")
     out, err = folder / "out.txt", folder / "err.txt"
 
-    def run(arguments, cwd, limit, env):
+    def run(ranks, cwd, limit, env):
         out.write_text("")
         err.write_text("")
-        request = {"arguments": arguments, "cwd": cwd and str(cwd), "env": env, "limit": limit}
+        request = {"ranks": ranks, "cwd": cwd and str(cwd), "env": env, "limit": limit}
         print(json.dumps({**request, "out": str(out), "err": str(err)}), file=server.stdin, flush=True)
-        return subprocess.CompletedProcess(arguments, int(server.stdout.readline()), out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(ranks, int(server.stdout.readline()), out.read_text(), err.read_text())
 
     yield run
     server.communicate()
@@ -40,7 +41,7 @@ def tigon(request):
         arguments, env = [str(a) for a in arguments], environment(**changes)
         # Importing torch and transformers is most of a short command. With a GPU each starts from nothing, as a user's.
         if not torch.cuda.is_available():
-            return Result(request.getfixturevalue("forks")(arguments, cwd, limit, env))
+            return Result(request.getfixturevalue("forks")([arguments], cwd, limit, env))
         before = None
         if limit is not None:
             import resource
@@ -51,6 +52,21 @@ def tigon(request):
         command = [sys.executable, "-m", "tigon", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=240, preexec_fn=before)
         return Result(done)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def together(forks):
+    """One run of several processes on the CPU; arguments of a rank that differs from the others: others={1: (…)}."""
+
+    def run(world, *arguments, others=None, **changes):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        ranks = [(*arguments, *(others or {}).get(rank, ())) for rank in range(world)]
+        ranks = [[*map(str, given), "--device", "cpu"] for given in ranks]
+        return Result(forks(ranks, None, None, environment(**address, **changes)))
 
     return run
 

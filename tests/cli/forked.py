@@ -1,8 +1,9 @@
 """Runs `python -m tigon` in a process of its own for each line of its input, without the seconds that imports take.
 
-    {"arguments": […], "cwd": …, "env": {…}, "limit": …, "out": …, "err": …}  →  the exit status
+    {"ranks": [arguments, …], "cwd": …, "env": {…}, "limit": …, "out": …, "err": …}  →  the exit status
 
-The processes are forked from this one, which has imported what is large, but not tigon: that reads the environment.
+Several ranks are one run, as a launcher starts it; the status is then the first that is not 0. The processes are forked
+from this one, which has imported what is large, but not tigon: that reads the environment.
 """
 
 import atexit
@@ -26,23 +27,26 @@ LARGE = (
 )  # fmt: skip
 
 
-def become(request: dict) -> None:
-    """Make this process what subprocess.run would have started."""
+def become(request: dict, rank: int) -> None:
+    """Make this process what subprocess.run would have started, or a launcher."""
     os.chdir(request["cwd"] or ".")
     os.environ.clear()
     os.environ.update(request["env"])
+    world = str(len(request["ranks"]))
+    if world != "1":
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(request[name], os.O_WRONLY), number)
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if request["limit"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
     signal.alarm(240)
-    sys.argv[1:] = request["arguments"]
+    sys.argv[1:] = request["ranks"][rank]
     sys.path[0] = os.getcwd()
 
 
-def run(request: dict) -> int:
-    become(request)
+def run(request: dict, rank: int) -> int:
+    become(request, rank)
     try:
         runpy.run_module("tigon", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -68,7 +72,11 @@ if __name__ == "__main__":
             importlib.import_module(module)
     gc.freeze()  # a collection would touch, and so copy, all that is shared
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            end(run(json.loads(line)))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        request = json.loads(line)
+        children = []
+        for rank in range(len(request["ranks"])):
+            children.append(os.fork())
+            if children[-1] == 0:
+                end(run(request, rank))
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(next(filter(None, statuses), 0), flush=True)

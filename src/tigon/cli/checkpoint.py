@@ -15,10 +15,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from tigon.cli.agree import restarts
 from tigon.cli.problem import Problem
 
 STAGING = ".incomplete"
 MANIFEST = "manifest.json"
+RECORD = "run.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 # Files above this are checked by length alone: reading 100 GB of optimizer state takes minutes.
 CRC_LIMIT = 64 << 20
@@ -89,6 +91,26 @@ def newest_whole(output: Path) -> tuple[Path, list[str]]:
     if notes:
         raise Problem(f"there is no whole checkpoint in {output} to resume from; {'; '.join(notes)}")
     raise Problem(f"there is no checkpoint in {output} to resume from")
+
+
+def after_restart(output: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
+    """--resume and --overwrite, once the launcher has started the processes again because one of them ended.
+
+    The run goes on from its newest checkpoint, or begins anew if it had none yet. A run that was in the directory
+    before the launcher came is not the one that was interrupted.
+    """
+    if restarts() == 0 or resume:
+        return resume, overwrite
+    record = output / RECORD
+    if not record.exists() or record.stat().st_mtime < _launcher_started():
+        return resume, overwrite
+    return (True, False) if checkpoints(output) else (False, True)
+
+
+def _launcher_started() -> float:
+    import psutil  # comes with accelerate
+
+    return float(psutil.Process(os.getppid()).create_time())
 
 
 def prune(output: Path, keep: int) -> None:

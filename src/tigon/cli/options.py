@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.cli.checkpoint import STAGING, checkpoints, write_json
+from tigon.cli.checkpoint import RECORD, STAGING, checkpoints, write_json
 from tigon.cli.problem import Problem, check_writable
 
 if TYPE_CHECKING:
     from tigon.cli.model import Source
 
-RECORD = "run.json"
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
 RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.models.recompute.LEVELS, which needs torch
+PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 # What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
 # A resumed run may differ in these: they do not change what any step before the end computes.
@@ -58,6 +58,7 @@ class TrainOptions:
     recompute: str = "cheap"
     offload: bool = False
     compile: bool = False
+    parallel: str = "ddp"
     lora: int | None = None
     eval_fraction: float = 0.02
     save_every: int = 500
@@ -93,6 +94,20 @@ class TrainOptions:
             raise Problem(f"--vocab-size must be 257 or more, 256 bytes and the end of a text, got {self.vocab_size}")
 
         self._check_task()
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        kind, _ = parallel_of(self.parallel)
+        if kind == "ddp":
+            return
+        for name, wrong in (("lora", self.lora), ("compile", self.compile), ("task", self.task != "sft")):
+            if wrong:
+                value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
+                raise Problem(f"{flag(name)}{value} goes with --parallel ddp, got --parallel {self.parallel}")
+        if self.precision == "fp16":
+            raise Problem(
+                f"--precision fp16 goes with --parallel ddp, got --parallel {self.parallel}; use bf16 or fp32"
+            )
 
     def _check_task(self) -> None:
         if self.task != "grpo" and self.reward:
@@ -133,6 +148,21 @@ class TrainOptions:
     def warmup_steps(self, total: int) -> int:
         """--warmup below 1 is a share of all steps, otherwise a count."""
         return int(self.warmup if self.warmup >= 1 else round(self.warmup * total))
+
+
+def parallel_of(text: str) -> tuple[str, int | None]:
+    """What --parallel says: the kind, and the size of its groups where one is given.
+
+    Raises: Problem for another kind, for a size that is none, and for one where there are no groups.
+    """
+    kind, given, size = text.partition("=")
+    if kind not in PARALLEL or (given and kind not in ("hsdp", "hpz", "tp")):
+        raise Problem(f"--parallel must be ddp, fsdp, hsdp, hsdp=N, hpz, hpz=N, tp=N or zero3, got {text}")
+    if given and (not size.isdecimal() or int(size) < 2):
+        raise Problem(f"--parallel {kind}=N needs 2 or more processes in a group, got {text}")
+    if kind == "tp" and not given:
+        raise Problem("--parallel tp needs the size of its groups, as in --parallel tp=4")
+    return kind, int(size) if given else None
 
 
 def flag(name: str) -> str:

@@ -21,11 +21,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 
 from tigon import __version__
+from tigon.cli.agree import agree, join_again
 from tigon.cli.checkpoint import STAGING, step_of
 from tigon.cli.data import Corpus
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
 from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
 from tigon.cli.options import TrainOptions, clear, record, recorded_facts
+from tigon.cli.parallel import Layout, SpreadTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
 from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer, trained_tokenizer
@@ -37,6 +39,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     quiet_transformers()
     output = Path(options.output)
     use_cpu = _on_cpu(options)
+    join_again(use_cpu)
     state = PartialState(cpu=use_cpu)
     console = Console(quiet=not state.is_main_process)
     facts = recorded_facts(output) if checkpoint else {}
@@ -45,9 +48,11 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
             f"the run in {output} had {facts.get('processes')} processes, and a resumed run goes on with as many; "
             f"got {state.num_processes}"
         )
+    layout = Layout.of(options, state.num_processes)
     started = time.perf_counter()
     tokenizer = _tokenizer(options, source, corpus, checkpoint, state, console)
     dataset = _tokenize(corpus, tokenizer, options, console)
+    agree({"what the tokenizer made of --data": f"{dataset.digest}"})
     if checkpoint and facts.get("data") != dataset.digest:
         raise Problem(f"--data {options.data} is not what the run in {output} was trained on, so it cannot be resumed")
     train_set, eval_set = _split(dataset, options)
@@ -58,7 +63,9 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     dtype = torch.bfloat16 if pure else torch.float32
     with _spinner(console) as bar:
         bar.add_task("loading the model" if source.weights else "building the model", total=None)
-        if source.weights:
+        if checkpoint and layout.sharded:  # the whole weights; each process will keep its share
+            model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype)
+        elif source.weights:
             model = load_model(source, dtype)
         else:
             model = random_model(_sized(source, tokenizer))
@@ -75,11 +82,11 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
             model = get_peft_model(model, adapters)
     model.config.use_cache = False
 
-    arguments = _arguments(options, task, output, use_cpu, len(train_set), bool(eval_set), state.num_processes)
+    arguments = _arguments(options, task, output, use_cpu, len(train_set), bool(eval_set), layout)
     # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
     arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
-    per_step = options.batch_size * options.grad_accum * state.num_processes
+    per_step = options.batch_size * options.grad_accum * layout.readers
     if checkpoint is not None and step_of(checkpoint) >= total:
         raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
     if state.is_main_process:
@@ -124,7 +131,13 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
                 bar.add_task("fusing", total=None)
                 fusion = fuse(model, recompute=options.recompute, offload=options.offload)
             console.print(fusion.report().to_rich())
-        trainer = CheckpointedTrainer(
+        trainer_class: Any = CheckpointedTrainer
+        if layout.sharded:
+            # What autocast would do, at the edges of the shards, and in the collectives.
+            mixed = torch.bfloat16 if arguments.bf16 else None
+            arguments.bf16 = False
+            trainer_class = partial(SpreadTrainer, layout=layout, mesh=layout.spread(model, arguments.device, mixed))
+        trainer = trainer_class(
             model=model,
             train_dataset=train_set,
             eval_dataset=eval_set,
@@ -150,8 +163,9 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         raise Problem(sentence, code=128 + stop.signal)
     if fusion is not None:
         fusion.remove()
+    weights = trainer.whole_weights() if layout.sharded else None
     if state.is_main_process:
-        _save(trainer, tokenizer, output)
+        _save(trainer, tokenizer, output, weights)
         plot_loss(output / "metrics.jsonl", output / "loss.png", "loss, nats per token" if task is None else "loss")
         _summary(console, metrics, output, time.perf_counter() - started)
     state.wait_for_everyone()
@@ -238,9 +252,9 @@ def _fit_vocabulary(model: Any, tokenizer: Any, options: TrainOptions) -> None:
 
 def _arguments(
     options: TrainOptions, task: TaskTrainer | None, output: Path, use_cpu: bool, examples: int, evaluate: bool,
-    processes: int,
+    layout: Layout,
 ) -> TrainingArguments:  # fmt: skip
-    per_step = options.batch_size * options.grad_accum * processes
+    per_step = options.batch_size * options.grad_accum * layout.readers
     sequences = examples * (1 if task is None else task.sequences_per_example)
     steps = options.steps or max(1, math.ceil(options.epochs * sequences / per_step))
     has_bf16 = not use_cpu and torch.cuda.is_bf16_supported()
@@ -262,7 +276,7 @@ def _arguments(
         **_recomputation(options),
         torch_compile=options.compile,
         use_cpu=use_cpu,
-        ddp_backend="gloo" if use_cpu and processes > 1 else None,
+        ddp_backend="gloo" if use_cpu and layout.processes > 1 else None,
         save_strategy="steps",
         save_steps=options.save_every,
         logging_strategy="steps",
@@ -272,9 +286,10 @@ def _arguments(
         prediction_loss_only=True,
         disable_tqdm=True,
         report_to=[],
+        deepspeed=deepspeed_config(options.clip) if layout.kind == "zero3" else None,
     )
     arguments = TrainingArguments(**settings) if task is None else task.arguments(settings)
-    if processes == 1:
+    if layout.processes == 1:
         # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one of them.
         arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
@@ -289,12 +304,12 @@ def _recomputation(options: TrainOptions) -> dict[str, Any]:
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
-def _save(trainer: Trainer, tokenizer: Any, output: Path) -> None:
+def _save(trainer: Trainer, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
     """Write the trained model beside its place, and move its files in one by one."""
     staged = output / STAGING / "model"
     model: Any = trainer.model
     model.config.use_cache = True
-    model.save_pretrained(staged)
+    model.save_pretrained(staged, state_dict=weights)
     tokenizer.save_pretrained(staged)
     for file in staged.iterdir():
         file.replace(output / file.name)

@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
+from zlib import crc32
 
 import typer
 
-from tigon.cli.checkpoint import newest_whole, step_of
-from tigon.cli.data import read_corpus
-from tigon.cli.model import find_model
-from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, settle
+from tigon.cli.agree import agree, versions
+from tigon.cli.checkpoint import after_restart, newest_whole, step_of
+from tigon.cli.data import Corpus, read_corpus
+from tigon.cli.model import Source, find_model
+from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
@@ -67,15 +70,52 @@ def train(
     compile: Annotated[bool | None, _option("compile", "Compile the model by torch.compile.", _MODEL, "--compile")] = None,
     precision: Annotated[str | None, _option("precision", f"{', '.join(PRECISIONS)}; auto is bf16 where the GPU has it. bf16 and fp16 keep fp32 weights, bf16-pure does not.", _MACHINE)] = None,
     device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,
+    parallel: Annotated[str | None, _option("parallel", "How several processes share the model: ddp, fsdp, hsdp, hpz, tp=N or zero3.", _MACHINE)] = None,
     deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms alone.", _MACHINE, "--deterministic")] = None,
 ) -> None:
     """Fine-tune a model, or train one from scratch, on text, conversations, preferences or rewards.
 
     Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
-    Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train …`.
+    Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train --parallel fsdp …`.
     """
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite")}
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
+    prepared, problem = None, None
+    try:
+        resume, overwrite = after_restart(Path(given["output"] or _DEFAULT.output), resume, overwrite)
+        prepared = _prepare(given, resume, overwrite)
+    except Problem as error:
+        problem = error
+    agree({} if prepared is None else prepared.told(), problem)
+
+    from tigon.cli.run import run
+
+    run(*prepared, overwrite)
+# fmt: on
+
+
+class Prepared(NamedTuple):
+    """What a run needs, found before PyTorch is imported where one process runs, and before anything is written."""
+
+    options: TrainOptions
+    source: Source
+    corpus: Corpus
+    checkpoint: Path | None
+
+    def told(self) -> dict[str, Any]:
+        """What all processes of a run must have alike, by its name for the user."""
+        files = sorted((p.name, p.stat().st_size) for p in Path(self.source.name).glob("*") if p.is_file())
+        return {
+            **versions(),
+            **{flag(name): value for name, value in asdict(self.options).items()},
+            "the configuration of --model": f"{crc32(self.source.config.to_json_string().encode()):08x}",
+            "the size of the files of --model": f"{sum(size for _, size in files):,} bytes",
+            "the size of --data": f"{self.corpus.characters:,} characters",
+            "the checkpoint to go on from": self.checkpoint and self.checkpoint.name,
+        }
+
+
+def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
     options = settle(given, resume, overwrite)
     if options.tensorboard:
         needs("--tensorboard", None, "tensorboard")
@@ -83,8 +123,6 @@ def train(
         needs("--lora", "train", "peft")
     if options.task != "sft":
         needs(f"--task {options.task}", "train", "trl", "datasets")
-
-    # Whatever may be wrong with the arguments is found before PyTorch is imported, and before anything is written.
     folder = Path(options.output)
     checkpoint, notes = newest_whole(folder) if resume else (None, [])
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
@@ -99,8 +137,4 @@ def train(
             raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
     source = find_model(options.model)
     options.check_model(source)
-
-    from tigon.cli.run import run
-
-    run(options, source, corpus, checkpoint, overwrite)
-# fmt: on
+    return Prepared(options, source, corpus, checkpoint)
