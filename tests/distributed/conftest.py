@@ -2,6 +2,10 @@
 
 import os
 
+# Before torch is imported in the process that the others are forked from: looking for GPUs through the driver would
+# leave them without any.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import pytest
 from world import GPUS
 

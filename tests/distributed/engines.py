@@ -61,7 +61,8 @@ def targets(rows: dict[str, Tensor]) -> Tensor:
 @dataclass(frozen=True)
 class Engine:
     """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows; True: all.
-    cp: the attention of ranks that have a part of each sequence: "gathered" or "ring". cuda: not on a CPU.
+    cp: the attention of ranks that have a part of each sequence: "gathered" or "ring". cuda: not on a CPU, where
+    torch has no such attention, and DeepSpeed compiles its collectives for minutes. needs: a package.
     """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
@@ -70,6 +71,7 @@ class Engine:
     tp: bool | int = False
     cp: str = ""
     cuda: bool = False
+    needs: str = ""
     tied: bool = False
     checkpointing: bool = False
     autocast: bool = False
@@ -143,6 +145,21 @@ def split_sequences(rows: dict[str, Tensor], rank: int, world: int, attention: s
     if attention == "ring":  # torch splits them, into halves of two ends
         return {name: x.clone() for name, x in rows.items()}
     return {name: x.chunk(world, dim=1)[rank] for name, x in rows.items()}
+
+
+def zero(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": options, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    optimizer = adamw(model, 1e-2)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-3, foreach=False)
 
 
 class AllSequence(torch.autograd.Function):
@@ -223,6 +240,10 @@ ENGINES: dict[str, Engine] = {
     "TP, sequence parallel, and FSDP2": Engine(of(tp, size=2, shard=True, sequence_parallel=True), (4,), tp=2),
     "CP, keys and values gathered": Engine(ddp, (2,), cp="gathered"),
     "CP, ring attention": Engine(ddp, (2,), cp="ring", cuda=True),
+    "ZeRO-1": Engine(of(zero, stage=1), needs="deepspeed", cuda=True),
+    "ZeRO-2": Engine(of(zero, stage=2), needs="deepspeed", cuda=True),
+    "ZeRO-3": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
+    "ZeRO++": Engine(of(zero, stage=3, zero_hpz_partition_size=2), (4,), needs="deepspeed", cuda=True),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }
 
@@ -244,7 +265,7 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
         model.set_attn_implementation("gathered")
     copies = world if engine.tp is True else engine.tp or 1
     part, parts = rank // copies, world // copies
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=engine.lr, eps=1e-3, foreach=False)
+    optimizer = adamw(wrapped, engine.lr) if engine.needs != "deepspeed" else None
     seen: list[dict[str, Tensor]] = []
     for step in range(engine.steps):
         rows = {key: value[part::parts].to(device) for key, value in batch(step).items()}
@@ -262,12 +283,13 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
             last = i == engine.micro_batches - 1
             with reducing(wrapped, last), autocast(device, engine.autocast), ring(device, share, engine.cp):
                 loss = wrapped(**share, num_items_in_batch=count).loss
-                loss.backward()
+                loss.backward() if optimizer is not None else wrapped.backward(loss)
             total += loss.detach()
         dist.all_reduce(total)
-        seen.append({"loss": total / world, **gradients(model)})
-        optimizer.step()
-        optimizer.zero_grad()
+        seen.append({"loss": total / world, **gradients(model, engine.needs)})
+        step_of = wrapped if optimizer is None else optimizer
+        step_of.step()
+        step_of.zero_grad()
     report = None if fusion is None else fusion.report()
     return {"numbers": over_steps(seen), "report": report and report.to_dict()}
 
@@ -278,7 +300,7 @@ def alone(rank: int, world: int, device: torch.device, dtype: torch.dtype, name:
         return None
     engine = ENGINES[name]
     model = llama(tied=engine.tied).to(device, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=engine.lr, eps=1e-3, foreach=False)
+    optimizer = adamw(model, engine.lr)
     seen: list[dict[str, Tensor]] = []
     for step in range(engine.steps):
         rows = {key: value.to(device) for key, value in batch(step).items()}
@@ -295,8 +317,12 @@ def over_steps(seen: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([step[name] for step in seen]) for name in seen[0]}
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model: nn.Module, host: str = "") -> dict[str, Tensor]:
     found = {}
+    if host == "deepspeed":
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: safe_get_full_grad(p).detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad

@@ -57,6 +57,8 @@ def errors(found, truth):
 
 @pytest.mark.parametrize(("name", "size", "fused"), list(cases()))
 def test_losses_and_gradients_of_one_process(request, measures, record, name, size, fused):
+    if ENGINES[name].needs:
+        pytest.importorskip(ENGINES[name].needs)
     world, engine = request.getfixturevalue({2: "two", 4: "four"}[size]), ENGINES[name]
     truth = once(measures, world, alone, torch.float64, name)
     got = once(measures, world, train, name, fused)
@@ -69,11 +71,13 @@ def test_losses_and_gradients_of_one_process(request, measures, record, name, si
     ours.assert_at_most_twice(theirs, ROUNDINGS_BF16 if engine.bf16 else ROUNDINGS)
     if fused:
         report = got["report"]
-        assert min(report["calls"][kind] for kind in ("norm", "mlp", "rotary")) > 0
+        # DeepSpeed's ZeRO-3 has hooks on every module, also on activations: these MLPs run as they are.
+        kinds = ("norm", "rotary") if engine.needs else ("norm", "mlp", "rotary")
+        assert min(report["calls"][kind] for kind in kinds) > 0
         assert not report["logits_built_by"]
         # Without logits, or the report says why not.
         assert report["calls"].get("head", 0) == (0 if report["plain_heads"] else 1)
-        assert engine.tp or not report["plain_heads"]
+        assert engine.tp or engine.needs or not report["plain_heads"]
 
 
 def largest(errors):

@@ -438,17 +438,22 @@ def test_hooks_on_logits_that_were_never_built_are_an_error_not_a_silence():
         lazy.retain_grad()
 
 
-def test_hooks_of_torch_distributed_wait_without_building():
-    """FSDP puts one on every output of the model."""
+@pytest.mark.parametrize("engine", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.utils"])
+def test_hooks_of_engines_wait_without_building(engine):
+    """They put one on every output of the model, and wait for its gradient: a loss taken from it afterwards brings it."""
     case = Case()
-    lazy = case.lazy()
+    lazy, came = case.lazy(), []
 
     def pre_backward(grad):
-        return grad
+        came.append(grad)
 
-    pre_backward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    pre_backward.__module__ = engine
     lazy.register_hook(functools.partial(pre_backward))
+    loss = F.cross_entropy(*flat(lazy, case.target))
     assert not case.ledger.built_by
+    assert not came
+    loss.backward()
+    assert [g.item() for g in came] == [1.0]
 
 
 def test_wrong_targets_get_the_message_of_pytorch():

@@ -54,7 +54,7 @@ def agree(mine: dict[str, Any], problem: Problem | None = None) -> None:
     for rank, other in enumerate(everyone):
         if other["problem"]:
             raise Problem(f"rank {rank} ({other['host']}) cannot go on: {other['problem']}")
-        for what in first["mine"].keys() | other["mine"].keys():
+        for what in dict.fromkeys((*first["mine"], *other["mine"])):
             one, another = first["mine"].get(what), other["mine"].get(what)
             if one != another:
                 raise Problem(

@@ -111,7 +111,7 @@ class LazyLogits(Tensor):
                     self.built = self.origin[1](self.origin[0].build(why))
                 else:
                     self.recipe.ledger.built(why)
-                    self.built = self.recipe.logits()
+                    self.built = self.recipe.hand_on(self.recipe.logits())
         return self.built
 
     def data_only(self, why: str) -> Tensor:
@@ -369,12 +369,11 @@ def _eager_cross_entropy(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
-    # FSDP puts a hook on every output, to gather parameters before backward; the loss carries one too, or is given it
-    # (regather.py). Such a hook may wait on a node that no gradient reaches. A user's hook would wait there in silence.
-    if lazy.recipe.regather is not None:
-        lazy.recipe.regather.keep(hook)
+    # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model returns
+    # has one too; another that is computed from here on is given it. A user's hook would wait here in silence.
     inner = getattr(hook, "func", hook)
-    if (getattr(inner, "__module__", None) or "").startswith("torch.distributed"):
+    if (getattr(inner, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed.")):
+        lazy.recipe.hooks.append(hook)
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(lazy, hook)
     return _no_gradient("register_hook")

@@ -34,7 +34,10 @@ class Recipe:
         autocast: torch.dtype | None,
         sample: Tensor | None = None,
         regather: Regather | None = None,
+        hooks: list[Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
+        # Of an engine that waits for the gradient of the logits, which comes by another way.
+        self.hooks = [] if hooks is None else hooks
         self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
         self.regather = regather
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
@@ -104,7 +107,7 @@ class Recipe:
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():
             self.check()
-        names = "steps", "dtype", "autocast", "sample", "regather"
+        names = "steps", "dtype", "autocast", "sample", "regather", "hooks"
         kept = {name: getattr(self, name) for name in names}
         hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
         return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
@@ -144,7 +147,7 @@ class Recipe:
                     z = torch.tanh(z)
                 else:
                     z = z.to(value)
-        return z if self.regather is None else self.regather.before_backward_of(z)
+        return z
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
         """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
@@ -184,10 +187,15 @@ class Recipe:
                 self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
             )  # fmt: skip
-        if self.regather is not None:
-            self.regather.before_backward_of(loss)
         self.ledger.count("head")
-        return loss.to(dtype)
+        return self.hand_on(loss.to(dtype))
+
+    def hand_on(self, result: Tensor) -> Tensor:
+        """Put the hooks that are on the logits so far on what was computed in their place."""
+        if result.requires_grad:
+            for hook in self.hooks:
+                result.register_hook(hook)
+        return result
 
 
 _STALE = (

@@ -1,13 +1,12 @@
 """A head whose weight is there only while the head's own forward runs, and the loss that needs it afterwards.
 
 FSDP2 frees the weight of a head in a group of its own when that forward ends. It is gathered again for the product,
-and freed behind it. FSDP gathers what a group needs in the backward pass by a hook on what its forward returned; that
-is handed on to whatever is computed in place of the logits.
+and freed behind it. For the backward pass FSDP gathers it by a hook on the logits, which Recipe hands on to the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +18,6 @@ class Regather:
 
     def __init__(self, head: nn.Module) -> None:
         self.head: Any = head
-        self.state = head._get_fsdp_state()  # type: ignore[operator]
-        self.hooks: list[Callable[[Tensor], Tensor]] = []
 
     @contextmanager
     def gathered(self, weight: Tensor) -> Iterator[None]:
@@ -33,17 +30,6 @@ class Regather:
             yield
         finally:
             self.head.reshard()
-
-    def keep(self, hook: Any) -> None:
-        """Take a hook on the logits, if it is the one that gathers the head's group; the root puts its own on them."""
-        if getattr(hook, "__self__", None) is self.state:
-            self.hooks.append(hook)
-
-    def before_backward_of(self, result: Tensor) -> Tensor:
-        if result.requires_grad:
-            for hook in self.hooks:
-                result.register_hook(hook)
-        return result
 
 
 def regather_of(head: Any) -> Regather | None:
