@@ -78,7 +78,7 @@ gpu-test: $(READY)
 
 gpu-test-distributed: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.device_count() > 1 or sys.exit("make gpu-test-distributed: torch sees fewer than two CUDA devices here.")'
-	TIGON_TEST_WORLD=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest --durations=10 tests/distributed $(PYTEST_ARGS)
+	TIGON_TEST_WORLD=cuda TIGON_TEST_RECORD=$(or $(RECORD),build/composition.json) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest --durations=10 tests/distributed $(PYTEST_ARGS)
 
 bench: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'

@@ -440,7 +440,7 @@ def test_hooks_on_logits_that_were_never_built_are_an_error_not_a_silence():
 
 @pytest.mark.parametrize("engine", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.utils"])
 def test_hooks_of_engines_wait_without_building(engine):
-    """They put one on every output of the model, and wait for its gradient: a loss taken from it afterwards brings it."""
+    """They put one on every output of the model, and wait for its gradient: a loss that is taken later brings it."""
     case = Case()
     lazy, came = case.lazy(), []
 
