@@ -37,10 +37,10 @@ _HOME = {
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
 }
-_MODULES = ("backend", "compat", "integrations", "losses", "models", "nn", "ops")
+_MODULES = ("backend", "compat", "distributed", "integrations", "losses", "models", "nn", "ops")
 
 if TYPE_CHECKING:
-    from tigon import backend, compat, integrations, losses, models, nn, ops
+    from tigon import backend, compat, distributed, integrations, losses, models, nn, ops
     from tigon.backend import use_backend
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.losses.linear_logprob import linear_logprob
@@ -69,6 +69,7 @@ __all__ = [
     "backend",
     "compat",
     "cross_entropy",
+    "distributed",
     "dyt",
     "embedding",
     "fuse",

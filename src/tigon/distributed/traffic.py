@@ -1,0 +1,64 @@
+"""What collectives a piece of code runs, over which ranks, in which pass, and how many bytes each rank gets by them.
+
+with count_traffic() as traffic:
+    loss = model(**batch).loss
+    loss.backward()
+traffic.received("all_gather", backward=True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Of an operator of torch.ops.c10d: its name, and which argument is as large as what all ranks have together.
+WHOLE = {"_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1)}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call. received: bytes that come to a rank from the others, each once: all but its own part."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backward: bool
+    received: int
+
+
+class Traffic(TorchDispatchMode):
+    """Attributes: calls, the collectives that have been run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def received(
+        self, name: str | None = None, *, ranks: tuple[int, ...] | None = None, backward: bool | None = None
+    ) -> int:
+        """Bytes that came to this rank; where they are given of one collective, one group of ranks, one pass."""
+        return sum(
+            call.received
+            for call in self.calls
+            if name in (None, call.name) and ranks in (None, call.ranks) and backward in (None, call.backward)
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (found := WHOLE.get(func._schema.name.split("::")[1])):
+            name, whole = found
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            ranks = tuple(dist.get_process_group_ranks(group))
+            others = args[whole].nbytes // len(ranks) * (len(ranks) - 1)
+            self.calls.append(Collective(name, ranks, torch._C._current_graph_task_id() != -1, others))
+        return func(*args, **(kwargs or {}))
+
+
+def count_traffic() -> Traffic:
+    """A context in which the gathers and reduce-scatters of this rank are counted: those of FSDP2, whoever runs them.
+
+    Returns: Traffic. Gathers of lists of tensors, all-reduces and broadcasts are not counted.
+    """
+    return Traffic()

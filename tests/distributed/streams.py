@@ -1,0 +1,146 @@
+"""Streams and events of a device without one, on a clock of their own; and a node's ranks in one process.
+
+`Machine` stands where `torch.cuda` stands: Stream, Event, stream, current_stream. What is launched on a stream runs
+when all that was enqueued before it is over, takes the time it is said to take, and is seen when that has passed, so
+that whatever may be overtaken is overtaken, on every run alike. `Ranks` stands for a process group: its all-gather runs
+when every rank has called it, on each rank's own stream, as NCCL's does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+
+class Machine:
+    """launch(function, takes) is on the current stream; run() is what has been enqueued, to its end."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.now = 0.0  # the host's: nothing begins before it has been enqueued
+        self.current = self.Stream()
+
+    def Stream(self) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def Event(self) -> Event:
+        return Event(self)
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def launch(self, function: Callable[[], Any], takes: float = 1.0) -> None:
+        self.current.enqueue(function=function, takes=takes)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while not until():
+            self.pass_marks()
+            ready = [stream for stream in self.streams if stream.items and stream.items[0].function]
+            if not ready:
+                break
+            min(ready, key=Stream.end_of_next).run_next()
+        assert until() or not any(stream.items for stream in self.streams), "streams wait for each other"
+
+    def pass_marks(self) -> None:
+        while any(stream.pass_marks() for stream in self.streams):  # what one records another may wait for
+            pass
+
+
+class Stream:
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.items, self.time = machine, deque(), 0.0
+
+    def enqueue(self, function=None, takes=0.0, record=None, wait=None) -> None:
+        self.items.append(
+            SimpleNamespace(function=function, takes=takes, record=record, wait=wait, at=self.machine.now)
+        )
+
+    def wait_event(self, event: Event) -> None:
+        if event.mark is not None:  # an event that was never recorded is waited for by nobody, as in CUDA
+            self.enqueue(wait=event.mark)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.machine)
+        event.record(other)
+        self.wait_event(event)
+
+    def pass_marks(self) -> bool:
+        passed = False
+        while self.items and not self.items[0].function:
+            item = self.items[0]
+            if item.wait is not None and item.wait.time is None:
+                break
+            self.time = max(self.time, item.at, item.wait.time if item.wait else 0.0)
+            if item.record is not None:
+                item.record.time = self.time
+            self.items.popleft()
+            passed = True
+        return passed
+
+    def end_of_next(self) -> float:
+        return max(self.time, self.items[0].at) + self.items[0].takes
+
+    def run_next(self) -> None:
+        self.time = self.end_of_next()
+        self.items.popleft().function()
+
+
+class Event:
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.mark = machine, None
+
+    def record(self, stream: Stream) -> None:
+        self.mark = SimpleNamespace(time=None)
+        stream.enqueue(record=self.mark)
+
+    def synchronize(self) -> None:
+        if (mark := self.mark) is not None:
+
+            def passed() -> bool:
+                self.machine.pass_marks()
+                return mark.time is not None
+
+            self.machine.run(passed)
+            self.machine.now = max(self.machine.now, mark.time)
+
+
+class Ranks:
+    """A process group, as far as an all-gather asks; member(i) is what rank i of it has."""
+
+    def __init__(self, name: str, size: int, handle: Any, launch: Callable[..., None]) -> None:
+        self.group_name, self.ranks, self.handle, self.launch = name, size, handle, launch
+        self.calls: dict[int, tuple[Any, Any, Any]] = {}
+
+    def member(self, rank: int) -> Any:
+        return SimpleNamespace(
+            group_name=self.group_name, size=lambda: self.ranks, rank=lambda: rank,
+            all_gather=lambda output, x: self.all_gather(rank, output, x),
+        )  # fmt: skip
+
+    def all_gather(self, rank: int, output: Any, x: Any) -> None:
+        self.calls[rank] = output, x, self.handle.current_stream()
+        if len(self.calls) < self.ranks:
+            return
+        arrived = []
+        for _, _, stream in self.calls.values():
+            arrived.append(self.handle.Event())
+            arrived[-1].record(stream)
+        for rank in range(self.ranks):
+            output, _, stream = self.calls[rank]
+            for event in arrived:
+                stream.wait_event(event)
+            with self.handle.stream(stream):
+                parts = output.chunk(self.ranks)
+                for part, (_, other, _) in zip(parts, (self.calls[i] for i in range(self.ranks)), strict=True):
+                    self.launch(lambda part=part, other=other: part.copy_(other))
+        self.calls = {}

@@ -1,0 +1,58 @@
+"""The planner's numbers, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from tigon.distributed import hpz
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)])
+        self.norm = nn.LayerNorm(4, bias=False)
+
+
+def test_memory_and_bytes_by_hand():
+    with torch.device("meta"):
+        model = Two()
+    model.embed.weight.requires_grad_(False)
+    # Padded to rows for 8 ranks: embedding 16·4, layers 8·4 and 8·8, norm 8.
+    found = hpz.plan(model, world_size=8, group_size=2, micro_steps=3, dtype=torch.bfloat16, optimizer_bytes=12)
+    root, layers = 64 + 8, 32 + 64
+    both = root + layers
+    assert found.parameters == 40 + 32 + 32 + 4
+    expected = {
+        "weights": 4 * both // 8, "gradients": 4 * (both - 64) // 8, "optimizer": 12 * (both - 64) // 8,
+        "gathered": 2 * both,
+    }  # fmt: skip
+    for side, second in {"FSDP2": 0, "FSDP2, N": 2 * layers // 2, "hpZ": 2 * both // 2 + 2 * both // 8}.items():
+        assert found.memory[side] == expected | {"second shard": second}, side
+
+    once, behind = 2 * both * 6 // 16, 2 * layers * 6 // 16  # of 6 of 8 ranks, for two ranks together
+    assert found.across == {
+        "FSDP2": {"forward": 3 * once, "backward": 3 * behind, "one reduction": once},
+        "FSDP2, N": {"forward": 3 * once, "backward": 0, "one reduction": once},
+        "hpZ": {"forward": once, "backward": 0, "one reduction": once},
+    }
+    over_all, over_all_behind = 2 * both * 7 // 8 - once, 2 * layers * 7 // 8 - behind
+    assert found.inside == {
+        "FSDP2": {"forward": 3 * over_all, "backward": 3 * over_all_behind, "one reduction": over_all},
+        "FSDP2, N": {"forward": 3 * over_all, "backward": 3 * layers, "one reduction": over_all},
+        "hpZ": {"forward": over_all + 2 * both, "backward": 3 * layers, "one reduction": over_all},
+    }
+
+
+def test_it_prints_as_a_table():
+    lines = str(hpz.plan(nn.Sequential(nn.ModuleList([nn.Linear(1024, 1024)])), 4, 2, micro_steps=2)).splitlines()
+    assert lines[0] == "1,049,600 parameters on 4 GPUs: 2 nodes of N = 2; micro-steps: 2"
+    assert lines[2].split() == ["memory", "of", "a", "GPU,", "MiB", "FSDP2", "FSDP2,", "N", "hpZ"]
+    assert "  backward                               2.0         0.0         0.0" in lines
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4])
+def test_groups_that_do_not_divide(group_size):
+    with pytest.raises(ValueError, match=r"^plan: group_size must divide world_size, 4, .* got"):
+        hpz.plan(nn.Linear(2, 2), 4, group_size)
