@@ -15,7 +15,7 @@ from tigon.distributed.hpz.gather import NodeGather
 
 WORLD, NODE, NUMEL = 4, 2, 6
 LATE = 100  # units of the model's clock, in which other work takes one
-LATE_CYCLES = 20_000_000  # ten milliseconds
+LATE_CYCLES = 200_000_000  # a tenth of a second
 LATES = ("copy", "over all", "in node")
 ORDERS = {
     "none": lambda self, stream: None,

@@ -19,6 +19,7 @@ TITLES = {
     "architecture": "Architectures",
     "host": "Host time",
     "counters": "Hardware counters",
+    "hpz": "Hierarchical partitioning",
 }
 READING = {
     "model": "One training step. Tokens/s and peak memory of the device, and what they are more or less than Hugging "
@@ -29,6 +30,7 @@ READING = {
     "architecture": "Forward + backward, plain and fused, and how far loss and gradients are from those in fp32.",
     "host": "Microseconds of the host per call, on tiny inputs.",
     "counters": "Of single kernels, beside the bytes that the operator has to move.",
+    "hpz": "A training step beside plain FSDP2's, and what a GPU gets by gathers in it.",
 }
 ORDER = ("floor", "hf", "tigon", "tigon-compile", "eager", "compile", "torch", "liger", "quack", "cce")
 CHART_CASES = 24  # more panels than that are no chart, and megabytes

@@ -24,7 +24,8 @@ from tigon.bench import converge
 
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
-# "architecture", Row of benchmarks/counters.py for "counters", converge.Runs for "converge".
+# "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", converge.Runs for
+# "converge".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -308,9 +309,24 @@ COLUMNS["counters"] = {
     },
     "remark": _remark,
 }  # fmt: skip
+COLUMNS["hpz"] = {
+    "link to other nodes": lambda r: "own" if r["link_gbps"] is None else f"{r['link_gbps']:g} GB/s, emulated",
+    "by": lambda r: r["side"],
+    "step ms": lambda r: _number(r["step_ms"]),
+    "of FSDP2's speed": lambda r: "–" if r["side"] == "fsdp2" else f"{r['plain_ms'] / r['step_ms']:.1%}",
+    "of the unordered": lambda r: "–" if r["side"] in ("fsdp2", "none") else f"{r['none_ms'] / r['step_ms']:.1%}",
+    "over all, forward MiB": lambda r: _number(r["forward_all_mib"]),
+    "over all, backward MiB": lambda r: _number(r["backward_all_mib"]),
+    "in the node MiB": lambda r: _number(r["node_mib"]),
+    "second shards MiB": lambda r: _number(r["shards_mib"]),
+    "FSDP2's bits": lambda r: (
+        "–" if r["same_bits"] is None else f"{'yes' if r['same_bits'] else 'NO'}, {r['bits_steps']} steps"
+    ),
+    "remark": lambda r: "" if r["status"] == "ok" else _remark(r),
+}
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "by", "kernel", "remark")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "by", "kernel", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
