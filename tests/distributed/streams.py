@@ -115,32 +115,48 @@ class Event:
 
 
 class Ranks:
-    """A process group, as far as an all-gather asks; member(i) is what rank i of it has."""
+    """A process group, as far as an all-gather asks; member(i) is what rank i of it has.
+
+    On a device's own streams, where nothing waits for what has not been recorded yet, it is launched by the last rank
+    that calls: what the others do between their call and that one is not behind it.
+    """
 
     def __init__(self, name: str, size: int, handle: Any, launch: Callable[..., None]) -> None:
-        self.group_name, self.ranks, self.handle, self.launch = name, size, handle, launch
-        self.calls: dict[int, tuple[Any, Any, Any]] = {}
+        self.group_name, self.ranks, self.handle, self.launch = name, range(size), handle, launch
+        self._begin()
 
     def member(self, rank: int) -> Any:
         return SimpleNamespace(
-            group_name=self.group_name, size=lambda: self.ranks, rank=lambda: rank,
+            group_name=self.group_name, size=lambda: len(self.ranks), rank=lambda: rank,
             all_gather=lambda output, x: self.all_gather(rank, output, x),
         )  # fmt: skip
 
     def all_gather(self, rank: int, output: Any, x: Any) -> None:
-        self.calls[rank] = output, x, self.handle.current_stream()
-        if len(self.calls) < self.ranks:
-            return
-        arrived = []
-        for _, _, stream in self.calls.values():
-            arrived.append(self.handle.Event())
-            arrived[-1].record(stream)
-        for rank in range(self.ranks):
-            output, _, stream = self.calls[rank]
-            for event in arrived:
-                stream.wait_event(event)
-            with self.handle.stream(stream):
-                parts = output.chunk(self.ranks)
-                for part, (_, other, _) in zip(parts, (self.calls[i] for i in range(self.ranks)), strict=True):
-                    self.launch(lambda part=part, other=other: part.copy_(other))
-        self.calls = {}
+        calls, stream = self.calls, self.handle.current_stream()
+        calls[rank] = output, x, stream
+        if isinstance(self.handle, Machine):
+            self._meet(rank, stream, self.arrived)
+            self._take(rank, calls)
+            self._meet(rank, stream, self.left)  # a rank's part is its own again when all have it
+        elif len(calls) == len(self.ranks):
+            for _, _, stream in calls.values():
+                for _, _, other in calls.values():
+                    stream.wait_stream(other)
+            for i in self.ranks:
+                with self.handle.stream(calls[i][2]):
+                    self._take(i, calls)
+        if len(calls) == len(self.ranks):
+            self._begin()
+
+    def _begin(self) -> None:
+        self.calls: dict[int, tuple[Any, Any, Any]] = {}
+        self.arrived, self.left = ([SimpleNamespace(time=None) for _ in self.ranks] for _ in range(2))
+
+    def _take(self, rank: int, calls: dict[int, tuple[Any, Any, Any]]) -> None:
+        for i, part in enumerate(calls[rank][0].chunk(len(self.ranks))):
+            self.launch(lambda i=i, part=part: part.copy_(calls[i][1]))
+
+    def _meet(self, rank: int, stream: Any, marks: list[Any]) -> None:
+        stream.enqueue(record=marks[rank])
+        for mark in marks:
+            stream.enqueue(wait=mark)

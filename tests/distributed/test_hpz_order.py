@@ -67,11 +67,13 @@ def gathered_in_nodes(order, monkeypatch, device, steps=1, late="copy"):
     for rank in range(WORLD):
         node = nodes[rank // NODE].member(rank % NODE)
         gathers.append(NodeGather([], everyone, node, handle, handle.Stream(), check=False))
-        streams.append((handle.Stream(), handle.Stream()))
+        streams.append([handle.Stream() for _ in range(3)])
 
-    def gather_all():
+    def gather_all(of):
+        """On two streams, as before a layer's forward, or on one of the others, as by unshard(async_op=True)."""
         outputs = []
-        for gather, (copy_in, all_gather), x in zip(gathers, streams, weights[-1], strict=True):
+        for gather, own, x in zip(gathers, streams, weights[-1], strict=True):
+            copy_in, all_gather = (own[i] for i in of)
             with handle.stream(copy_in):
                 output = gather.allocate((WORLD * NUMEL,), dtype=torch.float32, device=device)
                 launch(lambda output=output: output.fill_(-1))  # whatever the memory was used for before
@@ -84,15 +86,18 @@ def gathered_in_nodes(order, monkeypatch, device, steps=1, late="copy"):
     weights, first, second = [], [], []
     for _ in range(steps):
         weights.append(torch.randn(WORLD, NUMEL, device=device))
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         for gather in gathers:
             gather.refresh()
-        first.append(gather_all())
+        first.append(gather_all((0, 1)))
         # FSDP2 copies the result out, and its memory is another unit's.
-        for output, (copy_in, all_gather) in zip(first[-1], streams, strict=True):
+        for output, (copy_in, all_gather, compute) in zip(first[-1], streams, strict=True):
+            compute.wait_stream(all_gather)
             copy_in.wait_stream(all_gather)
             with handle.stream(copy_in):
                 launch(lambda output=output: output.fill_(-2))
-        second.append(gather_all())
+        second.append(gather_all((2, 2) if device.type == "cpu" else (0, 1)))
     finish()
     assert [(g.over_all, g.in_node) for g in gathers] == [(steps, steps)] * WORLD
     return [(result, x.flatten()) for results, x in zip(second, weights, strict=True) for result in results]

@@ -56,7 +56,7 @@ def apply_hpz(
         units: modules that are gathered as a whole, inner ones first; default: the members of the model's outermost
             `nn.ModuleList`s, which are its layers. The rest of the model is one unit more.
         check: compare this rank's own weights with what they were when the second shard was made, on the device, at
-            every gather inside of the node: an error where they differ. Reads each weight shard twice.
+            every gather inside of the node: an error where they differ. Keeps one more copy of its own weights.
         options: of `fully_shard`: mp_policy, offload_policy, …
     Returns: a handle, see Hpz.
     Raises: ValueError if the groups do not divide the mesh, or a parameter cannot have a second shard. RuntimeError if
