@@ -13,6 +13,7 @@ Runs in a process of its own: TRITON_INTERPRET, which the other tests set, turns
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -34,6 +35,7 @@ from triton.runtime.driver import driver
 
 import tigon
 import tigon.backend as backend
+from tigon.optim.perturb import perturb, squared_norm
 
 # Where launches are promised not to spill and to load wide.
 PROMISED = ("cuda:90", "cuda:100")
@@ -161,6 +163,13 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 inputs = op.draw(case, dtype, torch.device("meta"), None)
                 wanted = [i for i in op.differentiable(inputs) if i != frozen]
                 evaluate(op.public, inputs, case.options, wanted, seed=None)
+        once = False
+        for dtype, adaptive in itertools.product(backend.DTYPES, (False, True)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "perturb", "case": "adaptive" if adaptive else "plain", "shape": (4096, 4096)}
+                context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
+                p, g = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
+                perturb([p], [g], squared_norm([p], [g], adaptive=adaptive), [1.0], adaptive=adaptive)
     return list(launches.values())
 
 

@@ -37,10 +37,10 @@ _HOME = {
     "fuse": "tigon.models.fusion",
     "Fusion": "tigon.models.fusion",
 }
-_MODULES = ("backend", "compat", "distributed", "integrations", "losses", "models", "nn", "ops")
+_MODULES = ("backend", "compat", "distributed", "integrations", "losses", "models", "nn", "ops", "optim")
 
 if TYPE_CHECKING:
-    from tigon import backend, compat, distributed, integrations, losses, models, nn, ops
+    from tigon import backend, compat, distributed, integrations, losses, models, nn, ops, optim
     from tigon.backend import use_backend
     from tigon.losses.linear_cross_entropy import linear_cross_entropy
     from tigon.losses.linear_logprob import linear_logprob
@@ -87,6 +87,7 @@ __all__ = [
     "moe_mlp",
     "nn",
     "ops",
+    "optim",
     "poly_norm",
     "qk_norm_rope",
     "reglu",

@@ -1,0 +1,79 @@
+"""Sharpness-aware minimization in the Hugging Face Trainer: a callback.
+
+    trainer = Trainer(model, args, train_dataset=data)
+    trainer.add_callback(MicroBatchSAMCallback(trainer, rho=0.05))
+
+Each micro-batch of each rank is a shard: m is gradient_accumulation_steps times the number of ranks. Optimizer,
+clipping, mixed precision, checkpoints and resuming are the Trainer's; the callback keeps no state of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+from tigon.optim.micro_batch_sam import checked, refuse_fsdp1
+from tigon.optim.passes import two_passes
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("tigon.integrations.sam needs transformers: pip install 'tigon[hf]'.") from error
+
+
+class MicroBatchSAMCallback(TrainerCallback):
+    """Runs each training step of one trainer twice: along the gradient, and back with the gradient found there.
+
+    Args:
+        trainer: whose `training_step` is put in two passes from the beginning of training to its end, on this instance.
+        rho, adaptive, eta: of `tigon.optim.MicroBatchSAM`.
+    Raises: TypeError for what is no trainer, one that generates its own batches in training_step (GRPO, RLOO), and a
+        model under DeepSpeed or FSDP1; ValueError for a rho or an eta that is negative or not finite.
+
+    The loss that the trainer logs is that of the first pass, at its weights; what a trainer of TRL logs besides is the
+    mean of both. Where training ends with an error, the steps stay in two passes until it ends again.
+    """
+
+    def __init__(self, trainer: Any, rho: float = 0.05, *, adaptive: bool = False, eta: float = 0.0) -> None:
+        if not callable(getattr(trainer, "training_step", None)):
+            raise TypeError(f"MicroBatchSAMCallback: trainer must be a Trainer, got {type(trainer).__name__}.")
+        if hasattr(trainer, "_buffered_inputs"):
+            raise TypeError(
+                f"MicroBatchSAMCallback: {type(trainer).__name__} generates batches in its training_step, of which a "
+                "second pass would take the next one."
+            )
+        self.trainer = trainer
+        self.rho, self.adaptive, self.eta = checked("rho", rho), adaptive, checked("eta", eta)
+        self._put: Any = None
+        self._before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(self.trainer, "is_deepspeed_enabled", False):
+            raise TypeError("MicroBatchSAMCallback: DeepSpeed keeps the gradients to itself; use DDP or FSDP2.")
+        refuse_fsdp1(self.trainer.model_wrapped)
+        held = vars(self.trainer)
+        if self._put is not None and held.get("training_step") is self._put:
+            return
+        self._before = held.get("training_step")
+        once = self.trainer.training_step
+
+        def training_step(trainer: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+            params = [p for p in model.parameters() if p.requires_grad]
+            # Each pass gets a dictionary of its own: a loss may take its labels out of it.
+            return two_passes(
+                lambda: once(model, copy.copy(inputs), *more, **options), params, [self.rho] * len(params), model,
+                adaptive=self.adaptive, eta=self.eta,
+            )  # fmt: skip
+
+        self._put = held["training_step"] = types.MethodType(training_step, self.trainer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        held = vars(self.trainer)
+        if self._put is None or held.get("training_step") is not self._put:
+            return  # somebody has put more around it
+        if self._before is None:
+            del held["training_step"]
+        else:
+            held["training_step"] = self._before
+        self._put = None

@@ -1,0 +1,328 @@
+"""A step of length rho along the gradient, for all parameters of a model at once, and back to the same bits.
+
+    p ← p + rho · g / ‖g‖                 one norm over all parameters
+    p ← p + rho · s² g / ‖s g‖            adaptive, with s = |p| + eta
+
+The step is not subtracted again, which would round: the old weights are kept, in the memory of the gradients that are
+done with. Nothing is allocated for them.
+
+Source: Foret et al. 2020, https://arxiv.org/abs/2010.01412; adaptive: Kwon et al. 2021, https://arxiv.org/abs/2102.11600
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.backend import cdiv, launch, tl, triton, use_triton
+
+
+def squared_norm(
+    params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool = False, eta: float = 0.0
+) -> Tensor:
+    """Σ g², or adaptive Σ ((|p| + eta) g)², over all elements of all tensors. The host does not wait for it.
+
+    Args:
+        params: tensors of any float dtypes and devices, at least one.
+        grads: of the same shapes.
+    Returns: (), on the device of the first; fp64 if a parameter is fp64, else fp32. The same bits on every run.
+    """
+    found = []
+    for members in _by_device(params):
+        mine, theirs = [params[i] for i in members], [grads[i] for i in members]
+        if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
+            found.append(_squared_norm(mine, theirs, adaptive, eta))
+        else:
+            found.append(squared_norm_reference(mine, theirs, adaptive=adaptive, eta=eta))
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
+    return torch.stack([s.to(params[0].device, dtype, non_blocking=True) for s in found]).sum()
+
+
+def perturb(
+    params: Sequence[Tensor], grads: Sequence[Tensor], squares: Tensor, rho: Sequence[float], *,
+    adaptive: bool = False, eta: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    """Move the parameters along their gradients, in place, computed in fp32 and rounded once.
+
+    Args:
+        params: tensors that do not overlap.
+        grads: of the same shapes. Their memory is used up.
+        squares: what `squared_norm` found, or a sum of several. Where it is zero, infinite or NaN nothing moves.
+        rho: the length of the step, of each parameter.
+    Returns: the old parameters, for `restore`: in the memory of the gradient where that is a whole storage, in the
+        parameter's dtype and of no other gradient, else in a new one.
+    """
+    kept = _room(params, grads)
+    for members in _by_device(params):
+        mine, theirs, old = ([tensors[i] for i in members] for tensors in (params, grads, kept))
+        lengths = [float(rho[i]) for i in members]
+        local = squares.to(mine[0].device, non_blocking=True)
+        if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
+            _perturb(mine, theirs, old, local, lengths, adaptive, eta)
+        else:
+            perturb_reference(mine, theirs, old, local, lengths, adaptive=adaptive, eta=eta)
+    return kept
+
+
+def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    """Give the parameters back the bits that `perturb` returned: one fused copy on a GPU."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(params), list(kept))
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    members: dict[torch.device, list[int]] = {}
+    for i, t in enumerate(tensors):
+        members.setdefault(t.device, []).append(i)
+    return list(members.values())
+
+
+def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    # Gradients may share memory: those of a and b in a.view(6) + b.view(6) are one.
+    owners = Counter(g.untyped_storage().data_ptr() for g in grads)
+    return [
+        g
+        if g.dtype == p.dtype
+        and g.stride() == p.stride()
+        and owners[g.untyped_storage().data_ptr()] == 1
+        and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+        else torch.empty_like(p)
+        for p, g in zip(params, grads, strict=True)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- reference
+
+
+def squared_norm_reference(
+    params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool = False, eta: float = 0.0
+) -> Tensor:
+    found = []
+    for p, g in zip(params, grads, strict=True):
+        acc = torch.promote_types(p.dtype, torch.float32)
+        found.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
+    return torch.stack([s.to(dtype) for s in found]).sum()
+
+
+def perturb_reference(
+    params: Sequence[Tensor], grads: Sequence[Tensor], kept: Sequence[Tensor], squares: Tensor, rho: Sequence[float], *,
+    adaptive: bool = False, eta: float = 0.0,
+) -> None:  # fmt: skip
+    finite = (squares > 0) & squares.isfinite()
+    inverse = torch.where(finite, squares.rsqrt(), 0.0)
+    for p, g, old, length in zip(params, grads, kept, rho, strict=True):
+        acc = torch.promote_types(p.dtype, torch.float32)
+        step = (length * inverse.to(acc)) * g.to(acc)
+        if adaptive:
+            step *= _size(p, eta).square()
+        moved = p.to(acc) + torch.where(finite, step, 0.0)  # not inverse · g: an infinite g times zero is NaN
+        old.copy_(p)  # after the last look at g, whose memory this is
+        p.copy_(moved)
+
+
+def _size(p: Tensor, eta: float) -> Tensor:
+    return p.to(torch.promote_types(p.dtype, torch.float32)).abs() + eta
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _find(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, BLOCK: tl.constexpr):
+    """The tensor of this program, its block's first element, and how many elements the tensor has."""
+    block = tl.program_id(0)
+    t = tl.load(owner_ptr + block)
+    # int64: one tensor of 2**31 elements is an embedding of 512k tokens and width 4096.
+    start = (block - tl.load(first_ptr + t)).to(tl.int64) * BLOCK
+    return t, start, tl.load(sizes_ptr + t)
+
+
+@triton.jit
+def _pointer(addresses_ptr, index, start, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    return tl.multiple_of(tl.load(addresses_ptr + index).to(tl.pointer_type(DTYPE)), ALIGN) + start
+
+
+@triton.jit
+def _squares_of(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
+    other = None if mask is None else 0.0
+    g = tl.load(g_ptr, mask=mask, other=other).to(tl.float32)
+    if ADAPTIVE:
+        g *= tl.abs(tl.load(p_ptr, mask=mask, other=other).to(tl.float32)) + eta
+    return tl.sum(g * g, 0)
+
+
+@triton.jit(do_not_specialize=["T", "eta"])
+def _squared_norm_kernel(
+    addresses_ptr, sizes_ptr, owner_ptr, first_ptr, partial_ptr, T, eta,
+    P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, ADAPTIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t, start, n = _find(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    p_ptr = _pointer(addresses_ptr, t, start, P, ALIGN) + cols
+    g_ptr = _pointer(addresses_ptr, T + t, start, G, ALIGN) + cols
+    # Masks of a number that comes from memory would make all loads narrow: only a tensor's last block has one.
+    if start + BLOCK <= n:
+        squares = _squares_of(p_ptr, g_ptr, None, eta, ADAPTIVE)
+    else:
+        squares = _squares_of(p_ptr, g_ptr, start + cols < n, eta, ADAPTIVE)
+    tl.store(partial_ptr + tl.program_id(0), squares)
+
+
+@triton.jit
+def _move(p_ptr, g_ptr, kept_ptr, mask, step, eta, ADAPTIVE: tl.constexpr):
+    other = None if mask is None else 0.0
+    p = tl.load(p_ptr, mask=mask, other=other)
+    g = tl.load(g_ptr, mask=mask, other=other).to(tl.float32)
+    p32 = p.to(tl.float32)
+    e = step * g
+    if ADAPTIVE:
+        size = tl.abs(p32) + eta
+        e *= size * size
+    # Where the norm is not finite, so may be g be: zero times that is NaN.
+    e = tl.where(step > 0, e, 0.0)
+    # kept is g's memory: all of the block has been read before any of it is written.
+    tl.debug_barrier()
+    tl.store(kept_ptr, p, mask=mask)
+    tl.store(p_ptr, (p32 + e).to(p.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "eta"])
+def _perturb_kernel(
+    addresses_ptr, sizes_ptr, owner_ptr, first_ptr, rho_ptr, squares_ptr, T, eta,
+    P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, ADAPTIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t, start, n = _find(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    p_ptr = _pointer(addresses_ptr, t, start, P, ALIGN) + cols
+    g_ptr = _pointer(addresses_ptr, T + t, start, G, ALIGN) + cols
+    kept_ptr = _pointer(addresses_ptr, 2 * T + t, start, P, ALIGN) + cols
+    squares = tl.load(squares_ptr)
+    finite = (squares > 0) & (squares < float("inf"))
+    step = tl.where(finite, tl.load(rho_ptr + t) / tl.sqrt(tl.where(finite, squares, 1.0)), 0.0)
+    if start + BLOCK <= n:
+        _move(p_ptr, g_ptr, kept_ptr, None, step, eta, ADAPTIVE)
+    else:
+        _move(p_ptr, g_ptr, kept_ptr, start + cols < n, step, eta, ADAPTIVE)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _block() -> tuple[int, int]:
+    """Elements and warps of a program: 16 a thread and tensor."""
+    return 4096, 8
+
+
+def _in_one_piece(t: Tensor) -> bool:
+    """Whether a tensor fills its memory, in any order of its dimensions, so that a kernel may ignore its shape."""
+    if t.is_contiguous():
+        return True
+    dense = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != dense:
+            return False
+        dense *= size
+    return True
+
+
+def _upload(on_host: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory, so that the host does not wait.
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on the device: from step to step the same ones where the allocator gives gradients the same memory."""
+    return _upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each tensor its size and first block, of each block its tensor."""
+    block, _ = _block()
+    counts = torch.tensor([cdiv(n, block) for n in sizes], device="cpu")
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
+    first = counts.cumsum(0) - counts
+    return (
+        _table(sizes, torch.int64, device),
+        _upload(first.to(torch.int32), device),
+        _upload(owner.to(torch.int32), device),
+    )
+
+
+def _launches(
+    params: list[Tensor], grads: list[Tensor], kept: list[Tensor] | None
+) -> Iterator[tuple[list[int], tuple[Any, ...], tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """One launch for all tensors of the same dtypes and alignment: which they are, its options, its tables."""
+    lists = [params, grads] if kept is None else [params, grads, kept]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, p in enumerate(params):
+        if p.numel():
+            aligned = all(tensors[i].data_ptr() % 16 == 0 for tensors in lists)
+            align = 16 if aligned else min(p.element_size(), grads[i].element_size())
+            groups.setdefault((p.dtype, grads[i].dtype, align), []).append(i)
+    device = params[0].device
+    for options, members in groups.items():
+        addresses = tuple(tensors[i].data_ptr() for tensors in lists for i in members)
+        sizes, first, owner = _blocks(tuple(params[i].numel() for i in members), device)
+        yield members, options, (_table(addresses, torch.int64, device), sizes, owner, first)
+
+
+def _like(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients with their elements in the order of the parameters' memory."""
+    return [
+        g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
+
+
+def _squared_norm(params: list[Tensor], grads: list[Tensor], adaptive: bool, eta: float) -> Tensor:
+    grads = _like(params, grads)
+    device = params[0].device
+    partial = []
+    with _on(device):
+        for members, options, tables in _launches(params, grads, None):
+            programs = tables[2].numel()
+            partial.append(torch.empty(programs, dtype=torch.float32, device=device))
+            _run(_squared_norm_kernel, (*tables, partial[-1]), len(members), programs, options, adaptive, eta)
+    return torch.cat(partial).sum() if partial else torch.zeros((), device=device)
+
+
+def _perturb(
+    params: list[Tensor], grads: list[Tensor], kept: list[Tensor], squares: Tensor, rho: list[float], adaptive: bool,
+    eta: float,
+) -> None:  # fmt: skip
+    grads = _like(params, grads)
+    device = params[0].device
+    squares = squares.to(torch.float32)
+    with _on(device):
+        for members, options, tables in _launches(params, grads, kept):
+            lengths = _table(tuple(rho[i] for i in members), torch.float32, device)
+            tensors = (*tables, lengths, squares)
+            _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
+    torch.autograd.graph.increment_version([*params, *kept])
+
+
+def _run(
+    kernel: Any, tensors: tuple[Tensor, ...], count: int, programs: int, options: tuple[Any, ...], adaptive: bool,
+    eta: float,
+) -> None:  # fmt: skip
+    block, warps = _block()
+    p, g, align = options
+
+    def plan():
+        constants = (getattr(tl, str(p)[6:]), getattr(tl, str(g)[6:]), align, adaptive, block)
+        return programs, (count, eta, *constants), {"num_warps": warps}
+
+    launch(kernel, (count, programs, options, adaptive, eta), tensors, plan)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
