@@ -83,8 +83,8 @@ def two_passes(
         _weights_changed(model)
         _set_draws(after_first)
         with torch.no_grad():
-            for b, old in zip(written, statistics, strict=True):
-                b.copy_(old)
+            if written:
+                torch._foreach_copy_(written, statistics)
     return result
 
 
