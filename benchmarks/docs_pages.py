@@ -12,6 +12,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
     <!-- families -->                   what fuse does to every class of transformers
+    <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import families
 
 import tigon
-from tigon.bench import converge, plots, report
+from tigon.bench import converge, plots, report, sam
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import to_matrix
 from tigon.bench.page import ORDER
@@ -99,6 +100,9 @@ def on_files(files: Any, config: Any) -> Any:
                 for name, drawn in converge.pictures(path, content).items():
                     converge.plot(content, picture, *drawn)
                     files.append(File.generated(config, f"charts/{name}", content=picture.read_bytes()))
+            if content["kind"] == "sam":
+                sam.plot(content, picture)
+                files.append(File.generated(config, f"charts/{path.stem}.png", content=picture.read_bytes()))
     return files
 
 
@@ -113,6 +117,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "modules": lambda _: modules(),
         "families": lambda _: families.page(),
         "converge": lambda _: converge.page(RESULTS, f"{up}charts"),
+        "sam": lambda _: sam.page(RESULTS, f"{up}charts"),
+        "samcost": lambda _: sam.cost_page(RESULTS),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
