@@ -76,6 +76,29 @@ def test_rewards(run):
     assert rewards[-1] > 2 * rewards[0]
 
 
+def test_flat_minima(run):
+    code, *rest = whole("sharpness")
+    said = run(code)
+    losses = [float(x) for x in re.findall(r"^step \d  loss ([\d.]+)", said, re.MULTILINE)]
+    assert len(losses) == 4
+    assert all(4 < loss < 7 for loss in losses)
+    (callback,) = rest
+    names = {"Trainer": lambda *_, **__: Recorded(), "model": None, "arguments": None, "dataset": None}
+    exec(callback, names)
+    assert names["trainer"].callbacks[0].rho == 0.05
+
+
+class Recorded:
+    """A trainer that does nothing but take callbacks."""
+
+    def __init__(self):
+        self.callbacks = []
+        self.add_callback = self.callbacks.append
+
+    def training_step(self):
+        raise NotImplementedError
+
+
 def test_the_reward_of_the_page():
     names = {}
     exec(blocks("grpo")[0], names)
