@@ -66,10 +66,12 @@ import torch
 from numerics import evaluate
 from ops_table import OPS
 from tigon.backend import HAS_TRITON, why_not_triton
-import tigon.nn, tigon.models, tigon.losses.chunked
+import tigon.nn, tigon.models, tigon.losses.chunked, tigon.optim
 for op in OPS:
     inputs = op.draw(op.typical, torch.float32, torch.device("cpu"))
     evaluate(op.public, inputs, op.typical.options, grad=op.differentiable(inputs))
+w = torch.nn.Parameter(torch.ones(3))
+tigon.optim.MicroBatchSAM(torch.optim.SGD([w], lr=1.0)).step(lambda: w.square().sum())
 print(HAS_TRITON, why_not_triton(torch.ones(1)))
 """
 

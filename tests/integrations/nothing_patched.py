@@ -77,6 +77,7 @@ def plain_uses(folder):
 
 def uses_of_tigon(folder):
     import tigon
+    from tigon.integrations.sam import MicroBatchSAMCallback
     from tigon.integrations.trainer import TigonCallback
 
     model = llama()
@@ -87,6 +88,10 @@ def uses_of_tigon(folder):
         yield "tigon.fuse"
     trainer(folder, callbacks=[TigonCallback(report=False)]).train()
     yield "TigonCallback"
+    made = trainer(folder)
+    made.add_callback(MicroBatchSAMCallback(made))
+    made.train()
+    yield "MicroBatchSAMCallback"
     if trl:
         import tigon.integrations.trl
     for name, made in trl_trainers(folder):

@@ -149,9 +149,13 @@ def _weights_changed(model: nn.Module | None) -> None:
 # --------------------------------------------------------------------------------------------------- several devices
 
 
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _sharded(model: nn.Module | None) -> list[Any]:
     """The modules of a model that `fully_shard` was applied to."""
-    if model is None or not dist.is_available():
+    if model is None or not _several():
         return []
     from torch.distributed.fsdp import FSDPModule
 
@@ -162,7 +166,7 @@ def _sharded(model: nn.Module | None) -> list[Any]:
 def _first_pass(model: nn.Module | None) -> Iterator[None]:
     """Gradients are those of this rank's shard."""
     with contextlib.ExitStack() as held:
-        if model is not None and dist.is_available():
+        if model is not None and _several():
             for module in model.modules():
                 if isinstance(module, nn.parallel.DistributedDataParallel):
                     held.enter_context(module.no_sync())
