@@ -5,7 +5,7 @@
 #   make lint       ruff, ruff format, mypy
 #   make sweep      fuse every class of transformers that has a language head, into benchmarks/families
 #   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
-#   make sam-study  how flat the minima of MicroBatchSAM are; a minute on a GPU, a quarter of an hour on two cores
+#   make sam-study  how flat the minima of MicroBatchSAM are, beside those of SGD
 #   make docs       the documentation, into site/
 #   make gpu-test   the same suite on a CUDA device
 #   make gpu-test-distributed   the tests of several processes, a GPU for each; larger worlds than the machine are skipped
