@@ -80,6 +80,11 @@ def test_what_is_chosen_is_said_by_validation(script_of_study):
     assert "| SGD | 0.1 |" not in table
     assert "| SGD | 0.1 |" in sam.table(rows, every=True)
     assert "SAM against SGD: λ max lower in 2 of 2 seeds, test accuracy higher in 2." in sam.verdict(rows)
+    more = [Run("mSAM, 4 shards", 4, rho, 0.2, 5, 0, 10, 1.0, 0.9 - rho, 0.5, 8.0).to_dict() for rho in (0.1, 0.05)]
+    assert sam.verdict(rows + more).endswith(
+        "mSAM, 4 shards against SAM: λ max lower in 1 of 1 seeds, test accuracy higher in 0. "
+        "At the same rho: λ max lower in 1 of 1 pairs of runs, test accuracy higher in 0."
+    )
 
 
 def test_a_study_is_recorded_shown_and_gone_on_with(small, tmp_path, monkeypatch, capsys):
