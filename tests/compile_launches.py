@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from numerics import evaluate
-from ops_table import OPS, Case, Op
+from ops_table import OPS, OVER_SHARDS, Case, Op
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
@@ -152,7 +152,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     backend.why_not_triton = lambda *tensors: None
     backend.has_copy_engine = lambda device: target.backend == "cuda" and target.arch >= 90
     with backend.use_backend("triton"), torch.device("meta"):
-        for op in OPS:
+        for op in (*OPS, *OVER_SHARDS):
             for dtype, case, frozen in calls(op):
                 if brief and not worth((dtype, case, frozen), brief):
                     continue

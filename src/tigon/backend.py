@@ -163,19 +163,20 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     Args:
         schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
         fake: same arguments; returns empty outputs of the right shape, dtype and strides.
-    The first argument of the launch function is a tensor, and its device becomes the current one.
+    The first argument of the launch function is a tensor, and its device becomes the current one. Called with keyword
+    arguments, which the schema does not have, it runs directly.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         name = fn.__name__.lstrip("_")
 
-        def on_device(*args: Any) -> Any:
+        def on_device(*args: Any, **own: Any) -> Any:
             x = args[0]
             # get_device() is -1 on a CPU. With one GPU in the process there is nothing to switch, nor to ask.
             if x.is_cuda and _gpus() > 1 and x.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(x.device):
-                    return fn(*args)
-            return fn(*args)
+                    return fn(*args, **own)
+            return fn(*args, **own)
 
         _library.define(name + schema)
         _library.impl(name, on_device, "CompositeExplicitAutograd")
@@ -183,8 +184,8 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         op = getattr(torch.ops.tigon, name).default
 
         @functools.wraps(fn)
-        def launch(*args: Any) -> Any:
-            return op(*args) if is_traced(args[0]) else on_device(*args)
+        def launch(*args: Any, **own: Any) -> Any:
+            return op(*args) if not own and is_traced(args[0]) else on_device(*args, **own)
 
         launch.op, launch.direct = op, on_device  # type: ignore[attr-defined]
         return launch
@@ -246,10 +247,7 @@ def differentiable(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return first_order(backward, ctx, *gradients)
 
-    # The node in the graph, which profilers show and grad_fn prints: RmsNormBackward.
-    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
-    Eager.__name__ = Eager.__qualname__ = "".join(part.title() for part in name.split("_"))
-    Eager._backward_cls.__name__ = f"{Eager.__name__}Backward"  # type: ignore[attr-defined]
+    _name(Eager, launch)
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
     # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
     bare_apply = super(torch.autograd.Function, Eager).apply
@@ -261,6 +259,39 @@ def differentiable(
         return Eager.apply(*args) if transformed() else bare_apply(*args)
 
     return apply
+
+
+def differentiable_directly(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+) -> Callable[..., Any]:
+    """As `differentiable`, of calls with what no op of torch.library can be given: apply(*args, own).
+
+    own: keyword arguments of the launch function; `ctx.own` in the other two.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            *args, own = given
+            result = launch(*args, **own)
+            ctx.set_materialize_grads(False)
+            ctx.hides, ctx.own = True, own
+            setup_context(ctx, tuple(args), result)
+            return result[0] if outputs == 1 else tuple(result[:outputs])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *first_order(backward, ctx, *gradients), None
+
+    _name(Direct, launch)
+    return Direct.apply  # type: ignore[no-any-return]
+
+
+def _name(function: Any, launch: Callable[..., Any]) -> None:
+    """The node in the graph, which profilers show and grad_fn prints: RmsNormBackward."""
+    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
+    function.__name__ = function.__qualname__ = "".join(part.title() for part in name.split("_"))
+    function._backward_cls.__name__ = f"{function.__name__}Backward"
 
 
 # (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).

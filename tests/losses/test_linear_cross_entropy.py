@@ -258,3 +258,19 @@ def test_a_main_grad_that_does_not_fit_is_refused(main_grad, options, message):
     x, weight, target = head("cpu")
     with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
         tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad, **options)
+
+
+def test_compiled_code_leaves_out_what_talks_to_other_devices(device, process_group):
+    """The graph breaks at the call, which then runs as it is; fullgraph=True says what the matter is."""
+    x, weight, target = head(device)
+
+    def loss_of(x, weight, group):
+        return tigon.linear_cross_entropy(2 * x, weight, target, group=group) + 1
+
+    torch._dynamo.reset()
+    for group in (process_group.group.WORLD, None):
+        compiled = torch.compile(loss_of, backend="eager")(x, weight, group)
+        torch.testing.assert_close(compiled, loss_of(x, weight, None))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="collective operations are not traced"):
+        torch.compile(loss_of, backend="eager", fullgraph=True)(x, weight, process_group.group.WORLD)

@@ -15,6 +15,7 @@ from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
+from ops_table.shards import OVER_SHARDS
 from ops_table.softmax import SOFTMAX, SPARSEMAX
 
 OPS: tuple[Op, ...] = (
@@ -48,4 +49,4 @@ OPS: tuple[Op, ...] = (
     DISTILL_TOPK,
 )
 
-__all__ = ["OPS", "Case", "Op"]
+__all__ = ["OPS", "OVER_SHARDS", "Case", "Op"]

@@ -21,10 +21,14 @@ import torch
 from torch import Tensor
 
 from tigon.losses.head import Head, empty_logits, take
+from tigon.losses.shards import Arriving, InputGradient, Shards
+from tigon.ops.shard_statistics import columns, shard_statistics
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
+# Where classes lie on several devices: a chunk's statistics travel while the next one's logits are computed.
+BUFFERS = 2
 
 
 def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0) -> int:
@@ -47,11 +51,15 @@ def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole:
     return chunk_bytes
 
 
-def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str) -> int:
-    """Bytes that the sum of several chunks' dW takes, in fp32, and the product of one does not."""
+def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str, classes: int | None = None) -> int:
+    """Bytes that the sum of several chunks' dW takes, in fp32, and the product of one does not.
+
+    classes: of the widest shard, by which all devices go.
+    """
     if torch.compiler.is_compiling() or accumulate != "fp32":
         return 0
-    return weight.numel() * 2 if weight.dtype == compute == torch.bfloat16 else 0
+    V, H = weight.shape
+    return (V if classes is None else classes) * H * 2 if weight.dtype == compute == torch.bfloat16 else 0
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
@@ -160,24 +168,59 @@ class Chunks:
         ignore_index: targets that do not count.
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
+        shards: which classes the head's are, where other devices hold others.
+        ahead: there will be two buffers, as `with_statistics` has them.
     """
 
-    def __init__(self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int) -> None:
-        self.head, self.target = head, target
-        N, V = head.x.shape[0], head.weight.shape[0]
+    def __init__(
+        self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
+        shards: Shards | None = None, ahead: bool = True,
+    ) -> None:  # fmt: skip
+        self.head, self.target, self.shards = head, target, shards
+        self.input_gradient = InputGradient(head, shards)
+        N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
         self.visited = N if num_valid is None else max(0, min(num_valid, N))
         self.index: Tensor | None = None
         if self.visited < N:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[: self.visited]
-        self.size = chunk_rows(self.visited, V * head.x.element_size(), budget) if self.visited else 0
+        self.size = 0
+        if self.visited:
+            row = V * head.x.element_size()
+            several = ahead and shards is not None and self.visited * row > budget
+            self.size = chunk_rows(self.visited, row, budget // BUFFERS if several else budget)
         self.count = -(-self.visited // self.size) if self.visited else 0
 
     def __iter__(self) -> Iterator[Chunk]:
         buffer = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.head.x.dtype)
         for start, stop in self.spans():
             yield self.compute(start, stop, buffer[: stop - start])
+
+    def with_statistics(
+        self, dtype: torch.dtype, temperature: float, softcap: float, scale: float, along: bool, total: bool
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """The chunks, and what each device says of them, (devices, M, columns) of tigon.ops.shard_statistics.
+
+        That is on its way while the next chunk's logits are computed, in another buffer.
+        """
+        assert self.shards is not None
+        spans, V = self.spans(), self.head.weight.shape[0]
+        buffers = [empty_logits(self.size, V, self.head.x, self.head.x.dtype) for _ in spans[:BUFFERS]]
+        before: tuple[Chunk, Arriving] | None = None
+        for i, (start, stop) in enumerate(spans):
+            if before is not None and len(buffers) == 1:
+                yield before[0], before[1].wait()
+                before = None
+            chunk = self.compute(start, stop, buffers[i % len(buffers)][: stop - start])
+            own = self.head.x.new_empty(stop - start, columns(along, total), dtype=dtype)
+            shard_statistics(chunk.logits, chunk.target, own, temperature, softcap, scale, along=along, total=total)
+            parts = self.shards.gather(own)
+            if before is not None:
+                yield before[0], before[1].wait()
+            before = chunk, parts
+        if before is not None:
+            yield before[0], before[1].wait()
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks start and stop."""
@@ -211,9 +254,5 @@ class Chunks:
 
     def add_input_gradient(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
         """Rows of dx = dlogits W, where chunk.logits hold dlogits; and `more` = (a, b, alpha): + alpha · a b."""
-        here = dx[chunk.rows] if self.index is None else torch.empty_like(chunk.x)
-        self.head.input_gradient(chunk.logits, here)
-        if more is not None:
-            here.addmm_(more[0], more[1], alpha=more[2])
-        if self.index is not None:
-            dx.index_copy_(0, self.index[chunk.rows], here)
+        rows = chunk.rows if self.index is None else self.index[chunk.rows]
+        self.input_gradient.add(dx, rows, chunk.logits, more)

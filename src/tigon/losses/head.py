@@ -75,6 +75,26 @@ def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
     return [slice(0, V // 64 * 64), slice(V // 64 * 64, V)]
 
 
+def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """out = or += a b, without a temporary of its size; out may be fp32 under half-precision factors."""
+    if out.dtype == b.dtype:
+        if first:
+            torch.mm(a, b, out=out)
+        else:
+            out.addmm_(a, b)
+    elif b.is_cuda:
+        if first:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        if first:
+            torch.mm(a, b, out=out)
+        else:
+            out.addmm_(a, b)
+
+
 class Head(NamedTuple):
     """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype."""
 
@@ -96,10 +116,8 @@ class Head(NamedTuple):
         return out
 
     def input_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
-        """out (n, H) ← dlogits W."""
+        """out (n, H) ← dlogits W; out may be fp32."""
         # The few classes of a second block come first: their sum is small, and so is what rounding it costs.
-        first, *others = reversed(class_blocks(self.weight.shape[0], out.dtype))
-        torch.mm(dlogits[:, first], self.weight[first], out=out)
-        for block in others:
-            out.addmm_(dlogits[:, block], self.weight[block])
+        for i, block in enumerate(reversed(class_blocks(self.weight.shape[0], dlogits.dtype))):
+            product_into(out, dlogits[:, block], self.weight[block], first=i == 0)
         return out

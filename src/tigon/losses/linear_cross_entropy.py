@@ -7,17 +7,19 @@ Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, http
 
 from __future__ import annotations
 
-from typing import Any, SupportsInt
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher
+from tigon.backend import differentiable, differentiable_directly, launcher
 from tigon.losses import weight_gradient
-from tigon.losses.chunked import Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.losses.chunked import Chunk, Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, check_accumulate, check_head
+from tigon.losses.shards import Shards, shards_of
 from tigon.ops.cross_entropy import (
     check_options,
     check_target,
@@ -25,7 +27,12 @@ from tigon.ops.cross_entropy import (
     cross_entropy_rows,
     inverse_divisor,
 )
+from tigon.ops.cross_entropy.launches import gradient_rows
 from tigon.ops.logprob import signed
+from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 def linear_cross_entropy(
@@ -46,6 +53,7 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     main_grad: Tensor | None = None,
     main_grad_scale: Tensor | float = 1.0,
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Cross entropy of the logits x Wᵀ + bias, which are never all in memory at once.
 
@@ -61,13 +69,19 @@ def linear_cross_entropy(
         chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By default as
             many more as make do with one chunk, if they take no more memory than the fp32 sum of several would.
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
-            dtype, at half the memory and n roundings for n chunks.
+            dtype, at half the memory and n roundings for n chunks; with `group` likewise dx over the ranks.
         main_grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place; the weight gets no
             other gradient. For optimizers that keep fp32 gradients of several steps; not under torch.compile, nor in a
             checkpoint (`use_reentrant=False`), which runs the forward pass twice and would add it twice.
         main_grad_scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since main_grad
             cannot wait for it: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is NaN.
-    Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
+        group: the tensor-parallel group, or mesh of one dimension, over which the classes are split. `weight` and
+            `bias` are then this rank's rows of the head, consecutive in the order of the ranks, any number of them,
+            also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
+            dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
+            bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
+            (sequence parallel), with its gradient as x is. The ranks have to call alike. torch.compile leaves it out.
+    Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs); a plain tensor.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 
     Beyond its gradients it holds one chunk of logits. With "mean" and "sum" the gradients are computed in the forward
@@ -81,9 +95,13 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     check_options(name, reduction, label_smoothing, softcap, scale, divisor)
     check_accumulate(name, accumulate)
+    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias)
-    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
+    classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
+    check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     rows, labels = x.reshape(-1, x.shape[-1]), signed(target).reshape(-1).contiguous()
+    if shards is not None:
+        labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     loss_dtype = torch.promote_types(compute, torch.float32)
     valid = -1 if num_valid is None else int(num_valid)
     inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)
@@ -93,20 +111,21 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     spared = 0
     if needs[1] and reduction == "mean" and main_grad is None:
-        spared = spared_by_one_chunk(weight, compute, accumulate)
-    whole = (rows.shape[0] if valid < 0 else valid) * weight.shape[0] * compute.itemsize
+        spared = spared_by_one_chunk(weight, compute, accumulate, widest)
+    whole = (rows.shape[0] if valid < 0 else valid) * widest * compute.itemsize
     budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
     options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
     if main_grad is not None:
+        main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
         _check_main_grad(main_grad, weight, loss_dtype, reduction)
         if torch.is_grad_enabled():
             upstream = scalar(main_grad_scale, x.device, loss_dtype)
-            arguments = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options
-            return _IntoMainGrad.apply(rows, weight, bias, *arguments)  # type: ignore[no-any-return]
-    loss = _linear_cross_entropy(
-        rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs,
-        *options,
+            rest = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options, shards
+            return _IntoMainGrad.apply(rows, weight, bias, *rest)  # type: ignore[no-any-return]
+    arguments = (
+        rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs, *options,
     )  # fmt: skip
+    loss = _linear_cross_entropy(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -139,15 +158,17 @@ def linear_cross_entropy_reference(
 
 
 def _forward_fake(
-    x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
-):
+    x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options,
+    shards=None,
+):  # fmt: skip
     V = weight.shape[0]
     acc = torch.promote_types(compute, torch.float32)
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=acc)
     early = reduction != "none"
     dx = x.new_empty(x.shape, dtype=compute) if need_dx and early else x.new_empty(0)
     visited = x.shape[0] if valid < 0 or valid > x.shape[0] else valid
-    wide = _wide_weight_gradient(visited, V, x.device, reduction, compute, budget, fp32, weight.dtype)
+    widest = V if shards is None else shards.widest
+    wide = _wide_weight_gradient(visited, widest, x.device, reduction, compute, budget, fp32, weight.dtype)
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw and early)
     return loss, dx, dw, more, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
 
@@ -177,12 +198,13 @@ def _wide_weight_gradient(
 def _linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
     reduction: str, compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
-    *options: Any,
+    *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss, *gradients = _forward_fake(
-        x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options
-    )
-    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+        x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options,
+        shards=shards,
+    )  # fmt: skip
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
     # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
@@ -213,23 +235,47 @@ def _walk(
     if dw is not None and chunks.count == 0 and not add:
         weight_gradient.zero(dw)
     gradient = dx is not None or dw is not None or db is not None
-    for chunk in chunks:
-        cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, factor, gradient, *options)
+    for chunk in _computed(chunks, losses, factor, gradient, *options):
         if dx is not None:
             chunks.add_input_gradient(dx, chunk)
         if dw is not None:
             weight_gradient.accumulate(dw, chunk.logits, chunk.x, first=chunk.start == 0 and not add)
         if db is not None:
             db += chunk.logits.sum(0, dtype=db.dtype)
+    chunks.input_gradient.arrive()
+
+
+def _computed(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradient: bool, *options: Any) -> Iterator[Chunk]:
+    """The chunks, their losses written and, with `gradient`, their logits turned into it, times factor, 0-d or (N,)."""
+
+    def of(chunk: Chunk) -> Tensor | None:
+        return factor[chunk.rows] if factor is not None and factor.dim() else factor
+
+    shards = chunks.shards
+    if shards is None:
+        for chunk in chunks:
+            cross_entropy_rows(chunk.logits, chunk.target, losses[chunk.rows], None, of(chunk), gradient, *options)
+            yield chunk
+        return
+    _, smoothing, _, softcap, scale = options
+    one = losses.new_ones(())
+    for chunk, parts in chunks.with_statistics(losses.dtype, 1.0, softcap, scale, False, smoothing != 0.0):
+        stats = losses.new_empty(4 + 2 * chunk.target.numel())
+        merge_cross_entropy(parts, chunk.target, losses[chunk.rows], stats, shards.classes, *options[1:])
+        if gradient:
+            here = of(chunk)
+            gradient_rows(chunk.logits, chunk.target, stats, one if here is None else here, shards.classes, *options)
+        yield chunk
 
 
 def _chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype, budget: int,
-    ignore_index: int,
+    ignore_index: int, shards: Shards | None = None,
 ) -> Chunks:  # fmt: skip
     if valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
-    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, None if valid < 0 else valid, budget)
+    known = None if valid < 0 else valid
+    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, known, budget, shards)
 
 
 def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):
@@ -246,10 +292,10 @@ def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32,
 )
 def _linear_cross_entropy_bwd(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype,
-    budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any,
+    budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of reduction="none": logits again, since every row's upstream gradient is its own."""
-    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+    chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     dx = x.new_empty(x.shape if need_dx else (0,), dtype=compute)
     if need_dx:
@@ -262,15 +308,14 @@ def _linear_cross_entropy_bwd(
     db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # known since the forward pass, and written again along the way
-    for chunk in chunks:
-        here = losses[chunk.rows], None, rows[chunk.rows]
-        cross_entropy_rows(chunk.logits, chunk.target, *here, True, *options)
+    for chunk in _computed(chunks, losses, rows, True, *options):
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:
             weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
         if need_db:
             db += chunk.logits.sum(0, dtype=acc)
+    chunks.input_gradient.arrive()
     dw = weight_gradient.narrowed(dw, more) if more.numel() else dw.to(weight.dtype)
     return dx.to(x.dtype), dw, db.to(weight.dtype) if need_db else x.new_empty(0)
 
@@ -294,7 +339,9 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if ctx.reduction == "none":
         x, weight, bias, target, inverse = ctx.saved_tensors
         dloss = dloss.contiguous() if inverse is None else dloss * inverse
-        grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *ctx.arguments, *ctx.needs, *ctx.options)
+        own = getattr(ctx, "own", {})
+        arguments = *ctx.arguments, *ctx.needs, *ctx.options
+        grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *arguments, **own)
     else:
         dx, dw, more, db, inverse = ctx.saved_tensors
         factor = dloss if inverse is None else dloss * inverse
@@ -304,6 +351,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 _linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward)
+_over_shards = differentiable_directly(_linear_cross_entropy_fwd, _setup_context, _backward)
 
 
 class _IntoMainGrad(torch.autograd.Function):
@@ -313,8 +361,9 @@ class _IntoMainGrad(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
         reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor, options: tuple,
+        shards: Shards | None,
     ) -> Tensor:  # fmt: skip
-        chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0])
+        chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
         losses = x.new_empty(chunks.visited, dtype=main_grad.dtype)
         dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
@@ -337,4 +386,4 @@ class _IntoMainGrad(torch.autograd.Function):
         dtypes = [d for t, d in zip((dx, db), ctx.dtypes, strict=True) if t is not None]
         scaled = iter(scaled_gradients(found, factor, dtypes, [True] * len(found)))
         dx, db = (None if t is None else next(scaled) for t in (dx, db))
-        return dx, None, db, *(None for _ in range(9))
+        return dx, None, db, *(None for _ in range(10))

@@ -11,16 +11,17 @@ Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from typing import Any, SupportsInt
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, graph_is_kept, is_traced, launcher, use_triton
+from tigon.backend import differentiable, differentiable_directly, graph_is_kept, is_traced, launcher, use_triton
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
 from tigon.losses.head import Head, check_accumulate, check_head, class_blocks, empty_logits
+from tigon.losses.shards import Shards, adapter_of, is_sharded, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
@@ -30,6 +31,10 @@ from tigon.ops.logprob import (
     logprob_rows,
     signed,
 )
+from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 def linear_logprob(
@@ -47,6 +52,7 @@ def linear_logprob(
     chunk_bytes: int | None = None,
     keep_bytes: int = 0,
     accumulate: str = "fp32",
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> LogProb:
     """Log-probability of each target and entropy, log-sum-exp, rank and mean of its logits, which are never all there.
 
@@ -60,6 +66,8 @@ def linear_logprob(
         num_valid, chunk_bytes, accumulate: as in `tigon.linear_cross_entropy`.
         keep_bytes: logits kept from the forward to the backward pass, beyond those of the last chunk: what is kept is
             not computed again. As many as there are take a fourth of the products away.
+        group: as in `tigon.linear_cross_entropy`: `weight`, `bias` and the adapter's B are this rank's rows of classes.
+            What comes from above has to be the same on all ranks.
     Returns: `LogProb` of (...), fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy, exact for
         any gradient from above.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.logprob` for targets.
@@ -76,6 +84,9 @@ def linear_logprob(
     if keep_bytes < 0:
         raise ValueError(f"{name}: keep_bytes must not be negative, got {keep_bytes}.")
     lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
+    if is_sharded(weight, group):
+        lora_a, lora_b = adapter_of(name, lora_a, lora_b)
+    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias, beside=(("lora A", lora_a), ("lora B", lora_b)))
     V, H = weight.shape
     if lora_a is not None and lora_b is not None:
@@ -85,17 +96,20 @@ def linear_logprob(
                 f"{name}: lora must be (A, B, s), A (r, {H}) and B ({V}, r), got {tuple(lora_a.shape)} and "
                 f"{tuple(lora_b.shape)}."
             )
-    check_target(name, target, x.shape[:-1], V, ignore_index, x.device)
+    check_target(name, target, x.shape[:-1], V if shards is None else shards.classes, ignore_index, x.device)
 
     labels = signed(target).reshape(-1).contiguous()
+    if shards is not None:
+        labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     valid = -1 if num_valid is None else int(num_valid)
     if valid < 0 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
-    results = _linear_logprob(
+    arguments = (
         x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
         chunk_budget(x.device, chunk_bytes), keep_bytes, accumulate == "fp32", float(lora_scale), ignore_index,
         temperature, softcap or 0.0, scale,
     )  # fmt: skip
+    results = _linear_logprob(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     logprob, entropy, *rest = (r.view(target.shape) for r in results)
     if valid >= 0:
         guard = nan_if_more(labels, ignore_index, valid, logprob.dtype)
@@ -120,9 +134,12 @@ def linear_logprob_reference(
 class _Adapted:
     """The walk over chunks, with an adapter on the head, in the compute dtype."""
 
-    def __init__(self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index):
+    def __init__(
+        self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index, shards
+    ) -> None:
         number = None if valid < 0 else valid
-        self.chunks = Chunks(Head.of(x, weight, bias, compute), target, ignore_index, number, budget)
+        rows = Head.of(x, weight, bias, compute)
+        self.chunks = Chunks(rows, target, ignore_index, number, budget, shards, ahead=False)
         self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
         self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)
         self.lora_scale = lora_scale
@@ -136,6 +153,10 @@ class _Adapted:
         return chunk
 
 
+def _widest(weight: Tensor, shards: Shards | None) -> int:
+    return weight.shape[0] if shards is None else shards.widest
+
+
 def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int) -> tuple[int, int]:
     """Rows of which the logits are kept, whole chunks from the end, at least one; and rows of the buffer for them."""
     size = chunk_rows(rows, V * compute.itemsize, budget) if rows else 0
@@ -146,14 +167,15 @@ def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int
 
 
 def _fwd_fake(
-    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, ignore_index, *options
-):
+    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, ignore_index, *options,
+    shards=None,
+):  # fmt: skip
     acc = torch.promote_types(compute, torch.float32)
     rows = x.shape[0] if valid < 0 else min(valid, x.shape[0])
     one = x.new_empty(x.shape[0], dtype=acc)
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
-    _, room = _kept_chunks(rows, weight.shape[0], compute, budget, keep)
-    stats = x.new_empty((rows, 3), dtype=torch.float32)
+    _, room = _kept_chunks(rows, _widest(weight, shards), compute, budget, keep)
+    stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else acc)
     return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, compute)
 
 
@@ -166,20 +188,29 @@ def _fwd_fake(
 def _linear_logprob_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
     valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, *options: Any,
+    shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *_, stats, logits = _fwd_fake(
-        x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options
+        x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options, shards=shards
     )
-    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
     found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
-    first_kept = chunks.visited - _kept_chunks(chunks.visited, weight.shape[0], compute, budget, keep)[0]
+    widest = _widest(weight, shards)
+    first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
+    own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
     for start, stop in chunks.spans():
         at = max(0, start - first_kept)
         chunk = head.compute(start, stop, logits[at : at + stop - start])
+        if shards is not None:
+            shard_statistics(chunk.logits, chunk.target, own[start:stop], *options[1:], along=True, total=True)
+            continue
         places = tuple(f[start:stop] for f in found)
         logprob_rows(chunk.logits, chunk.target, places, stats[start:stop], *options)
+    if shards is not None and chunks.visited:
+        (labels,) = chunks.rows_of(0, chunks.visited, target)
+        merge_logprob(shards.gather(own).wait(), labels, tuple(found), stats, shards.classes, *options[1:])
     return *(chunks.in_batch_order(f) for f in found), stats, logits
 
 
@@ -204,10 +235,10 @@ def _linear_logprob_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
     stats: Tensor | None, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int,
     compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float,
-    *options: Any,
+    *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """From the end, where the logits are still there; `ours`: they may be overwritten, and their room used again."""
-    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0])
+    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
     dx, db, da, dlb = (x.new_zeros(0) for _ in range(4))
@@ -226,7 +257,8 @@ def _linear_logprob_bwd(
     upstream = [
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]
-    first_kept = chunks.visited - _kept_chunks(chunks.visited, weight.shape[0], compute, budget, keep)[0]
+    widest = _widest(weight, shards)
+    first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
     scratch = None if ours else empty_logits(chunks.size, weight.shape[0], x, compute)
     for start, stop in reversed(chunks.spans()):
         if start >= first_kept:
@@ -238,7 +270,8 @@ def _linear_logprob_bwd(
         slopes = [d if d is None else d[start:stop] for d in upstream]
         dlogits = chunk.logits if scratch is None else scratch[: stop - start]
         place = None if stats is None else stats[start:stop]
-        logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options)
+        merged = shards is not None
+        logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options, merged=merged)
         chunk.logits = dlogits
         last, more = stop == chunks.visited, None
         if head.lora_a is not None:
@@ -254,6 +287,9 @@ def _linear_logprob_bwd(
             weight_gradient.accumulate(sums, dlogits, chunk.x, first=last)
         if needs[2]:
             db += dlogits.sum(0, dtype=acc)
+    chunks.input_gradient.arrive()
+    if shards is not None and needs[3]:
+        shards.sum(da).wait()  # A is whole everywhere
     if more_dw.numel():
         dw = weight_gradient.narrowed(dw, more_dw)
     found = (dx, dw, db, da.mul_(lora_scale), dlb.mul_(lora_scale))
@@ -270,9 +306,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
     ctx.arguments = valid, compute, budget, keep, fp32
     stats, logits = output[5:]
+    over = bool(getattr(ctx, "own", {}))  # other devices: theirs are needed as well
     # Only kernels leave statistics. What is traced finds out when it runs.
     ctx.save_for_backward(
-        x, weight, target, bias, lora_a, lora_b, stats if is_traced(x) or use_triton(logits) else None, logits
+        x, weight, target, bias, lora_a, lora_b, stats if over or is_traced(x) or use_triton(logits) else None, logits
     )
 
 
@@ -286,9 +323,11 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
     given = dlogprob if dlogprob is not None else dentropy
     ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
     saved = ctx.saved_tensors
-    grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options)
+    own = getattr(ctx, "own", {})
+    grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options, **own)
     dx, dw, db, da, dlb = (g if need else None for g, need in zip(grads, needs, strict=True))
     return dx, dw, None, db, da, dlb, *none[6:]
 
 
 _linear_logprob = differentiable(_linear_logprob_fwd, _setup_context, _backward, outputs=5)
+_over_shards = differentiable_directly(_linear_logprob_fwd, _setup_context, _backward, outputs=5)

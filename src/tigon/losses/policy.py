@@ -52,7 +52,7 @@ def grpo(
     sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     lengths: Any = None, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
-    scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32",
+    scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32", group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of sampled completions whose tokens have advantages, and what to log of it.
 
@@ -99,6 +99,7 @@ def grpo(
         temperature, softcap, scale: log-probabilities are of softcap · tanh(scale · logits / softcap) / temperature.
         chunk_bytes: as in `tigon.linear_cross_entropy`.
         accumulate: "fp32", or "weight" to sum the weight's gradient in its own dtype.
+        group: of a vocabulary-parallel head, as in `tigon.linear_cross_entropy`; both heads are split alike.
     Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
         "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"
         with the clipped types (over sequences, where a ratio is one a sequence); "cispo_clip_ratio";
@@ -160,7 +161,7 @@ def grpo(
         name, (loss_type, importance_sampling_level, mode or "none", reference), numbers, x, weight, target, bias,
         given, entropy_coefficient, num_items_in_batch, max_completion_length, reference=(ref_x, ref_weight, ref_bias),
         lengths=lengths, ignore_index=ignore_index, temperature=temperature, softcap=softcap, scale=scale,
-        chunk_bytes=chunk_bytes, accumulate=accumulate,
+        chunk_bytes=chunk_bytes, accumulate=accumulate, group=group,
     )  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def rloo(
     old_logprob: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
     entropy_coefficient: float | Tensor = 0.0, lengths: Any = None, ignore_index: int = -100,
     temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0, chunk_bytes: int | None = None,
-    accumulate: str = "fp32",
+    accumulate: str = "fp32", group: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
 
@@ -178,7 +179,7 @@ def rloo(
         advantages: (S,), each reward less the mean of the others of its prompt.
         old_logprob: (S, T) of the tokens, or (S,) of the sequences; None: this policy's own.
         epsilon, epsilon_high, entropy_coefficient: as in `grpo`.
-        lengths, ignore_index, temperature, softcap, scale, chunk_bytes, accumulate: as in `grpo`.
+        lengths, ignore_index, temperature, softcap, scale, chunk_bytes, accumulate, group: as in `grpo`.
     Returns: the 0-d loss, and detached "logprob" (S, T), "entropy" and "clip_ratio/…" as in `grpo`.
     Raises: ValueError for shapes that do not fit.
     """
@@ -187,7 +188,7 @@ def rloo(
         "rloo", ("grpo", "total", "none", "none"), numbers, x, weight, target, bias,
         {"advantages": advantages, "old_logprob": old_logprob}, entropy_coefficient, None, None, lengths=lengths,
         ignore_index=ignore_index, temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes,
-        accumulate=accumulate,
+        accumulate=accumulate, group=group,
     )  # fmt: skip
 
 

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher
+from tigon.backend import differentiable, differentiable_directly, launcher
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import chunk_budget, chunk_rows, spared_by_one_chunk
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, check_accumulate, check_head, empty_logits, take
+from tigon.losses.shards import InputGradient, Shards, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
+from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 
 ALONE = 0  # every token by itself
 BATCH = -1  # the whole batch
@@ -207,7 +209,7 @@ def token_loss(
     bias: Tensor | None = None, *, reference: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     sides: Sequence[Tensor] = (), lengths: Any = None, ignore_index: int = -100, temperature: float = 1.0,
     softcap: float | None = None, scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32",
-    name: str | None = None,
+    group: Any = None, name: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of a family, 0-d, and its other results, which have no gradient. What the public functions call.
 
@@ -218,12 +220,18 @@ def token_loss(
         sides: (S,) or (S, T) each, no gradient.
         lengths: how many targets of each sequence count, as a list, a `ValidLengths`, or None: unknown. On a CPU they
             are counted.
+        group: as in `tigon.linear_cross_entropy`, of both heads.
     """
     name = name or family
     check_transform(name, temperature, softcap, scale)
     check_accumulate(name, accumulate)
+    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias, sequences=True)
     ref_x, ref_weight, ref_bias = reference
+    if ref_x is not None and ref_weight is not None:
+        ref_x, ref_weight, ref_bias, _, others = shards_of(name, ref_x, ref_weight, ref_bias, None, group, accumulate)
+        if (None if others is None else others.sizes) != (None if shards is None else shards.sizes):
+            raise ValueError(f"{name}: ref_weight must be split over the devices as weight is.")
     if (ref_x is None) != (ref_weight is None):
         raise ValueError(f"{name}: ref_x and ref_weight go together.")
     if ref_x is not None and ref_weight is not None:
@@ -234,7 +242,8 @@ def token_loss(
             )
         if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref_", sequences=True) != compute:
             raise ValueError(f"{name}: ref_x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
-    check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
+    classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
+    check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     if target.dtype == torch.uint8:  # where torch takes class 156 for an ignore_index of -100
         raise ValueError(f"{name}: target must hold signed integers, got {target.dtype}.")
     if len(sides) > SIDES:
@@ -243,16 +252,21 @@ def token_loss(
     together = instance.together()
     if together > 1 and x.shape[0] % together:
         raise ValueError(f"{name}: x must hold {together} stacks of equal size, got {x.shape[0]} sequences.")
+    if shards is not None:
+        target, ignore_index = shards.labels(target, ignore_index), IGNORED
     known = _lengths(name, lengths, target, ignore_index)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
-    whole = (sum(known) if known else target.numel()) * weight.shape[0] * compute.itemsize
-    spared = spared_by_one_chunk(weight, compute, accumulate) if needs[1] else 0
+    whole = (sum(known) if known else target.numel()) * widest * compute.itemsize
+    spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] else 0
     budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
-    loss, sums, per_sequence, per_token = _token_loss(
+    arguments = (
         x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, *(s.detach() for s in sides),
         *(None for _ in range(SIDES - len(sides))), len(sides), family, ",".join(kinds), [0.0, *map(float, numbers)],
         [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index, temperature, softcap or 0.0, scale,
     )  # fmt: skip
+    loss, sums, per_sequence, per_token = (
+        _token_loss(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
+    )
     results = dict(zip(instance.sums, sums.detach().unbind(0), strict=True))
     results |= dict(zip(instance.per_sequence, per_sequence.detach().unbind(0), strict=True))
     results |= dict(zip(instance.per_token, per_token.detach().unbind(0), strict=True))
@@ -281,7 +295,7 @@ SIDES = 8
 # Numbers and lengths have something in front: torch.library mistakes an empty list for a list of tensors.
 
 
-def _token_loss_fake(x, weight, bias, target, *arguments):
+def _token_loss_fake(x, weight, bias, target, *arguments, shards=None):
     _, family, kinds, numbers, lengths, compute, budget, fp32, need_dx, need_dw, need_db, *_ = arguments[3 + SIDES :]
     (S, T, H), V = x.shape, weight.shape[0]
     instance = _family(family, kinds, numbers)
@@ -295,7 +309,8 @@ def _token_loss_fake(x, weight, bias, target, *arguments):
     dx = x.new_empty((S * T, H) if need_dx else (0,), dtype=compute)
     # In one chunk nothing is summed: the product is rounded once, to its place.
     rows = sum(lengths[1:]) if len(lengths) > 1 else S * T
-    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and rows * V * compute.itemsize > budget)
+    several = rows * (V if shards is None else shards.widest) * compute.itemsize > budget
+    wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
     return loss, *results, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
@@ -310,13 +325,13 @@ def _token_loss_fake(x, weight, bias, target, *arguments):
 )
 def _token_loss_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
-    ref_bias: Tensor | None, *arguments: Any,
+    ref_bias: Tensor | None, *arguments: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     number, family, kinds, numbers, lengths, compute, budget, *rest = arguments[SIDES:]
     (_, need_dx, need_dw, need_db), options = rest[:4], rest[4:]
     sides, lengths = arguments[:number], lengths[1:]
     loss, sums, per_sequence, per_token, dx, dw, more, db = _token_loss_fake(
-        x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments
+        x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments, shards=shards
     )
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
     for t in (loss, *results.values(), db):
@@ -325,8 +340,9 @@ def _token_loss_fwd(
         dx.zero_()  # rows that are left out are in no part
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
-    walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options)
-    held = budget // max(1, weight.shape[0] * compute.itemsize)
+    walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
+    input_gradient = InputGradient(walk.head, shards)
+    held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
     weight_sums = weight_gradient.parts(dw, more)
     parts = list(split(target, instance.together(), lengths, options[0], most))
@@ -359,16 +375,18 @@ def _token_loss_fwd(
             x_rows, logits = last if last is not None else walk.logits(walk.head, rows, buffer)
             last = None
             dlogprob, dentropy = (None if s is None else s[here] for s in flat)
-            logprob_gradient_rows(logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options)
-            if need_dx and isinstance(rows, slice):
-                walk.head.input_gradient(logits, dx[rows])
-            elif need_dx:
-                dx.index_copy_(0, rows, walk.head.input_gradient(logits, torch.empty_like(x_rows)))
+            merged = shards is not None
+            logprob_gradient_rows(
+                logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options, merged=merged
+            )
+            if need_dx:
+                input_gradient.add(dx, rows, logits)
             if need_dw:
                 weight_gradient.accumulate(weight_sums, logits, x_rows, first)
             if need_db:
                 db += logits.sum(0, dtype=db.dtype)
             first = False
+    input_gradient.arrive()
     if first:
         weight_gradient.zero(weight_sums)
     loss.copy_(torch.where(enough, loss, float("nan")))
@@ -421,13 +439,13 @@ def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[st
 class _Walk:
     """What the walk over a batch needs of it, in the compute dtype."""
 
-    def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options) -> None:
+    def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards) -> None:
         self.head = Head.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
         self.reference = None
         if ref_x is not None:
             rows = ref_x.reshape(target.numel(), ref_x.shape[-1])
             self.reference = Head.of(rows, ref_weight, ref_bias, compute)
-        self.target, self.options, self.sides = target, options, sides
+        self.target, self.options, self.sides, self.shards = target, options, sides, shards
         self.acc = torch.promote_types(compute, torch.float32)
 
     def labels(self, rows: Tensor | slice) -> Tensor:
@@ -445,6 +463,29 @@ class _Walk:
             return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
         return t.index_select(0, part.sequences)
 
+    def read(
+        self, head: Head, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor,
+        results: tuple[Tensor | None, ...], stats: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Write the part's results, as `logprob_rows` does. Returns the last piece's x and logits."""
+        along, total = results[1] is not None, results[4] is not None
+        own = None
+        if self.shards is not None:
+            own = head.x.new_empty(part.count, columns(along, total), dtype=self.acc)
+        last = None
+        for rows, here in pieces:
+            last = self.logits(head, rows, buffer)
+            if own is not None:
+                shard_statistics(last[1], self.labels(rows), own[here], *self.options[1:], along=along, total=total)
+                continue
+            places = tuple(None if t is None else t[here] for t in results)
+            logprob_rows(last[1], self.labels(rows), places, None if stats is None else stats[here], *self.options)
+        if self.shards is not None and own is not None and part.count:
+            stats = own.new_empty(part.count, 3) if stats is None else stats
+            parts = self.shards.gather(own).wait()
+            merge_logprob(parts, self.labels(part.rows), results, stats, self.shards.classes, *self.options[1:])
+        return last
+
     def forward(
         self, family: Family, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor
     ) -> tuple[Part, Tensor, tuple[Tensor, Tensor] | None]:
@@ -456,17 +497,11 @@ class _Walk:
         mean = torch.empty_like(one) if family.wants_mean_logit else None
         top1 = torch.empty_like(one, dtype=torch.bool) if family.wants_is_top1 else None
         reference = torch.empty_like(one) if self.reference is not None else None
-        stats = self.head.x.new_empty((count, 3), dtype=torch.float32)
+        stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
-            for rows, here in pieces:
-                _, logits = self.logits(self.reference, rows, buffer)
-                places: tuple[Tensor | None, ...] = (reference[here], None, None, None, None)
-                logprob_rows(logits, self.labels(rows), places, None, *self.options)
-        last = None
-        for rows, here in pieces:
-            last = self.logits(self.head, rows, buffer)
-            places = (logprob[here], *(None if t is None else t[here] for t in (entropy, None, top1, mean)))
-            logprob_rows(last[1], self.labels(rows), places, stats[here], *self.options)
+            self.read(self.reference, part, pieces, buffer, (reference, None, None, None, None), None)
+        places = (logprob, entropy, None, top1, mean)
+        last = self.read(self.head, part, pieces, buffer, places, stats)
         dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]
         mask = self.of(part, self.target) != self.options[0]
         sides = tuple(self.of(part, side) for side in self.sides)
@@ -498,3 +533,4 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 _token_loss = differentiable(_token_loss_fwd, _setup_context, _backward, outputs=4)
+_over_shards = differentiable_directly(_token_loss_fwd, _setup_context, _backward, outputs=4)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon.backend import cdiv, is_traced, launch, tl, triton, use_triton
-from tigon.losses.head import class_blocks
+from tigon.losses.head import class_blocks, product_into
 
 BLOCK = 4096
 
@@ -56,27 +56,8 @@ def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) 
     start = 0
     for dw in sums:
         for block in class_blocks(dw.shape[0], x.dtype):
-            _accumulate(dw[block], dlogits[:, start + block.start : start + block.stop], x, first)
+            product_into(dw[block], dlogits[:, start + block.start : start + block.stop].t(), x, first)
         start += dw.shape[0]
-
-
-def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor, first: bool) -> None:
-    if dw.dtype == x.dtype:
-        if first:
-            torch.mm(dlogits.t(), x, out=dw)
-        else:
-            dw.addmm_(dlogits.t(), x)
-    elif x.is_cuda:
-        if first:
-            torch.mm(dlogits.t(), x, out_dtype=dw.dtype, out=dw)
-        else:
-            torch.addmm(dw, dlogits.t(), x, out_dtype=dw.dtype, out=dw)
-    else:
-        dlogits, x = dlogits.t().to(dw.dtype), x.to(dw.dtype)
-        if first:
-            torch.mm(dlogits, x, out=dw)
-        else:
-            dw.addmm_(dlogits, x)
 
 
 def zero(sums: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ https://arxiv.org/abs/1805.02867
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tigon.backend import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 from tigon.ops.cross_entropy import check_target
-from tigon.ops.cross_entropy.kernels import LN2, LOG2E, LOWEST, _cap
+from tigon.ops.cross_entropy.kernels import LN2, LOWEST, _cap
 
 
 class LogProb(NamedTuple):
@@ -110,28 +111,83 @@ def logprob_reference(
 
 def _gradient_reference(
     logits: Tensor, target: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
-    temperature: float, softcap: float, scale: float,
+    temperature: float, softcap: float, scale: float, stats: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel's formula on other devices, (M, V): it has to do without autograd inside an operator."""
+    """The kernel's formula on other devices, (M, V): it has to do without autograd inside an operator.
+
+    stats: what is known of all classes, where these are some of them.
+    """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     slope: Tensor | float = scale / temperature
     if softcap:
         t = torch.tanh(z / softcap)
         z, slope = softcap * t, slope * (1 - t * t)
-    logp = torch.log_softmax(z / temperature, -1)
+    entropy = None
+    if stats is None:
+        logp = torch.log_softmax(z / temperature, -1)
+    else:
+        top, log2_sum, entropy = stats.split(1, dim=-1)
+        unit = 1.0 if softcap else scale
+        logp = (z - top * unit) / temperature - log2_sum * math.log(2.0)
     p = logp.exp()
     valid = (target != ignore_index).unsqueeze(-1)
     dz = torch.zeros_like(p)
     if dlogprob is not None:
         d = dlogprob.to(p.dtype).unsqueeze(-1)
-        dz = (-d * p).scatter_add_(-1, torch.where(valid.squeeze(-1), target, 0).long().unsqueeze(-1), d)
+        here = valid & ((target >= 0) & (target < p.shape[-1])).unsqueeze(-1)
+        at = torch.where(here.squeeze(-1), target, 0).long().unsqueeze(-1)
+        dz = (-d * p).scatter_add_(-1, at, torch.where(here, d, 0.0))
     if dentropy is not None:
         terms = torch.where(p == 0, 0.0, p * logp)
-        dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms - p * terms.sum(-1, keepdim=True))
+        entropy = -terms.sum(-1, keepdim=True) if entropy is None else entropy
+        dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms + p * entropy)
     return torch.where(valid, dz * slope, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _row_moments(
+    logits_ptr, V, softcap, unit, k,
+    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a row, in one reading: max z and, of e = 2^((z − max) k), Σ e and Σ e · log₂ e; and Σ z."""
+    lane = tl.arange(0, BLOCK)
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    along = tl.zeros((BLOCK,), tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        mask = start + tile < V
+        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        if SOFTCAP:
+            z, _ = _cap(z, unit, softcap)
+            z = tl.where(mask, z, float("-inf"))
+        if SUM:
+            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        new = tl.maximum(top, tl.max(z, 0))
+        # Bounded: the first maximum is that far from the start that the distance would be infinite.
+        step = tl.maximum((top - new) * k, -1000.0)
+        shrink = tl.exp2(step)
+        power = (z - new[None, :]) * k
+        e = tl.exp2(power)
+        if ALONG:
+            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
+        total = total * shrink + tl.sum(e, 0)
+        top = new
+    row_top = tl.max(top, 0)
+    step = tl.maximum((top - row_top) * k, -1000.0)
+    shrink = tl.exp2(step)
+    row_along = 0.0
+    row_z = 0.0
+    if ALONG:
+        row_along = tl.sum(shrink * (along + total * step), 0)
+    if SUM:
+        row_z = tl.sum(sum_z, 0)
+    return row_top, tl.sum(total * shrink, 0), row_along, row_z
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -158,35 +214,11 @@ def _logprob_fwd_kernel(
             for i in tl.static_range(3):
                 tl.store(stats_ptr + 3 * row + i, 0.0)
         return
-    lane = tl.arange(0, BLOCK)
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf.
-    top = tl.full((BLOCK,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    along = tl.zeros((BLOCK,), tl.float32)  # Σ e · log₂ e, of the exponentials e of total
-    sum_z = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, DEPTH * BLOCK):
-        mask = start + tile < V
-        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            z, _ = _cap(z, unit, softcap)
-            z = tl.where(mask, z, float("-inf"))
-        if mean_ptr is not None:
-            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-        new = tl.maximum(top, tl.max(z, 0))
-        # Bounded: the first maximum is that far from the start that the distance would be infinite.
-        step = tl.maximum((top - new) * k, -1000.0)
-        shrink = tl.exp2(step)
-        power = (z - new[None, :]) * k
-        e = tl.exp2(power)
-        if entropy_ptr is not None:
-            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
-        total = total * shrink + tl.sum(e, 0)
-        top = new
-    row_top = tl.max(top, 0)
-    step = tl.maximum((top - row_top) * k, -1000.0)
-    shrink = tl.exp2(step)
-    row_total = tl.sum(total * shrink, 0)
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    MEAN: tl.constexpr = mean_ptr is not None
+    row_top, row_total, along, sum_z = _row_moments(
+        logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, DEPTH, BLOCK
+    )
     log2_sum = tl.log2(row_total)
     # A target out of range reads nothing and turns results and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
@@ -197,14 +229,14 @@ def _logprob_fwd_kernel(
     tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
     entropy = 0.0
     if entropy_ptr is not None:
-        entropy = (log2_sum - tl.sum(shrink * (along + total * step), 0) / row_total) * LN2
+        entropy = (log2_sum - along / row_total) * LN2
         tl.store(entropy_ptr + row, entropy)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
     if top1_ptr is not None:
         tl.store(top1_ptr + row, ((z_target >= row_top) & valid).to(tl.int8))
     if mean_ptr is not None:
-        mean = tl.sum(sum_z, 0) / V
+        mean = sum_z / V
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + row, mean)
@@ -263,7 +295,7 @@ def _bwd_tile(V: int) -> tuple[int, int]:
 
 def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
     """softcap, what a number that is read counts in logits, and k: what one that is compared counts in powers of 2."""
-    return softcap, scale, (1.0 if softcap else scale) / temperature * LOG2E.value
+    return softcap, scale, (1.0 if softcap else scale) / temperature / math.log(2.0)
 
 
 def logprob_rows(
@@ -298,18 +330,20 @@ def logprob_rows(
 
 def logprob_gradient_rows(
     logits: Tensor, target: Tensor, stats: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None,
-    dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
+    dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float, *, merged: bool = False,
 ) -> None:  # fmt: skip
     """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits), of (M, V) rows; may be the logits.
 
     dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None where that ran without Triton.
+    merged: the statistics are of all classes, of which V are some, and there is a target among them or not.
     """
     M, V = logits.shape
     if M * V == 0:
         return
     if stats is None or not use_triton(logits):
+        known = stats if merged else None
         dlogits.copy_(
-            _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale)
+            _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
         )
         return
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))

@@ -18,6 +18,7 @@ Names and semantics are those of TRL 1.16. All functions take their tensors and 
     temperature, softcap, scale: of the logits, see above.
     chunk_bytes: logits held at a time; as in `tigon.linear_cross_entropy`.
     accumulate: "fp32" adds the weight's gradient in fp32 and rounds once; "weight" adds in the weight's dtype.
+    group: of a vocabulary-parallel head, as in `tigon.linear_cross_entropy`; both heads are split alike.
 
 They return the loss, 0-d in fp32 (fp64 for fp64), and metrics by the names TRL logs, 0-d tensors on the device, without
 gradient. An empty completion counts as one of probability 1, an empty batch has a loss of 0.
@@ -73,6 +74,7 @@ def dpo(
     scale: float = 1.0,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: Any = None,
 ) -> Result:
     """Direct preference optimisation: with r = log π(y) − log π_ref(y) of the chosen and of the rejected completion,
 
@@ -155,6 +157,7 @@ def dpo(
         "dpo", (source, f_divergence_type, extra, *types), numbers, x, weight, target, bias,
         reference=(ref_x, ref_weight, ref_bias), sides=sides, lengths=lengths, ignore_index=ignore_index,
         temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes, accumulate=accumulate,
+        group=group,
     )  # fmt: skip
 
 
@@ -173,6 +176,7 @@ def orpo(
     scale: float = 1.0,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: Any = None,
 ) -> Result:
     """Odds ratio preference optimisation: with p = exp(mean over tokens of the log-probability), odds = p / (1 − p),
 
@@ -202,6 +206,7 @@ def orpo(
     return token_loss(
         "orpo", (), (beta,), x, weight, target, bias, sides=sides, lengths=lengths, ignore_index=ignore_index,
         temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes, accumulate=accumulate,
+        group=group,
     )  # fmt: skip
 
 
@@ -224,6 +229,7 @@ def cpo(
     scale: float = 1.0,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: Any = None,
 ) -> Result:
     """Contrastive preference optimisation, without a reference: with m = r(chosen) − r(rejected), r = log π(y),
 
@@ -252,7 +258,7 @@ def cpo(
     return _contrast(
         "cpo", kinds, (beta, gamma, label_smoothing, cpo_alpha, alpha), x, weight, target, bias, lengths=lengths,
         ignore_index=ignore_index, temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes,
-        accumulate=accumulate,
+        accumulate=accumulate, group=group,
     )  # fmt: skip
 
 
@@ -274,6 +280,7 @@ def simpo(
     scale: float = 1.0,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: Any = None,
 ) -> Result:
     """Simple preference optimisation: with r the mean over tokens of the log-probability, and no reference,
 
@@ -304,6 +311,7 @@ def simpo(
     return _contrast(
         "simpo", (loss_type, "average"), numbers, x, weight, target, bias, lengths=lengths, ignore_index=ignore_index,
         temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes, accumulate=accumulate,
+        group=group,
     )  # fmt: skip
 
 
@@ -336,6 +344,7 @@ def kto(
     scale: float = 1.0,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: Any = None,
 ) -> Result:
     """Kahneman-Tversky optimisation, of completions that are good or bad by themselves: with r = log π(y) / π_ref(y),
 
@@ -373,7 +382,7 @@ def kto(
     source = _source("kto", "ref_logps", given, ref_x, False)
     walk: dict[str, Any] = {
         "ignore_index": ignore_index, "temperature": temperature, "softcap": softcap, "scale": scale,
-        "chunk_bytes": chunk_bytes, "accumulate": accumulate,
+        "chunk_bytes": chunk_bytes, "accumulate": accumulate, "group": group,
     }  # fmt: skip
     wanted = loss_type == "kto"
     ways = (kl is not None, kl_logps is not None, kl_x is not None)
@@ -391,7 +400,7 @@ def kto(
         if ref_kl_logps is None or kl_logps.shape != ref_kl_logps.shape:
             raise ValueError("kto: kl_logps must come with ref_kl_logps, one for each.")
         kl = (kl_logps.detach() - ref_kl_logps.detach()).mean()
-    zero = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+    zero = scalar(0.0, x.device, torch.promote_types(x.dtype, torch.float32))
     kl = (zero if kl is None else zero + kl).detach().clamp(min=0)
     sequence_weight = torch.where(label, zero + desirable_weight, zero + undesirable_weight) / max(1, S)
     sides = [sequence_weight, label, _filled(x, kl), *given]

@@ -331,11 +331,11 @@ def _reduce_kernel(
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _cross_entropy_bwd_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
-    M, V, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
+    M, V, classes, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
     MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: every element is read and written by one thread."""
+    """dlogits may be logits: every element is read and written by one thread. classes: all, of which V may be some."""
     blocks = tl.cdiv(V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -359,7 +359,7 @@ def _cross_entropy_bwd_kernel(
         if MEAN:
             z_loss = z_loss * tl.load(stats_ptr + 1)
     if SMOOTHING:
-        off_target = smoothing / V
+        off_target = smoothing / classes
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             off_target = off_target * w[None, :]

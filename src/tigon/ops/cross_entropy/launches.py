@@ -25,7 +25,7 @@ from tigon.ops.cross_entropy.kernels import (
     _cross_entropy_narrow_fwd_kernel,
     _reduce_kernel,
 )
-from tigon.ops.cross_entropy.reference import rows_reference
+from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 
 NARROW = 512  # classes up to which several rows share a program
 ONE_PROGRAM = 65536  # rows that one program reduces in the time of a launch or so
@@ -99,6 +99,24 @@ def cross_entropy_rows(
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
+
+
+def gradient_rows(logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor, classes: int, *options: Any) -> None:
+    """Overwrite (M, V) logits by factor · d(loss)/d(logits), from what is known of all classes, of which V are some.
+
+    labels: (M,), counted from the first of the V; ignore_index, or beyond them. stats: (4 + 2 M,), as the forward pass
+    leaves it: each row's maximum and log₂ Σ exp(z − max). factor: 0-d, or (M,) with one a row.
+    """
+    if logits.numel() == 0:
+        return
+    if use_triton(logits):
+        _launch_gradient(factor, logits, labels, None, stats, logits, False, *options, classes=classes)
+        return
+    rows = stats[4:].view(-1, 2)
+    for part in _cache_sized(logits):
+        here = factor[part] if factor.dim() else factor
+        acc = logits[part].to(stats.dtype)
+        logits[part] = gradient_reference(acc, labels[part], rows[part], here, classes, *options)
 
 
 def _cache_sized(logits: Tensor) -> list[slice]:
@@ -239,9 +257,10 @@ def _cross_entropy_bwd(
 
 def _launch_gradient(
     dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float, *,
+    classes: int | None = None,
 ) -> None:  # fmt: skip
-    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself."""
+    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself. classes: all, if V are some of them."""
     if not x.numel():
         return
     # A reduced loss hands every row the same gradient, and so does a sum of rows, as a tensor of strides 0.
@@ -252,7 +271,7 @@ def _launch_gradient(
     M, V = x.shape
     warps, block_m, block_n = _bwd_tile(V)
     arguments = (
-        M, V, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
+        M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
         ignore_index, label_smoothing, z_loss, softcap, scale,
         mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, block_m, block_n,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,6 +54,7 @@ def rows_reference(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Loss and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
+    options = ignore_index, label_smoothing, z_loss, softcap, scale
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
@@ -65,12 +68,38 @@ def rows_reference(
     loss = torch.where(valid, loss, 0.0)
     if not gradient:
         return loss, None
+    return loss, _slope_reference(logp, lse, slope, target, factor, z.shape[-1], *options)
+
+
+def gradient_reference(
+    logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """As the gradient of `rows_reference`, from what is known of all classes, of which these logits are some.
+
+    stats: (M, 2), the maximum of z (without a softcap: of the logits) and log₂ Σ exp(z − max).
+    """
+    z, slope = _cap_reference(logits, softcap, scale)
+    top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
+    lse = (top + log_sum).squeeze(-1)
+    options = ignore_index, label_smoothing, z_loss, softcap, scale
+    return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
+
+
+def _slope_reference(
+    logp: Tensor, lse: Tensor, slope: Tensor | float, target: Tensor, factor: Tensor | None, classes: int,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """factor · d(loss)/d(logits), in the memory of logp. A target may be none of these classes."""
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
-    dz.scatter_add_(-1, at, dz.new_full((), label_smoothing - 1).expand(at.shape))
+    valid = target != ignore_index
+    here = valid & (target >= 0) & (target < dz.shape[-1])
+    at = torch.where(here, target, 0).long().unsqueeze(-1)
+    dz.scatter_add_(-1, at, torch.where(here, label_smoothing - 1, 0.0).to(dz.dtype).unsqueeze(-1))
     if label_smoothing:
-        dz -= label_smoothing / z.shape[-1]
+        dz -= label_smoothing / classes
     if softcap or scale != 1.0:
         dz *= slope
-    return loss, dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
+    return dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))

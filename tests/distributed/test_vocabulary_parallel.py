@@ -1,0 +1,323 @@
+"""Losses of a head whose classes lie on several ranks: the numbers of one process that has the whole head."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics import Errors, _as_fp64, evaluate
+from ops_table.cross_entropy import LINEAR_CROSS_ENTROPY
+from ops_table.logprob import GRPO, LINEAR_LOGPROB
+from ops_table.row import Case
+from world import world_of
+
+import tigon
+from tigon.losses import preference
+from tigon.losses.chunked import ValidCount
+
+pytestmark = pytest.mark.xdist_group("distributed")
+four = world_of(4)
+
+OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO)}
+# Which inputs have a row for each class.
+SPLIT = {"linear_cross_entropy": (1, 3), "linear_logprob": (1, 2, 4), "grpo": (1, 2)}
+THREE_CHUNKS = Case("three chunks, every option", (300, 16, 60), {
+    "chunk_bytes": 1, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.7,
+})  # fmt: skip
+CASES = [(op.name, i) for op in OPS.values() for i in range(len(op.cases))]
+
+
+def even(V: int, world: int) -> list[int]:
+    """As torch.chunk."""
+    size = -(-V // world)
+    return [max(0, min(V, (r + 1) * size) - r * size) for r in range(world)]
+
+
+def uneven(V: int, world: int) -> list[int]:
+    """Of any sizes, and nothing on the last."""
+    return [V // 2, V - V // 2 - V // 5, V // 5, 0] if world == 4 else [V, 0]
+
+
+SIZES = {"even": even, "uneven": uneven}
+
+
+def case_of(name: str, number: int) -> Case:
+    return OPS[name].cases[number] if number >= 0 else THREE_CHUNKS
+
+
+def shard(t, sizes, rank):
+    return t if t is None else t.split(sizes)[rank].clone()
+
+
+def on_a_rank(rank, world, device, calls, split, backend):
+    """Results and gradients of each call, with this rank's part of the head."""
+    found = []
+    for name, number, dtype, seed in calls:
+        op, case = OPS[name], case_of(name, number)
+        inputs = list(op.draw(case, dtype, device, torch.Generator().manual_seed(seed)))
+        sizes = SIZES[split](inputs[1].shape[0], world)
+        for i in SPLIT[name]:
+            inputs[i] = shard(inputs[i], sizes, rank)
+        options = case.options | {"group": dist.group.WORLD}
+        with tigon.use_backend(backend):
+            found.append(evaluate(op.public, inputs, options, op.differentiable(inputs), seed))
+    return found
+
+
+def together(name, by_rank):
+    """What the ranks found as one process would have; all that is whole must have the same bits everywhere."""
+    found = {}
+    for key, value in by_rank[0].items():
+        parts = [answer[key] for answer in by_rank]
+        if key in {f"gradient of input {i}" for i in SPLIT[name]}:
+            found[key] = None if value is None else torch.cat(parts)
+            continue
+        assert all(torch.equal(part, value) for part in parts if value is not None), f"{key} differs between ranks"
+        found[key] = value
+    return found
+
+
+def check(world, split, backend, calls):
+    """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
+    drawn = [(*call, seed) for call in calls for seed in range(min(8, case_of(*call[:2]).draws))]
+    answers = world.run(on_a_rank, drawn, split, backend)
+    errors = {}
+    for i, (name, number, dtype, seed) in enumerate(drawn):
+        op, case = OPS[name], case_of(name, number)
+        inputs = op.draw(case, dtype, torch.device("cpu"), torch.Generator().manual_seed(seed))
+        grad = op.differentiable(inputs)
+        exact = evaluate(op.reference, [_as_fp64(t) for t in inputs], case.options, grad, seed)
+        base = evaluate(op.eager, inputs, case.options, grad, seed)
+        ours, theirs = errors.setdefault((name, str(case), dtype, op.roundings), (Errors(), Errors()))
+        ours.add(together(name, [answer[i] for answer in answers]), exact)
+        theirs.add(base, exact)
+    for (name, case, dtype, roundings), (ours, theirs) in errors.items():
+        try:
+            ours.assert_at_most_twice(theirs, roundings)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {case}, {dtype}, {split} shards, {backend}: {error}") from None
+
+
+@pytest.mark.parametrize(("dtype", "split"), [(torch.float32, "uneven"), (torch.bfloat16, "even")], ids=str)
+def test_every_case_of_the_table(four, split, dtype):
+    backend = "triton" if four.device_type == "cuda" else "torch"
+    check(four, split, backend, [(*case, dtype) for case in [*CASES, ("linear_cross_entropy", -1)]])
+
+
+def test_the_kernels_too(four):
+    """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has their branches."""
+    calls = [("linear_cross_entropy", 2, torch.float32), ("linear_logprob", 2, torch.float32)]
+    check(four, "uneven", "triton", calls)
+
+
+# ---------------------------------------------------------------------------------------------------------- DTensors
+
+
+def head(device, rows=(6, 50), H=16, V=61, dtype=torch.float32):
+    """V is no multiple of the ranks. Every fifth target is ignored."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(*rows, H, generator=draw).to(device, dtype)
+    weight = (3 * torch.randn(V, H, generator=draw) / H**0.5).to(device, dtype)
+    bias = torch.randn(V, generator=draw).to(device, dtype)
+    target = torch.randint(0, V, rows, generator=draw).to(device)
+    target.view(-1)[::5] = -100
+    return x, weight, bias, target
+
+
+def on_a_mesh(rank, world, device, x_is):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    x, weight, bias, target = head(device)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    weight, bias = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
+    placement = {"plain": None, "whole": Replicate(), "split sequence": Shard(1)}[x_is]
+    x = x.requires_grad_() if placement is None else distribute_tensor(x, mesh, [placement]).requires_grad_()
+    loss = tigon.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
+    assert not isinstance(loss, DTensor)
+    logprob = tigon.linear_logprob(x, weight, target, bias=bias)
+    (loss + logprob.entropy.sum() / 300).backward()
+    assert weight.grad.placements == bias.grad.placements == (Shard(0),)
+    assert weight.grad.to_local().shape == weight.to_local().shape
+    if placement is not None:
+        assert x.grad.placements == (placement,)
+    return loss, logprob.logprob, x.grad, weight.grad, bias.grad
+
+
+def plain(device):
+    x, weight, bias, target = (t.double() if t.is_floating_point() else t for t in head(device))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    loss = LINEAR_CROSS_ENTROPY.reference(x, weight, target, bias)
+    logprob, entropy = LINEAR_LOGPROB.reference(x, weight, bias, None, None, target)
+    grads = torch.autograd.grad(loss + entropy.sum() / 300, leaves)
+    return loss.detach(), logprob.detach(), *grads
+
+
+@pytest.mark.parametrize("x_is", ["plain", "whole", "split sequence"])
+def test_dtensors(four, x_is):
+    for found in four.run(on_a_mesh, x_is):
+        for mine, right in zip(found, plain("cpu"), strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
+
+
+def refusals(rank, world, device):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, weight, bias, target = head(device)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    square = dist.device_mesh.init_device_mesh(device.type, (2, world // 2))
+    split = distribute_tensor(weight, mesh, [Shard(0)])
+    calls = (
+        (x, distribute_tensor(weight, mesh, [Shard(1)]), {}),
+        (x, distribute_tensor(weight, square, [Replicate(), Shard(0)]), {}),
+        (x, split, {"bias": bias}),
+        (distribute_tensor(x, mesh, [Shard(2)]), split, {}),
+        (distribute_tensor(x, mesh, [Replicate()]), weight, {"group": dist.group.WORLD}),
+        (x, weight, {"group": square}),
+        (x, split, {"group": dist.new_group([0, 1])}),
+    )
+    messages = []
+    for x, weight, options in calls:
+        with pytest.raises(ValueError, match="linear_cross_entropy") as error:
+            tigon.linear_cross_entropy(x, weight, target, **options)
+        messages.append(str(error.value))
+    with pytest.raises(ValueError, match=r"target must lie in \[0, 61\)") if device.type == "cpu" else nullcontext():
+        tigon.linear_cross_entropy(x, split, torch.full_like(target, 61))
+    return messages
+
+
+def test_what_does_not_fit_gets_a_sentence(four):
+    expected = (
+        "weight must be Shard(0), rows of classes, on a mesh of one dimension",
+        "weight must be Shard(0), rows of classes, on a mesh of one dimension",
+        "bias must be a DTensor that is Shard(0)",
+        "x must be on the weight's mesh, whole or split by tokens",
+        "x must be a plain tensor beside a plain weight",
+        "group must be a mesh of one dimension, got 2",
+        "group must be left out beside a DTensor",
+    )
+    for messages in four.run(refusals):
+        for message, start in zip(messages, expected, strict=True):
+            assert message.startswith(f"linear_cross_entropy: {start}"), message
+
+
+# ----------------------------------------------------------------------------------------------- options and families
+
+
+def of_options(rank, world, device):
+    """What the table has not: by name, results of the whole head, which this rank has alone, and of its part of it."""
+    x, weight, bias, target = head(device)
+    sizes = even(61, world)
+    span = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    found = {}
+
+    def both(name, loss_of, *needed):
+        """loss_of(x, weight, bias, part, **options): the loss, or the loss and other results."""
+        for part in (slice(None), span):
+            whole = part is not span
+            leaves = [t.clone().requires_grad_(i in needed) for i, t in enumerate((x, weight[part], bias[part]))]
+            result = loss_of(*leaves, part, **({} if whole else {"group": dist.group.WORLD}))
+            loss, others = result if isinstance(result, tuple) else (result, {})
+            grads = [None] * 3
+            if needed:
+                wanted = torch.autograd.grad(loss.sum(), [leaves[i] for i in needed], allow_unused=True)
+                for i, g in zip(needed, wanted, strict=True):
+                    grads[i] = g[span] if whole and i and g is not None else g
+            found.setdefault(name, []).append([loss.detach(), *grads, *others.values()])
+
+    def entropy_of(x, w, b, part, **options):
+        return tigon.linear_cross_entropy(x, w, target, bias=b, **options)
+
+    def under_autocast(*inputs, **options):
+        with torch.autocast(device.type, torch.bfloat16):
+            return entropy_of(*inputs, **options)
+
+    def into_main_grad(x, w, b, part, **options):
+        main = torch.ones_like(w)
+        loss = entropy_of(x, w, b, part, chunk_bytes=1, main_grad=main, main_grad_scale=0.5, **options)
+        return loss * 0.5, {"main_grad": main[span] if main.shape[0] == 61 else main}
+
+    def nothing_valid(x, w, b, part, **options):
+        ignored = torch.full_like(target, -100)
+        return tigon.linear_cross_entropy(x, w, ignored, bias=b, reduction="sum", **options)
+
+    def everything(x, w, b, part, **options):
+        return torch.zeros(()), tigon.linear_logprob(x, w, target, bias=b, **options)._asdict()
+
+    count = ValidCount(target)
+    both("frozen head", entropy_of, 0)
+    both("frozen trunk", entropy_of, 1, 2)
+    both("counted", lambda *inputs, **options: 4 * entropy_of(*inputs, num_valid=count, **options), 0, 1, 2)
+    both("autocast", under_autocast, 0, 1, 2)
+    both("main_grad", into_main_grad, 0, 1, 2)
+    both("nothing valid", nothing_valid, 0, 1, 2)
+    with torch.no_grad():
+        both("no_grad", entropy_of)
+        both("all results", everything)
+
+    # Of log-probabilities: pairs, or one completion a sequence, and a reference's head that is split as well.
+    ref_weight, label = weight.roll(1, 0), torch.arange(6, device=device) % 2 == 0
+    of_reference = {"ref_x": x.flip(-1)}
+    for name, options in {
+        "dpo": of_reference, "orpo": {}, "cpo": {"loss_type": "simpo"}, "simpo": {},
+        "kto": {"label": label, "kl_x": x, "kl_target": target, "ref_kl_x": x.flip(-1), **of_reference},
+    }.items():  # fmt: skip
+
+        def of_family(x, w, b, part, name=name, options=options, **more):
+            ref = {"ref_weight": ref_weight[part]} if "ref_x" in options else {}
+            return getattr(preference, name)(x, w, target, bias=b, chunk_bytes=2**14, **options, **ref, **more)
+
+        both(name, of_family, 0, 1, 2)
+    return found
+
+
+def test_options_and_families(four):
+    for found in four.run(of_options):
+        assert len(found) == 13
+        for name, (whole, part) in found.items():
+            close = {"rtol": 1e-4, "atol": 2e-3 if name == "autocast" else 2e-5, "equal_nan": True}
+            for mine, right in zip(part, whole, strict=True):
+                if right is None:
+                    assert mine is None, name
+                    continue
+                torch.testing.assert_close(mine, right, **close, msg=lambda m, n=name: f"{n}: {m}")
+            assert name in ("nothing valid", "all results") or whole[0].abs() > 0, name
+
+
+# ------------------------------------------------------------------------------------------------ what is exchanged
+
+
+def of_halves(rank, world, device):
+    """Groups of two, whose ranks are not those of the world; the sizes of a weight are asked for once."""
+    from tigon.losses import shards
+
+    groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    x, weight, _, target = head(device)
+    place = rank % 2
+    own = weight.split([40, 21])[place].clone().requires_grad_()
+    asked, gather = [], shards._all_gather
+
+    def counted(out, given, **options):
+        asked.append((out.numel(), given.dtype))
+        return gather(out, given, **options)
+
+    shards._all_gather = counted
+    try:
+        losses = [tigon.linear_cross_entropy(x, own, target, group=groups[rank // 2]) for _ in range(2)]
+    finally:
+        shards._all_gather = gather
+    return losses[0], torch.autograd.grad(losses[1], own)[0], asked, dist.get_rank(groups[rank // 2])
+
+
+def test_groups_within_the_world(four):
+    x, weight, _, target = head("cpu")
+    exact = weight.double().requires_grad_()
+    loss = LINEAR_CROSS_ENTROPY.reference(x.double(), exact, target)
+    (dw,) = torch.autograd.grad(loss, exact)
+    for rank, (mine, grad, asked, place) in enumerate(four.run(of_halves)):
+        assert place == rank % 2
+        torch.testing.assert_close(mine.double(), loss.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad.double(), dw.split([40, 21])[place], rtol=1e-4, atol=1e-6)
+        # Two sizes once, then of each call's 240 valid tokens three numbers from both.
+        assert asked == [(2, torch.int64), (2 * 240 * 3, torch.float32), (2 * 240 * 3, torch.float32)]

@@ -1,0 +1,80 @@
+"""Rows of the losses whose classes lie on several devices: the launches of one that has a quarter of them.
+
+They take other processes to be right: tests/distributed/test_vocabulary_parallel.py. Here the others echo what they are
+told, which launches the same kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from ops_table.cross_entropy import _EVERY_OPTION, LINEAR_CROSS_ENTROPY
+from ops_table.logprob import GRPO, LINEAR_LOGPROB
+from ops_table.row import Case, Op
+from tigon.losses.shards import Arriving, Shards
+
+DEVICES = 4
+
+
+class Done:
+    def wait(self) -> None:
+        return
+
+
+class Echo(Shards):
+    """All devices hold as many classes, and say the same."""
+
+    def gather(self, own: Tensor) -> Arriving:
+        return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Done())
+
+    def sum(self, t: Tensor) -> Arriving:
+        return Arriving(t, Done())
+
+
+@contextlib.contextmanager
+def echoing(rank: int = 0) -> Iterator[None]:
+    def shards_of(name, x, weight, bias, target, group, accumulate):
+        return x, weight, bias, target, Echo(group, rank, (weight.shape[0],) * DEVICES)
+
+    modules = ("linear_cross_entropy", "linear_logprob", "token_loss")
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch(f"tigon.losses.{module}.shards_of", shards_of))
+        yield
+
+
+def _echoed(public: Callable[..., Any]) -> Callable[..., Any]:
+    def fn(*inputs: Any, **options: Any) -> Any:
+        with echoing():
+            return public(*inputs, **options)
+
+    return fn
+
+
+def _over_shards(op: Op, *models: Case) -> Op:
+    return dataclasses.replace(
+        op, name=f"{op.name} over shards", public=_echoed(op.public), cases=(), models=models, launches=(),
+        wide_loads=False,  # the few numbers a row that are put together
+    )  # fmt: skip
+
+
+OVER_SHARDS: tuple[Op, ...] = (
+    _over_shards(
+        LINEAR_CROSS_ENTROPY,
+        Case("a quarter of Llama-3-8B", (8192, 4096, 32064), {}, {"bias": False}),
+        Case("a quarter of Gemma-2-2B", (32768, 2304, 64000), {"softcap": 30.0}, {"bias": False}),
+        Case("every option", (8192, 2048, 8000), _EVERY_OPTION),
+    ),
+    _over_shards(
+        LINEAR_LOGPROB,
+        Case("a quarter of Llama-3-8B", (8192, 4096, 32064), {}, {"bias": False, "lora": False}),
+        Case("softcap", (8192, 2304, 64000), {"softcap": 30.0, "temperature": 0.9}, {"bias": False, "lora": False}),
+    ),
+    _over_shards(GRPO, Case("a quarter of Llama-3-8B", (16, 1024, 4096, 32064), {"loss_type": "grpo"})),
+)
