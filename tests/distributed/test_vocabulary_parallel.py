@@ -321,3 +321,64 @@ def test_groups_within_the_world(four):
         torch.testing.assert_close(grad.double(), dw.split([40, 21])[place], rtol=1e-4, atol=1e-6)
         # Two sizes once, then of each call's 240 valid tokens three numbers from both.
         assert asked == [(2, torch.int64), (2 * 240 * 3, torch.float32), (2 * 240 * 3, torch.float32)]
+
+
+# -------------------------------------------------------------------------------------------------------- fused models
+
+
+def small_llama(device):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=301, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 301, (2, 40), generator=torch.Generator().manual_seed(1))
+    return LlamaForCausalLM(config).to(device), ids.to(device)
+
+
+def split(model, mesh, way):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if way == "transformers":
+        parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+        style = parallel.ALL_PARALLEL_STYLES["colwise_gather_output"]
+        style.shard_param(model.lm_head, "weight", mesh)
+        style.install_forward(model.lm_head, mesh)
+        return
+    layouts = {"torch": Replicate(), "not gathered": Shard(-1)}
+    style = ColwiseParallel(output_layouts=layouts[way], use_local_output=way == "torch")
+    parallelize_module(model, mesh, {"lm_head": style})
+
+
+def of_a_model(rank, world, device, way):
+    """Loss and gradients of a model whose head is split, with the built logits in between, and the report's counts."""
+    model, ids = small_llama(device)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    split(model, mesh, way)
+    with tigon.use_backend("triton" if device.type == "cuda" else "torch"), tigon.fuse(model) as fusion:
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        loss = out.loss.full_tensor() if hasattr(out.loss, "full_tensor") else out.loss
+        calls = [row.calls for row in fusion.report().rows if row.kind == "head"]
+        logits = model(input_ids=ids, labels=ids).logits
+        logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits + 0.0
+    plain = model(input_ids=ids).logits
+    plain = plain.full_tensor() if hasattr(plain, "full_tensor") else plain
+    assert torch.equal(logits, plain)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return loss, grads, calls, type(model.lm_head.weight.grad).__name__
+
+
+@pytest.mark.parametrize("way", ["torch", "transformers"])
+def test_a_fused_model_with_a_split_head(four, way):
+    model, ids = small_llama("cpu")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    for mine, grads, calls, kind in four.run(of_a_model, way):
+        assert (calls, kind) == ([1], "DTensor")
+        torch.testing.assert_close(mine, loss.detach(), rtol=1e-5, atol=1e-5)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

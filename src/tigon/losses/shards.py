@@ -95,7 +95,7 @@ class InputGradient:
         self, dx: Tensor, rows: Tensor | slice, dlogits: Tensor, more: tuple[Tensor, Tensor, float] | None = None
     ) -> None:
         """dx[rows] = dlogits W, and with `more` = (a, b, alpha): + alpha · a b."""
-        dtype, apart = dx.dtype, not isinstance(rows, slice)
+        dtype, apart = dx.dtype, isinstance(rows, Tensor)
         if self.shards is not None and self.shards.wide:
             dtype = torch.promote_types(dtype, torch.float32)
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
@@ -107,7 +107,7 @@ class InputGradient:
         if self.shards is not None:
             self.arrive()
             self._on_the_way = self.shards.sum(own), rows, dx
-        elif apart:
+        elif isinstance(rows, Tensor):
             dx.index_copy_(0, rows, own)
 
     def arrive(self) -> None:

@@ -24,6 +24,7 @@ from tigon.models.recognize_mlp import Gated
 from tigon.models.regather import regather_of
 from tigon.models.report import Ledger
 from tigon.models.shards import is_dtensor, on_own_rows, rows_are_whole
+from tigon.models.split_head import is_gathered, is_split
 from tigon.ops.gated import geglu, reglu, swiglu
 from tigon.ops.gated_linear import gated_linear
 from tigon.ops.gated_mlp import gated_mlp, is_one_tile
@@ -176,9 +177,13 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    ledger: Ledger = self._tigon.ledger
+    patch: Patch = self._tigon
+    ledger, plain = patch.ledger, patch.before or functools.partial(_plain, self)
     if not (ledger.active and ledger.lazy) or args or kwargs:
         return _plain(self, input, *args, **kwargs)
+        return plain(input, *args, **kwargs)
+    if _frees_its_weight(self):
+        return plain(input)
     compiling = torch.compiler.is_compiling()
     regather = regather_of(self)
     if regather is not None and compiling:
@@ -190,6 +195,12 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if recipe is None:
         ledger.plain_head(_why_plain(self))
         return _plain(self, input)
+        return plain(input)
+    if is_split(self.weight) and (compiling or not is_gathered(self)):
+        return plain(input)
+    recipe = Recipe.of(input, self.weight, self.bias, ledger)
+    if recipe is None:
+        return plain(input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
 
 

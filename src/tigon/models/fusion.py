@@ -36,6 +36,7 @@ from tigon.models.recognize_mlp import recognize_mlp, recognize_relu2
 from tigon.models.recompute import LEVELS, Recompute
 from tigon.models.report import Ledger, Report, Row, advice_on
 from tigon.models.rotary import Clones
+from tigon.models.split_head import is_gathering_forward
 
 REPLACED = "its forward is already replaced on this instance (a device hook, another library?)"
 FUSED_BEFORE = "fused before, by another tigon.fuse"
@@ -237,7 +238,8 @@ class Fusion:
             for layer in layers:
                 why = reason or _why_not_head(layer)
                 if why is None:
-                    install(layer, head_forward, Patch("head", self._ledger, None))
+                    before = vars(layer).get("forward")
+                    install(layer, head_forward, Patch("head", self._ledger, None, before=before))
                     biased = " + b" if layer.bias is not None else ""
                     self._done("head", layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
                     taken.add(id(layer))
@@ -354,7 +356,8 @@ def _why_no_linear(head: nn.Module) -> str:
 def _why_not_head(layer: nn.Linear) -> str | None:
     if layer.weight.dtype not in DTYPES:
         return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
-    return _why_not(layer)
+    why = _why_not(layer)
+    return None if why == REPLACED and is_gathering_forward(vars(layer)["forward"]) else why
 
 
 def _labels_at(model: nn.Module) -> int | None:

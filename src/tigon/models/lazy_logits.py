@@ -160,6 +160,19 @@ class LazyLogits(Tensor):
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
 
 
+class GatheredLogits(LazyLogits):
+    """Of a head that is split over a mesh: all of its logits already, where torch's hook expects a DTensor of them."""
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),)
+
+    def to_local(self) -> LazyLogits:
+        return self
+
+
 def _only_passes_on(graph: Any) -> bool:
     """DDP that looks for unused parameters, the Trainer's default, clones what a model returns, in a node of its own.
 
@@ -180,8 +193,9 @@ class _Unbuilt(torch.autograd.Function):
         # Not save_for_backward: that would have saved-tensor hooks (CPU offload) copy a weight that is rarely needed.
         # The recipe checks versions itself.
         ctx.recipe = recipe
+        kind = GatheredLogits if recipe.split else LazyLogits
         return Tensor._make_wrapper_subclass(
-            LazyLogits, like.shape, strides=like.stride(), dtype=like.dtype, device=hidden.device
+            kind, like.shape, strides=like.stride(), dtype=like.dtype, device=hidden.device
         )
 
     @staticmethod
@@ -346,7 +360,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
     index = (*index[:at], *fill, *index[at + len(dots) :])
     rows, words = index[:-1], index[-1]
     start, count, step = words.indices(lazy.shape[-1])
-    if start != 0 or step != 1 or count == 0:
+    if start != 0 or step != 1 or count == 0 or (lazy.recipe.split and count != lazy.shape[-1]):
         return NotImplemented
 
     def take(recipe: Recipe) -> Recipe:

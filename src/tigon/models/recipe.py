@@ -14,6 +14,7 @@ from torch import Tensor
 from tigon.backend import autocast_dtype
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.models.regather import Regather, is_released
+from tigon.models.split_head import gathered_linear, here, is_split, whole_input
 
 # In fp64 the models' own `logits.float()` narrows; there the plain head serves.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,7 @@ class Recipe:
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
         # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
         self.sample = _sample(weight) if sample is None else sample
+        self.split = is_split(weight)
         self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
 
     @classmethod
@@ -55,7 +57,12 @@ class Recipe:
         """
         device = hidden.device.type
         autocast = autocast_dtype(device)
-        tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
+        tensors: tuple[Any, ...] = (hidden, weight) if bias is None else (hidden, weight, bias)
+        if is_split(weight):  # which `head_forward` lets come here only where its logits are gathered next
+            whole = whole_input(hidden, weight, bias)
+            if whole is None:
+                return None
+            hidden, tensors = whole, (whole, *map(here, tensors[1:]))
         for t in tensors:
             # A DTensor, a ZeRO-3 shard or a tensor of another subclass brings its own F.linear.
             if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
@@ -75,11 +82,14 @@ class Recipe:
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return self.hidden, self.weight, self.bias, *(v for step, v in self.steps if step == "add")
+        """Those whose memory is here: of a head that is split, this device's part."""
+        return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
 
     def plus(self, other: Any) -> Recipe | None:
         """With a vector added, as Bart and Marian do; None for what is none, or comes after another step."""
         V = self.weight.shape[0]
+        if self.split:
+            return None
         if type(other) not in (Tensor, torch.nn.Parameter) or other.numel() != V or other.shape[-1:] != (V,):
             return None
         if other.dim() > self.hidden.dim() or other.device != self.hidden.device or self.steps:
@@ -97,7 +107,7 @@ class Recipe:
         return self._with(hidden=take(self.hidden))
 
     def columns(self, count: int) -> Recipe:
-        """The logits of the first `count` words."""
+        """The logits of the first `count` words. Not of a head that is split."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
         with self.gathered():
@@ -136,6 +146,11 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True, sample=True)
             z = F.linear(self.hidden, self.weight, self.bias)
+        if not torch.compiler.is_compiling():
+            self.check(sample=True)
+        with autocast_as(self.hidden.device.type, self.autocast):
+            linear = gathered_linear if self.split else F.linear
+            z = linear(self.hidden, self.weight, self.bias)
             for step, value in self.steps:
                 if step == "mul":
                     z = z * value
@@ -210,6 +225,7 @@ def version_of(t: Tensor | None) -> int:
 
 def _sample(weight: Tensor) -> Tensor:
     """About two thousand elements all over the weight, copied."""
+    weight = here(weight)
     rows, columns = weight.shape
     return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()
 

@@ -1,0 +1,79 @@
+"""Heads whose weight is a DTensor, rows of classes on each device of a mesh, and whose logits are gathered on all.
+
+Two ways to make such a head are known, and only these are taken for one: torch's `ColwiseParallel(output_layouts=
+Replicate())`, which puts hooks around its forward, and transformers' "colwise_gather_output", which replaces it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def is_split(t: Any) -> bool:
+    return hasattr(t, "device_mesh")
+
+
+def here(t: Any) -> Any:
+    """What of a DTensor is on this device, outside of autograd."""
+    return t._local_tensor if is_split(t) else t
+
+
+def whole_input(hidden: Any, weight: Any, bias: Any) -> Tensor | None:
+    """The hidden states as a plain tensor, or None where the head is not split by classes, or they are not whole."""
+    if weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        return None
+    if bias is not None and (not is_split(bias) or bias.placements != weight.placements):
+        return None
+    if not is_split(hidden):
+        return hidden  # type: ignore[no-any-return]
+    if hidden.device_mesh != weight.device_mesh or not hidden.placements[0].is_replicate():
+        return None
+    local = hidden.to_local(grad_placements=hidden.placements)
+    return local if type(local) is Tensor else local.clone()  # one that is still on its way
+
+
+def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
+    """The plain logits, the operations of the two ways in their order."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    rows = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    logits = F.linear(rows, weight, bias)
+    return logits.redistribute(placements=[Replicate()]).to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def is_gathered(head: nn.Module) -> bool:
+    """Whether all that happens to this head's DTensor of logits is that it is gathered, and made a plain tensor."""
+    hooks = list(head._forward_hooks.values())
+    if not hooks:
+        patch = vars(head).get("_tigon")
+        return is_gathering_forward(vars(head).get("forward") if patch is None else patch.before)
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    cells = [c.cell_contents for c in getattr(hooks[0], "__closure__", None) or ()]
+    after = [c for c in cells if isinstance(c, functools.partial) and c.func is ColwiseParallel._prepare_output_fn]
+    if len(hooks) > 1 or len(after) != 1 or len(after[0].args) != 2:
+        return False
+    placements, local = after[0].args
+    return local is True and all(p.is_replicate() for p in placements)
+
+
+def is_gathering_forward(forward: Any) -> bool:
+    """transformers' stand-in for the forward of a head that is split."""
+    code = getattr(forward, "__code__", None)
+    if code is None or getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
+        return False
+    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=False))
+    if not {"self", "original_forward"} <= set(cells):
+        return False
+    style, inner = cells["self"].cell_contents, cells["original_forward"].cell_contents
+    return (
+        type(style).__name__ == "ColwiseParallel"
+        and type(style).__module__ == forward.__module__
+        and getattr(inner, "__func__", None) is nn.Linear.forward
+        and all(getattr(style, name).is_replicate() for name in ("input_layouts", "output_layouts"))
+        and style.use_local_output is True
+    )
