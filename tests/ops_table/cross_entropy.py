@@ -224,7 +224,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Case("Qwen3-1.7B, one loss a row", (16384, 2048, 151936), {"reduction": "none"}, {"bias": False}),
         Case("every option", (8192, 2048, 32000), _EVERY_OPTION),
     ),
-    dtensor="refused",  # products in chunks of local rows would need collectives of their own
+    dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
     large=(Case("several chunks", (1000, 1024, 60), {"reduction": "none", "chunk_bytes": 2**26}),),
 )

@@ -149,7 +149,7 @@ LINEAR_LOGPROB = Op(
         Case("Llama-3-8B", (8192, 4096, 128256), {}, {"bias": False, "lora": False}),
         Case("adapted", (8192, 2048, 32000), {"temperature": 0.9}, {"bias": False}),
     ),
-    dtensor="refused",  # products in chunks of local rows would need collectives of their own
+    dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
     large=(Case("several chunks", (1000, 1024, 60), {"chunk_bytes": 2**26}, {"bias": False, "lora": False}),),
 )

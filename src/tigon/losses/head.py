@@ -77,7 +77,10 @@ def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """out = or += a b, without a temporary of its size; out may be fp32 under half-precision factors."""
-    if out.dtype == b.dtype:
+    if not b.shape[0]:  # a sum of nothing, as where a device has no classes
+        if first:
+            out.zero_()
+    elif out.dtype == b.dtype:
         if first:
             torch.mm(a, b, out=out)
         else:
