@@ -25,9 +25,7 @@ from tigon.bench import converge, sam
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
 # "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", converge.Runs for
-# "converge".
-# "architecture", Row of benchmarks/counters.py for "counters", converge.Runs for "converge", sam.Run for "sam" and
-# sam.Cost for "sam-cost".
+# "converge", sam.Run for "sam" and sam.Cost for "sam-cost".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -329,8 +327,7 @@ COLUMNS["hpz"] = {
 }
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "by", "kernel", "remark")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "method", "by", "kernel", "remark")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "method", "by", "kernel", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -28,7 +28,7 @@ from tigon.ops.shard_statistics import columns, shard_statistics
 CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
 # Where classes lie on several devices: a chunk's statistics travel while the next one's logits are computed.
-BUFFERS = 2
+BUFFERS = 1
 
 
 def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0) -> int:

@@ -180,33 +180,25 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     ledger, plain = patch.ledger, patch.before or functools.partial(_plain, self)
     if not (ledger.active and ledger.lazy) or args or kwargs:
-        return _plain(self, input, *args, **kwargs)
         return plain(input, *args, **kwargs)
-    if _frees_its_weight(self):
-        return plain(input)
     compiling = torch.compiler.is_compiling()
     regather = regather_of(self)
     if regather is not None and compiling:
-        return _plain(self, input)
+        return plain(input)
     # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
     if transformed() or (compiling and not torch.is_grad_enabled()):
-        return _plain(self, input)
-    recipe = Recipe.of(input, self.weight, self.bias, ledger, regather)
+        return plain(input)
+    known = not is_split(self.weight) or (is_gathered(self) and not compiling)
+    recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None
     if recipe is None:
         ledger.plain_head(_why_plain(self))
-        return _plain(self, input)
-        return plain(input)
-    if is_split(self.weight) and (compiling or not is_gathered(self)):
-        return plain(input)
-    recipe = Recipe.of(input, self.weight, self.bias, ledger)
-    if recipe is None:
         return plain(input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
 
 
 def _why_plain(head: Any) -> str:
     if is_dtensor(head.weight):
-        return "its weight is a DTensor (tensor parallel)"
+        return "its weight is a DTensor, and its logits are not gathered in a way that is known"
     if hasattr(head.weight, "ds_id"):
         return "its weight is partitioned by DeepSpeed's ZeRO-3"
     return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not fit the hidden states it was given"

@@ -145,10 +145,6 @@ class Recipe:
         with self.gathered(), autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True, sample=True)
-            z = F.linear(self.hidden, self.weight, self.bias)
-        if not torch.compiler.is_compiling():
-            self.check(sample=True)
-        with autocast_as(self.hidden.device.type, self.autocast):
             linear = gathered_linear if self.split else F.linear
             z = linear(self.hidden, self.weight, self.bias)
             for step, value in self.steps:
