@@ -87,7 +87,8 @@ def process_group(tmp_path):
         pytest.skip("needs gloo")
     if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
         dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backends, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist
     dist.destroy_process_group()
 
