@@ -31,8 +31,8 @@ from torch import Tensor
 
 MEASURES = ("loss", "norm", "weights")
 CHANCE = 1e-3  # that one file of sound runs has a run beyond a limit
-# A difference of two numbers in fp32 is never known better than to a rounding of each, which is 2⁻²⁴ of it.
-ROUNDING = 2.0**-23
+# A difference of two numbers in fp32 is known to about a rounding, which is 2⁻²⁴ of them.
+ROUNDING = 2.0**-24
 COLOURS = {"labels": "#d9480f", "logits": "#3b6ea5", "exact": "#2b8a3e"}
 PLAIN = "#9a9a9a"
 
@@ -149,7 +149,7 @@ def scores(curves: Tensor, plain: int, floor: float) -> list[float]:
     Args:
         curves: (runs, steps), the plain ones first.
         plain: how many of them are plain, at least three.
-        floor: the least distance that counts.
+        floor: what rounding adds to each distance, as an error of its own: squares add up.
     """
     apart = (curves[:, None] - curves[None, :plain]).square()
     return scores_of(smoothed(apart, reach(curves.shape[1])), plain, floor)
@@ -162,7 +162,7 @@ def scores_of(apart: Tensor, plain: int, floor: float) -> list[float]:
         others = [j for j in range(plain) if j != i]
         mine = apart[i, others].mean(0)
         theirs = torch.stack([apart[a, b] for a in others for b in others if a < b]).mean(0)
-        found.append(float((mine.clamp(min=floor**2) / theirs.clamp(min=floor**2)).sqrt().max()))  # NaN stays NaN
+        found.append(float(((mine + floor**2) / (theirs + floor**2)).sqrt().max()))  # NaN stays NaN
     return found
 
 
