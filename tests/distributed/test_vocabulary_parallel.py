@@ -116,9 +116,8 @@ def test_every_case_of_the_table(four, split, dtype):
 
 
 def test_the_kernels_too(four):
-    """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has their branches."""
-    names = ("linear_cross_entropy", "linear_logprob", "distill", "distill_topk")
-    calls = [(name, 2, torch.float32) for name in names]
+    """Interpreted where there is no GPU. tests/ops and tests/losses have their branches, in one process."""
+    calls = [("linear_cross_entropy", 2, torch.float32), ("linear_logprob", 2, torch.float32)]
     check(four, "uneven", "triton", calls)
 
 
@@ -324,8 +323,8 @@ def of_distillation(rank, world, device):
         tigon.losses.distill(x, own, x, theirs, group=dist.group.WORLD)
     with pytest.raises(ValueError, match="distill: weight and teacher_weight must both be DTensors"):
         tigon.losses.distill(x, distribute_tensor(weight, mesh, [Shard(0)]), x, weight)
+    whole = distribute_tensor(weight, mesh, [Replicate()])
     with pytest.raises(ValueError, match="distill: of the teacher: weight must be Shard"):
-        whole = distribute_tensor(weight, mesh, [Replicate()])
         tigon.losses.distill(x, distribute_tensor(weight, mesh, [Shard(0)]), x, whole)
     return found
 
