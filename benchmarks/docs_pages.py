@@ -12,6 +12,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
     <!-- families -->                   what fuse does to every class of transformers
+    <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
 """
 
@@ -112,6 +113,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "results": lambda pattern: section(pattern, up),
         "matrix": lambda pattern: section(pattern, up, report_as=lambda content: to_matrix(content, ORDER)),
         "goals": goals,
+        "engines": engines,
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
@@ -228,6 +230,34 @@ def goals(pattern: str) -> str:
                 cells += [style.format(row[key]), f"{goal[key]:,}", more]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def engines(pattern: str) -> str:
+    """A line an engine: the worst of its worlds, and of fusing before and after the engine has had the model."""
+    parts = []
+    for path in sorted(RESULTS.glob(pattern)):
+        content = report.load(path)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in content["rows"]:
+            if row["side"] != "plain":
+                found.setdefault(row["engine"], []).append(row)
+        table = report.to_table({"kind": content["kind"], "rows": [worst(rows) for rows in found.values()]})
+        parts.append(f"{report.source(content)}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each error the largest, beside that of the plain model in the same case."""
+    by_loss, by_gradient = (max(rows, key=lambda row: row[f"{name}_error"]) for name in ("loss", "gradient"))
+    return {
+        **rows[0], "side": "", "world": ", ".join(str(n) for n in sorted({row["world"] for row in rows})),
+        "logits": max((row["logits"] for row in rows), key=len),
+        "loss_error": by_loss["loss_error"], "gradient_error": by_gradient["gradient_error"],
+        "eager": {
+            "loss_error": by_loss["eager"]["loss_error"], "gradient_error": by_gradient["eager"]["gradient_error"],
+        },
+        "status": "ok" if all(row["status"] == "ok" for row in rows) else "wrong",
+    }  # fmt: skip
 
 
 def has_chart(content: dict[str, Any]) -> bool:

@@ -56,6 +56,9 @@ class Row:
     peak_gib: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 class Problem:
     """One shape: the whole head, and this rank's part of it, as torch.chunk has it."""
@@ -260,7 +263,7 @@ def measure(p: Problem, clock: Clock, sides: list[str]) -> list[Row]:
             row.samples_ms = clock(functools.partial(side, p, p.x, p.target))
             row.peak_gib = None if before is None else peak(p.device, before)
         except ImportError as error:
-            row.status, row.reason = "skipped", str(error)
+            row.status, row.reason = "skipped", error.msg.partition(" (")[0]  # without the place on this machine
             continue
         row.ms = statistics.median(row.samples_ms)
         if max(row.errors.values()) > 2:
@@ -350,15 +353,7 @@ def main() -> int:
         print(bar(rows, world))
         print(f"{time.monotonic() - began:.0f} s")
         if options.output is not None:
-            content = {
-                "schema": 1,
-                "kind": "vocabulary-parallel",
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "command": " ".join(["benchmarks/vocabulary_parallel.py", *sys.argv[1:]]),
-                "environment": report.environment(device) | {"devices": world},
-                "rows": [asdict(row) for row in rows],
-            }
-            options.output.mkdir(parents=True, exist_ok=True)
+            content = report.result("vocabulary-parallel", rows, device=device, gpus=world)
             name = "h200" if "H200" in content["environment"]["device"] else device.type
             report.save(options.output / f"{name}-vocabulary-parallel.json", content)
     dist.destroy_process_group()

@@ -76,6 +76,51 @@ def test_every_part_of_the_page_that_depends_on_a_file_ends(hook):
     assert page.count("<!-- if: ") == page.count("<!-- end -->") == len(hook.PART.findall(page))
 
 
+def test_a_line_an_engine_has_the_worst_of_its_cases(hook, tmp_path):
+    def case(engine, world, side, loss, gradient, status="ok", logits="none"):
+        eager = {"loss_error": loss / 2, "gradient_error": gradient / 4}
+        errors = {"loss_error": loss, "gradient_error": gradient, "eager": eager}
+        return {"engine": engine, "world": world, "side": side, "logits": logits, "status": status, **errors}
+
+    rows = [
+        case("DDP", 2, "plain", 1.0, 1.0, logits="–"),
+        case("DDP", 4, "fused before", 2e-7, 1e-6),
+        case("DDP", 2, "fused after", 1e-7, 4e-6),
+        case("ZeRO-3", 2, "fused before", 3e-7, 3e-6, "wrong", "real: partitioned"),
+    ]
+    save(tmp_path / "h200-composition.json", report.result("composition", [], gpus=4) | {"rows": rows}, "2026-01-01")
+    lines = rendered(hook, "<!-- engines: *-composition.json -->").splitlines()
+    assert lines[0].startswith("4 × ")
+    assert lines[-2:] == [
+        "| DDP | 2, 4 | none | 2.0e-7 | 1.0e-7 | 4.0e-6 | 1.0e-6 |  |",
+        "| ZeRO-3 | 2 | real: partitioned | 3.0e-7 | 1.5e-7 | 3.0e-6 | 7.5e-7 | FAILED |",
+    ]
+    assert len(lines) == 6
+
+
+def test_heads_that_are_split_stand_beside_one_gpu(hook, tmp_path):
+    def side(name, ms, **more):
+        row = {"shape": [8, 4, 99], "side": name, "status": "ok", "reason": "", "ms": ms, "peak_gib": 1.5, "errors": {}}
+        return {**row, **more}
+
+    errors = {"loss": 0.5, "dx": 0.25, "dw": 0.125}
+    rows = [
+        side("tigon, one GPU", 30.0, errors=errors),
+        side("tigon", 20.0, errors=errors),
+        side("peer", None, status="skipped", reason="not installed", peak_gib=None),
+        side("collectives", 1.0, reason="bytes: [1]", peak_gib=None),
+    ]
+    content = report.result("vocabulary-parallel", [], gpus=2) | {"rows": rows}
+    save(tmp_path / "h200-vocabulary-parallel.json", content, "2026-01-01")
+    lines = rendered(hook, "<!-- results: *-vocabulary-parallel.json -->").strip().splitlines()
+    assert lines[-4:] == [
+        "| 8×4×99 | tigon, one GPU | 30.0 | – | 1.50 | 0.250 | 0.125 |  |",
+        "| 8×4×99 | tigon | 20.0 | 1.50× | 1.50 | 0.250 | 0.125 |  |",
+        "| 8×4×99 | peer | – | – | – | – | – | SKIPPED: not installed |",
+        "| 8×4×99 | collectives | 1.00 | – | – | – | – |  |",
+    ]
+
+
 def test_another_gpu_appears_by_itself_and_changes_nothing_of_the_first(hook, tmp_path):
     shape = OPS["rope"].shapes[0]
     more = [row(name, OPS[name].shapes[0], "tigon", 2.0) for name in ("rms_norm", "layer_norm")]

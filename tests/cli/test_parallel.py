@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 from command import environment, losses
@@ -35,7 +36,7 @@ def expected(together, arguments, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("world", "parallel", "batch"),
-    [(2, "fsdp", 2), (4, "hsdp=2", 1), (2, "tp=2", 4), (4, "tp=2", 2)],
+    [(2, "fsdp", 2), (4, "hsdp=2", 1), (2, "tp=2", 4)],
 )
 def test_losses_are_those_of_data_parallel(together, arguments, expected, tmp_path, world, parallel, batch):
     output = tmp_path / "run"
@@ -62,6 +63,7 @@ def test_a_sharded_run_resumes(together, arguments, expected, tmp_path):
     one, other = (load_file(folder / "model.safetensors") for folder in (output, whole))
     assert all((one[name] == weight).all() for name, weight in other.items())
     together(2, "train", "--resume", "--output", output, "--parallel", "ddp").problem("--parallel was fsdp")
+    together(1, "train", "--resume", "--output", output, "--steps", 8).problem("had 2 processes", "got 1")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,13 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
         (1, "fsdp=2", (), ("--parallel must be",)),
         (1, "fsdp", ("--lora", 4), ("--lora 4 goes with --parallel ddp",)),
         (1, "fsdp", ("--precision", "fp16"), ("--precision fp16 goes with --parallel ddp",)),
+        pytest.param(
+            2,
+            "zero3",
+            (),
+            ("--parallel zero3 needs deepspeed: pip install 'tigon[deepspeed]'",),
+            marks=pytest.mark.skipif(find_spec("deepspeed") is not None, reason="deepspeed is installed"),
+        ),
         (2, "hsdp=4", (), ("groups of 4 do not divide the 2 processes",)),
         (4, "tp=4", (), ("num_key_value_heads must be a multiple of", "got 2")),
     ],

@@ -3,12 +3,10 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from command import environment, losses
+from command import losses
 
 from tigon.cli.checkpoint import newest_whole
 
@@ -218,33 +216,6 @@ def test_plain_and_fused_train_alike(tigon, checkpoint, text, tmp_path):
     assert len(found["plain"]) == 6
     for step, loss in found["plain"].items():
         assert found["fused"][step] == pytest.approx(loss, abs=1e-4)
-
-
-def test_two_processes(tigon, text, tmp_path):
-    output = tmp_path / "run"
-    launcher = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tigon",
-        "train",
-    )
-    # On the CPU, also where there is a GPU: two processes cannot share one through NCCL.
-    device = ("--device", "cpu")
-    arguments = ("--model", "llama-tiny", "--data", text, "--output", output, "--steps", 4, *device, *SMALL)
-    done = subprocess.run(
-        [*launcher, *map(str, arguments)], capture_output=True, text=True, env=environment(), timeout=240
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert done.stdout.count("final loss") == 1  # one process speaks
-    assert list(losses(output)) == [1, 2, 3, 4]
-    assert len(list((output / "checkpoint-4").glob("rng_state_*.pth"))) == 2
-    assert (output / "model.safetensors").exists()
-    tigon("train", "--resume", "--output", output, "--steps", 8).problem("had 2 processes", "got 1")
 
 
 @pytest.mark.gpu

@@ -16,12 +16,12 @@ FILE = os.environ.get("TIGON_TEST_RECORD")
 
 @pytest.fixture
 def record(request):
-    """record(engine=…, world=…, …) keeps a row; whether the test passed is added when it ends."""
+    """record(engine=…, world=…, …) keeps a row; its status, "ok" or "wrong", is added when the test ends."""
     row = {}
     yield row.update
     if row and OUTCOME in request.node.stash:
-        passed = request.node.stash[OUTCOME].passed
-        request.config.stash.setdefault(ROWS, []).append({**row, "passed": passed})
+        row["status"] = "ok" if request.node.stash[OUTCOME].passed else "wrong"
+        request.config.stash.setdefault(ROWS, []).append(row)
 
 
 @pytest.hookimpl(wrapper=True)

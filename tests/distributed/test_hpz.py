@@ -102,11 +102,10 @@ def same_training(rank, world, device, tigons, mixed, accumulate, **options):
 @pytest.mark.parametrize(
     ("tigons", "mixed", "accumulate", "options"),
     [
-        (False, False, False, {"foreach": True}),
+        (True, False, False, {"foreach": True}),
         (False, True, True, {"fused": True}),
-        (True, True, False, {"foreach": False}),
     ],
-    ids=["fp32", "mixed, gradients unsharded", "fused, mixed"],
+    ids=["fused model, fp32", "mixed, gradients unsharded"],
 )
 def test_training_has_the_bits_of_fsdp2(four, tigons, mixed, accumulate, options):
     four.run(same_training, tigons, mixed, accumulate, **options)

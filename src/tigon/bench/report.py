@@ -24,8 +24,9 @@ from tigon.bench import converge, sam
 
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
-# "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", converge.Runs for
-# "converge", sam.Run for "sam" and sam.Cost for "sam-cost".
+# "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", Row of
+# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition",
+# converge.Runs for "converge", sam.Run for "sam" and sam.Cost for "sam-cost".
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -213,7 +214,11 @@ def _rate(row: dict[str, Any], unit: str) -> str:
 
 
 def _errors(row: dict[str, Any]) -> str:
-    return f"{max(row['errors'].values()):.1e}".replace("e-0", "e-") if row["errors"] else "–"
+    return _power(max(row["errors"].values())) if row["errors"] else "–"
+
+
+def _power(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
@@ -325,17 +330,40 @@ COLUMNS["hpz"] = {
     ),
     "remark": lambda r: "" if r["status"] == "ok" else _remark(r),
 }
+COLUMNS["composition"] = {
+    "engine": lambda r: r["engine"],
+    "processes": lambda r: str(r["world"]),
+    "by": lambda r: r["side"],
+    "logits": lambda r: r["logits"],
+    "loss, error": lambda r: _power(r["loss_error"]),
+    "plain": lambda r: _power(r["eager"]["loss_error"]),
+    "gradients, error": lambda r: _power(r["gradient_error"]),
+    "plain's": lambda r: _power(r["eager"]["gradient_error"]),
+    "remark": lambda r: "" if r["status"] == "ok" else "FAILED",
+}
+COLUMNS["vocabulary-parallel"] = {
+    "shape": _shape,
+    "by": lambda r: r["side"],
+    "fwd+bwd ms": lambda r: _number(r["ms"]),
+    "× one GPU": lambda r: f"{r['plain']['ms'] / r['ms']:.2f}×" if r.get("plain") and r["errors"] else "–",
+    "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}",
+    "error of dX ÷ eager's": lambda r: _number(r["errors"].get("dx")),
+    "of dW": lambda r: _number(r["errors"].get("dw")),
+    "remark": _remark,
+}
+# Beside whom the others stand, in the kinds whose columns say so.
+PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
-_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "method", "by", "kernel", "remark")
+_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "method", "by", "kernel", "logits", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table. Columns that say nothing in any row are left out."""
     columns = COLUMNS[content["kind"]]
-    plain = {case_of(row): row for row in content["rows"] if row.get("side") == "hf" and row["status"] == "ok"}
+    plain = {case_of(row): row for row in content["rows"] if row.get("side") in PLAIN and row["status"] == "ok"}
     beside = [
-        {**row, "plain": plain.get(case_of(row))} if row.get("side") not in ("hf", "floor") else row
+        {**row, "plain": plain.get(case_of(row))} if row.get("side") not in (*PLAIN, "floor") else row
         for row in content["rows"]
     ]
     rows = [[column(row) for column in columns.values()] for row in beside]
@@ -346,7 +374,8 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def headline(content: dict[str, Any]) -> str:
     """The line above a table: hardware, ceilings, versions."""
     env = content["environment"]
-    parts = [env["device"]]
+    gpus = content.get("gpus") or 1
+    parts = [f"{gpus} × {env['device']}" if gpus > 1 else env["device"]]
     if content["kind"] == "host" and env.get("cpu", env["device"]) != env["device"]:
         parts.append(env["cpu"])
     if "ceilings" in content:

@@ -91,7 +91,7 @@ class Layout:
             mesh = init_device_mesh(device.type, (across, self.group), mesh_dim_names=("dp_replicate", "dp_shard"))
             options["mesh"] = mesh
         elif self.kind == "tp":
-            from tigon.distributed.tensor_parallel import tensor_parallel
+            from tigon.distributed.tp import tensor_parallel
 
             mesh = init_device_mesh(device.type, (across, self.group), mesh_dim_names=("dp_shard", "tp"))
             try:

@@ -3,15 +3,21 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME = {"apply_hpz": "tigon.distributed.hpz", "count_traffic": "tigon.distributed.traffic"}
+_HOME = {
+    "apply_hpz": "tigon.distributed.hpz",
+    "count_traffic": "tigon.distributed.traffic",
+    "tensor_parallel": "tigon.distributed.tp",
+    "tensor_parallel_plan": "tigon.distributed.tp",
+}
 _MODULES = ("hpz",)
 
 if TYPE_CHECKING:
     from tigon.distributed import hpz
     from tigon.distributed.hpz import apply_hpz
+    from tigon.distributed.tp import tensor_parallel, tensor_parallel_plan
     from tigon.distributed.traffic import count_traffic
 
-__all__ = ["apply_hpz", "count_traffic", "hpz"]
+__all__ = ["apply_hpz", "count_traffic", "hpz", "tensor_parallel", "tensor_parallel_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -358,10 +358,9 @@ def kto(
         beta: β > 0.
         desirable_weight, undesirable_weight: to balance unequal numbers.
         ref_logps: (S,), sums of log-probabilities under the reference; or ref_x, ref_weight, ref_bias: its head.
-        The KL term, of "kto" alone, as one of
-            kl: a number or 0-d tensor, the mean of r (as over all processes);
-            kl_logps, ref_kl_logps: (S',) each, sums of the mismatched completions' log-probabilities;
-            kl_x, kl_target: (S', T', H) and (S', T'), from which they are computed with this head, and, for the
+        kl: the KL term, of "kto" alone: a number or 0-d tensor, the mean of r (as over all processes). Or in its place
+        kl_logps, ref_kl_logps: (S',) each, sums of the mismatched completions' log-probabilities. Or
+        kl_x, kl_target: (S', T', H) and (S', T'), from which they are computed with this head, and, for the
             reference, ref_kl_logps, or ref_kl_x (S', T', H') with ref_weight and ref_bias. kl_lengths: as lengths.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means
         over the desirable sequences and over the others (of logits: over their tokens), NaN where there are none;
