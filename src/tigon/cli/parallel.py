@@ -97,6 +97,8 @@ class Layout:
             try:
                 tensor_parallel(model, mesh["tp"])
             except ValueError as error:
+                # The first process has the store by which the others may still be making their groups.
+                torch.distributed.barrier()
                 raise Problem(f"--parallel tp={self.group}: {str(error).partition(': ')[2]}") from error
             options["mesh"] = mesh["dp_shard"]
         else:
