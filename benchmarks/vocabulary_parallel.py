@@ -148,9 +148,9 @@ def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
         return sharded(p, x, target)
 
 
-def waiting(p: Problem, x: Tensor, target: Tensor) -> Result:
-    """One buffer: the next chunk's logits wait for the statistics."""
-    before, chunked.BUFFERS = chunked.BUFFERS, 1
+def ahead(p: Problem, x: Tensor, target: Tensor) -> Result:
+    """Two buffers of half the size: the statistics travel while the next chunk's logits are computed."""
+    before, chunked.BUFFERS = chunked.BUFFERS, 2
     try:
         return sharded(p, x, target)
     finally:
@@ -185,7 +185,7 @@ class Collectives:
 SIDES: dict[str, Side] = {
     "tigon, one GPU": one_gpu,
     "tigon": sharded,
-    "tigon, one buffer": waiting,
+    "tigon, two buffers": ahead,
     "tigon, accumulate='weight'": sharded_in_bf16,
     "torch loss_parallel": torch_loss_parallel,
     "cut-cross-entropy": cut_cross_entropy,

@@ -61,15 +61,15 @@ def targets(rows: dict[str, Tensor]) -> Tensor:
 @dataclass(frozen=True)
 class Engine:
     """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows; True: all.
-    cp: the attention of ranks that have a part of each sequence: "gathered" or "ring". cuda: not on a CPU, where
-    torch has no such attention, and DeepSpeed compiles its collectives for minutes. needs: a package.
+    cp: ranks have a part of each sequence each, and attention gathers keys and values. cuda: not on a CPU, where
+    DeepSpeed compiles its collectives for minutes. needs: a package.
     """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
     worlds: tuple[int, ...] = (2,)
     micro_batches: int = 1
     tp: bool | int = False
-    cp: str = ""
+    cp: bool = False
     cuda: bool = False
     needs: str = ""
     tied: bool = False
@@ -137,13 +137,11 @@ def tp(model: Any, device: torch.device, *, size: int | None = None, shard: bool
     return model
 
 
-def split_sequences(rows: dict[str, Tensor], rank: int, world: int, attention: str) -> dict[str, Tensor]:
+def split_sequences(rows: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
     """A part of every row: labels are shifted before, since the next token may be another rank's."""
     shifted = nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
     places = torch.arange(TOKENS, device=shifted.device).expand(ROWS, -1)
     rows = {"input_ids": rows["input_ids"], "labels": rows["labels"], "shift_labels": shifted, "position_ids": places}
-    if attention == "ring":  # torch splits them, into halves of two ends
-        return {name: x.clone() for name, x in rows.items()}
     return {name: x.chunk(world, dim=1)[rank] for name, x in rows.items()}
 
 
@@ -194,16 +192,6 @@ def gather_keys_and_values() -> None:
     AttentionMaskInterface.register("gathered", lambda *_, **__: None)
 
 
-def ring(device: torch.device, share: dict[str, Tensor], attention: str) -> contextlib.AbstractContextManager[Any]:
-    if attention != "ring":
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    buffers = list(share.values())
-    return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
-
-
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 of = functools.partial
 
@@ -238,8 +226,7 @@ ENGINES: dict[str, Engine] = {
     "TP, sequence parallel": Engine(of(tp, sequence_parallel=True), tp=True),
     "TP and FSDP2": Engine(of(tp, size=2, shard=True), (4,), tp=2),
     "TP, sequence parallel, and FSDP2": Engine(of(tp, size=2, shard=True, sequence_parallel=True), (4,), tp=2),
-    "CP, keys and values gathered": Engine(ddp, (2,), cp="gathered"),
-    "CP, ring attention": Engine(ddp, (2,), cp="ring", cuda=True),
+    "CP, keys and values gathered": Engine(ddp, (2,), cp=True),
     "ZeRO-1": Engine(of(zero, stage=1), needs="deepspeed", cuda=True),
     "ZeRO-2": Engine(of(zero, stage=2), needs="deepspeed", cuda=True),
     "ZeRO-3": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
@@ -260,7 +247,7 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
     fusion = tigon.fuse(model) if fused == "before" else None
     wrapped = engine.shard(model, device)
     fusion = tigon.fuse(wrapped) if fused == "after" else fusion
-    if engine.cp == "gathered":
+    if engine.cp:
         gather_keys_and_values()
         model.set_attn_implementation("gathered")
     copies = world if engine.tp is True else engine.tp or 1
@@ -270,9 +257,7 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
     for step in range(engine.steps):
         rows = {key: value[part::parts].to(device) for key, value in batch(step).items()}
         if engine.cp:
-            rows = split_sequences(
-                {key: value.to(device) for key, value in batch(step).items()}, rank, world, engine.cp
-            )
+            rows = split_sequences({key: value.to(device) for key, value in batch(step).items()}, rank, world)
         # The tokens of the step, on all ranks; each rank's gradients are averaged with the others'.
         count = targets(rows)
         dist.all_reduce(count)
@@ -281,7 +266,7 @@ def train(rank: int, world: int, device: torch.device, name: str, fused: str) ->
         for i in range(engine.micro_batches):
             share = {key: value[i :: engine.micro_batches].clone() for key, value in rows.items()}
             last = i == engine.micro_batches - 1
-            with reducing(wrapped, last), autocast(device, engine.autocast), ring(device, share, engine.cp):
+            with reducing(wrapped, last), autocast(device, engine.autocast):
                 loss = wrapped(**share, num_items_in_batch=count).loss
                 loss.backward() if optimizer is not None else wrapped.backward(loss)
             total += loss.detach()

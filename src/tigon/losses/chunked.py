@@ -27,7 +27,8 @@ from tigon.ops.shard_statistics import columns, shard_statistics
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
-# Where classes lie on several devices: a chunk's statistics travel while the next one's logits are computed.
+# Where classes lie on several devices. With 2 a chunk's statistics travel while the next one's logits are computed, in
+# the other half of the budget: twice as many sums into dW then cost more than the wait, where a GPU is near.
 BUFFERS = 1
 
 
@@ -169,7 +170,7 @@ class Chunks:
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
         shards: which classes the head's are, where other devices hold others.
-        ahead: there will be two buffers, as `with_statistics` has them.
+        ahead: there will be BUFFERS, as `with_statistics` has them.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Chunks:
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """The chunks, and what each device says of them, (devices, M, columns) of tigon.ops.shard_statistics.
 
-        That is on its way while the next chunk's logits are computed, in another buffer.
+        With several BUFFERS that is on its way while the next chunk's logits are computed, in another one.
         """
         assert self.shards is not None
         spans, V = self.spans(), self.head.weight.shape[0]
