@@ -34,7 +34,7 @@ import families
 import tigon
 from tigon.bench import converge, plots, report, sam
 from tigon.bench.cases import KINDS, OPS
-from tigon.bench.matrix import to_matrix
+from tigon.bench.matrix import MATRICES, to_matrix
 from tigon.bench.page import ORDER
 
 RESULTS = Path(__file__).parent / "results"
@@ -206,6 +206,8 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
     parts = []
     for path in sorted(RESULTS.glob(pattern)):
         content = report.load(path)
+        if report_as is not None and content["kind"] not in MATRICES:
+            continue  # another kind's file, whose name matches as well
         table = report_as(content) if report_as else report.to_table(content)
         parts.append(f"{report.source(content)}\n\n{table}\n")
         if has_chart(content):
@@ -220,7 +222,8 @@ def goals(pattern: str) -> str:
     wanted = {(g["model"], g["batch"], g["seq"], g["gpus"]): g for g in json.loads(GOALS.read_text())}
     lines = ["| model | batch×seq | tokens/s | aimed at | | GiB | aimed at | |", "| :-- | :-- " + "| --: " * 6 + "|"]
     for path in sorted(RESULTS.glob(pattern)):
-        for row in report.load(path)["rows"]:
+        content = report.load(path)
+        for row in content["rows"] if content["kind"] == "model" else ():
             goal = wanted.get((row["model"], row["batch"], row["seq"], row["gpus"]))
             if goal is None or row["side"] != "tigon" or row["status"] != "ok":
                 continue

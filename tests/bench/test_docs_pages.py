@@ -245,5 +245,8 @@ def test_goals_stand_beside_what_was_reached(hook, tmp_path):
     peer = Side("llama-3-8b", "liger", 16, 512, False, "bfloat16", tokens_per_s=12000.0, peak_gib=80.0)
     other = Side("llama-3-8b", "tigon", 3, 512, False, "bfloat16", tokens_per_s=1.0, peak_gib=1.0)
     save(tmp_path / "h200-models.json", report.result("model", [peer, reached, other]), "2026-01-01")
+    other = report.result("sam-cost", [SimpleNamespace(to_dict=lambda: {"model": "llama-3-8b"})])
+    save(tmp_path / "h200-other-models.json", other, "2026-01-01")  # of another kind, with a name that matches
     lines = rendered(hook, "<!-- goals: *-models.json -->").strip().split("\n")
+    assert rendered(hook, "<!-- matrix: *-models.json -->").count("| model |") == 1
     assert lines[2:] == ["| llama-3-8b | 16×512 | 12,350 | 13,000 | −5.0 % | 69.0 | 69 | +0.0 % |"]
