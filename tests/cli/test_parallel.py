@@ -100,12 +100,17 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
             marks=pytest.mark.skipif(find_spec("deepspeed") is not None, reason="deepspeed is installed"),
         ),
         (2, "hsdp=4", (), ("groups of 4 do not divide the 2 processes",)),
+        (2, "hpz", (), ("--parallel hpz: a group must have more than one of the 2 processes",)),
         (4, "tp=4", (), ("num_key_value_heads must be a multiple of", "got 2")),
     ],
 )
 def test_what_cannot_be(together, arguments, tmp_path, world, parallel, more, words):
-    done = together(world, *arguments, "--output", tmp_path / "run", "--parallel", parallel, *more)
+    before = tmp_path / "run" / "checkpoint-2" / "model.safetensors"  # of a run that is to be replaced
+    before.parent.mkdir(parents=True)
+    before.write_bytes(b"weights")
+    done = together(world, *arguments, "--output", tmp_path / "run", "--overwrite", "--parallel", parallel, *more)
     done.problem(*words)
+    assert before.exists()
 
 
 def test_a_killed_process_is_started_again_and_the_run_goes_on(arguments, expected, tmp_path):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from numerics import unit_roundoff
 
+import tigon
+from tigon.optim import perturb as perturbation
 from tigon.optim.perturb import perturb, restore, squared_norm
 
 RHO = 3.0  # as long as the weights: what moves nothing, or moves to the wrong place, is far off
@@ -154,3 +156,25 @@ def test_the_host_does_not_wait(device, triton_backend):
         restore([p], kept)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_weights_are_back_where_moving_them_failed(monkeypatch):
+    """Memory may run out at the second of three tensors."""
+    params = [torch.randn(5) for _ in range(3)]
+    before = [p.clone() for p in params]
+    grads = [torch.randn(5) for _ in range(3)]
+    size, sizes = perturbation._size, []
+
+    def fails(p, eta):
+        sizes.append(p)
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError
+        return size(p, eta)
+
+    squares = perturbation.squared_norm(params, grads)
+    monkeypatch.setattr(perturbation, "_size", fails)
+    with tigon.use_backend("torch"), pytest.raises(torch.OutOfMemoryError):
+        perturbation.perturb(params, grads, squares, [0.1] * 3, adaptive=True)
+    assert len(sizes) == 2
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, old)

@@ -90,14 +90,16 @@ def _exchange(text: str) -> list[dict[str, Any]]:
     store = dist.PrefixStore(f"tigon/{restarts()}/{_asked}", store)
     store.set(str(rank), text)
     found = []
-    for other in range(world):
-        try:
-            found.append(json.loads(store.get(str(other))))
-        except RuntimeError as error:
-            raise Problem(f"rank {other} has not come within {PATIENCE.seconds} s of rank {rank}") from error
-    # The first process may keep the store, and must not end before the others have read it.
-    store.add("read", 1)
-    if rank == 0:
-        while store.add("read", 0) < world:
-            time.sleep(0.01)
+    try:
+        for other in range(world):
+            try:
+                found.append(json.loads(store.get(str(other))))
+            except RuntimeError as error:
+                raise Problem(f"rank {other} has not come within {PATIENCE.seconds} s of rank {rank}") from error
+    finally:
+        store.add("read", 1)
+    # The first process may keep the store, and must not end before the others have read it, or are gone.
+    deadline = time.monotonic() + PATIENCE.seconds
+    while rank == 0 and store.add("read", 0) < world and time.monotonic() < deadline:
+        time.sleep(0.01)
     return found

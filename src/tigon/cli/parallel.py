@@ -60,6 +60,11 @@ class Layout:
         group = group or 1
         if processes % group:
             raise Problem(f"--parallel {options.parallel}: groups of {group} do not divide the {processes} processes")
+        if kind == "hpz" and not 1 < group < processes:
+            raise Problem(
+                f"--parallel {options.parallel}: a group must have more than one of the {processes} processes, and not "
+                f"all, got {group}; on one host fsdp does the same"
+            )
         if kind == "zero3":
             needs("--parallel zero3", "deepspeed", "deepspeed")
         return Layout(kind, group, processes)
@@ -78,6 +83,17 @@ class Layout:
         """How many processes have a batch of their own."""
         return self.processes // self.copies
 
+    def check(self, model: Any) -> None:
+        """Raises: Problem for a model that cannot be spread so. Before anything is written, deleted or sent."""
+        if self.kind == "tp":
+            from tigon.distributed.tp import check_heads, tensor_parallel_plan
+
+            try:
+                tensor_parallel_plan(model)
+                check_heads(model, self.group)
+            except ValueError as error:
+                raise Problem(f"--parallel tp={self.group}: {str(error).partition(': ')[2]}") from error
+
     def spread(self, model: Any, device: torch.device, precision: torch.dtype | None) -> DeviceMesh:
         """Shard a model in place. precision: of products, where it is not the weights'."""
         model.to(device)
@@ -94,12 +110,7 @@ class Layout:
             from tigon.distributed.tp import tensor_parallel
 
             mesh = init_device_mesh(device.type, (across, self.group), mesh_dim_names=("dp_shard", "tp"))
-            try:
-                tensor_parallel(model, mesh["tp"])
-            except ValueError as error:
-                # The first process has the store by which the others may still be making their groups.
-                torch.distributed.barrier()
-                raise Problem(f"--parallel tp={self.group}: {str(error).partition(': ')[2]}") from error
+            tensor_parallel(model, mesh["tp"])
             options["mesh"] = mesh["dp_shard"]
         else:
             options["mesh"] = mesh

@@ -81,6 +81,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         if task is None:
             model = get_peft_model(model, adapters)
     model.config.use_cache = False
+    layout.check(model)
 
     arguments = _arguments(options, task, output, use_cpu, len(train_set), bool(eval_set), layout)
     # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.

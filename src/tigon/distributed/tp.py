@@ -53,19 +53,22 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bo
             f"tensor_parallel: mesh must have one dimension, got {mesh.ndim}; of a mesh of several give mesh['tp']."
         )
     plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None) or config.num_attention_heads
-        if heads % mesh.size():
-            raise ValueError(
-                f"tensor_parallel: {name} must be a multiple of the mesh's {mesh.size()} ranks, got {heads}."
-            )
+    check_heads(model, mesh.size())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding.weight
     parallelize_module(model, mesh, plan)
     if tied:  # each of the two got a shard of its own, of the same words
         head.weight = embedding.weight
     return model
+
+
+def check_heads(model: nn.Module, ranks: int) -> None:
+    """Raise a ValueError for a number of heads that the ranks cannot be given equal parts of."""
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None) or config.num_attention_heads
+        if heads % ranks:
+            raise ValueError(f"tensor_parallel: {name} must be a multiple of the mesh's {ranks} ranks, got {heads}.")
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:

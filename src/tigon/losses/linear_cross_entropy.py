@@ -80,7 +80,8 @@ def linear_cross_entropy(
             also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
             dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
             bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
-            (sequence parallel), with its gradient as x is. The ranks have to call alike. torch.compile leaves it out.
+            (sequence parallel), with its gradient as x is. The ranks have to call alike, and to replace or resize a
+            plain weight alike: its sizes are asked for when it is first seen. torch.compile leaves the call out.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs); a plain tensor.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 

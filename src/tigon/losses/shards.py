@@ -6,7 +6,8 @@ stays there. Between the devices go
     once a chunk of tokens     3 to 5 numbers a token: what tigon.ops.shard_statistics says of their logits
     once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
 
-The gradient of the weight needs nothing from the others.
+The gradient of the weight needs nothing from the others. `linear_logprob` sends the numbers of all its tokens at once,
+5 in fp32 from each device, and a token loss those of a part: they read all of them before they go on.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """

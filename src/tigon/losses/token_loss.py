@@ -229,7 +229,8 @@ def token_loss(
     compute = check_head(name, x, weight, bias, sequences=True)
     ref_x, ref_weight, ref_bias = reference
     if ref_x is not None and ref_weight is not None:
-        ref_x, ref_weight, ref_bias, _, others = shards_of(name, ref_x, ref_weight, ref_bias, None, group, accumulate)
+        of = f"{name}: of the reference"
+        ref_x, ref_weight, ref_bias, _, others = shards_of(of, ref_x, ref_weight, ref_bias, None, group, accumulate)
         if (None if others is None else others.sizes) != (None if shards is None else shards.sizes):
             raise ValueError(f"{name}: ref_weight must be split over the devices as weight is.")
     if (ref_x is None) != (ref_weight is None):

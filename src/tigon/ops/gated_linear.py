@@ -198,14 +198,15 @@ class _SavedFirst(torch.autograd.Function):
 
 
 def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
     if ctx.packed is None:
         raise RuntimeError(
             "gated_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
             "retain_graph=True the first time."
         )
-    saved: list[Any] = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+    packed, unpack = ctx.packed, ctx.unpack
     if not graph_is_kept():
         ctx.packed = ctx.unpack = None  # both, since the hook holds what the checkpoint began with
+    if dy is None:
+        return (None,) * 7
+    saved: list[Any] = [t if t is None else unpack(t) for t in packed]
     return *_gradients(ctx, dy, *saved), None, None, None

@@ -59,21 +59,28 @@ def perturb(
         parameter's dtype and of no other gradient, else in a new one.
     """
     kept = _room(params, grads)
-    for members in _by_device(params):
-        mine, theirs, old = ([tensors[i] for i in members] for tensors in (params, grads, kept))
-        lengths = [float(rho[i]) for i in members]
-        local = squares.to(mine[0].device, non_blocking=True)
-        if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
-            _perturb(mine, theirs, old, local, lengths, adaptive, eta)
-        else:
-            perturb_reference(mine, theirs, old, local, lengths, adaptive=adaptive, eta=eta)
+    versions = [t._version for t in kept]
+    try:
+        for members in _by_device(params):
+            mine, theirs, old = ([tensors[i] for i in members] for tensors in (params, grads, kept))
+            lengths = [float(rho[i]) for i in members]
+            local = squares.to(mine[0].device, non_blocking=True)
+            if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
+                _perturb(mine, theirs, old, local, lengths, adaptive, eta)
+            else:
+                perturb_reference(mine, theirs, old, local, lengths, adaptive=adaptive, eta=eta)
+    except BaseException:  # out of memory, say: those that have moved go back
+        moved = [i for i, t in enumerate(kept) if t._version != versions[i]]
+        restore([params[i] for i in moved], [kept[i] for i in moved])
+        raise
     return kept
 
 
 def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
     """Give the parameters back the bits that `perturb` returned: one fused copy on a GPU."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(params), list(kept))
+    if len(params):
+        with torch.no_grad():
+            torch._foreach_copy_(list(params), list(kept))
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
