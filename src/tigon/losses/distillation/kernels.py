@@ -43,9 +43,9 @@ def _fold_at_one(z, before, top, total):
 
 
 @triton.jit
-def _hard_loss(z_target, known, top, log2_sum):
-    """A row's cross entropy, and log₂ Σ exp(z − max): NaN for a label that is not `known`, which reads nothing."""
-    log2_sum = tl.where(known, log2_sum, float("nan"))
+def _hard_loss(z_target, label, top, log2_sum, V):
+    """A row's cross entropy, and log₂ Σ exp(z − max): NaN for a label out of range, which reads nothing."""
+    log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
     return (top - z_target) + log2_sum * LN2, log2_sum
 
 
@@ -62,24 +62,25 @@ def _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK:
             tl.store(logits_ptr + start + lane, zeros, mask=start + lane < V)
 
 
-@triton.jit
-def _factored(soft_weight, hard_weight, factor_ptr):
-    """The weights of the two gradients, times the factor if there is one."""
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr).to(tl.float32)
-        soft_weight *= factor
-        hard_weight *= factor
-    return soft_weight, hard_weight
-
-
-@triton.jit
-def _normalisers(
-    logits_ptr, teacher_ptr, V, k, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["ignore_index"])
+def _distill_kernel(
+    logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
+    V, stride_m, stride_tm, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale, teacher_softcap,
+    teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """max z and Σ exp(z − max) of either side, and of the student's also at temperature 1."""
+    """A divergence of two softmaxes. soft_weight, hard_weight: of the gradients, by logits before their temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    teacher_ptr += row * stride_tm
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
+            return
     none = float("-inf")
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(V, DEPTH * BLOCK)
     # A finite start: a lane that has seen only -inf must not compute inf - inf.
     top_a = tl.full((BLOCK,), LOWEST, tl.float32)
     top_b = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -97,131 +98,79 @@ def _normalisers(
             sum_h = _fold_at_one(a, before, top_a, sum_h)
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
-    sum_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
-    sum_b = tl.sum(sum_b * tl.exp2((top_b - row_b) * k), 0)
-    total_h = 0.0
-    if HARD == 2:
-        total_h = tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0)
-    return row_a, sum_a, row_b, sum_b, total_h
+    # A maximum and a log-sum are kept apart: their sum would be rounded at its own size, and every probability with it.
+    log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
+    log_b = tl.log2(tl.sum(sum_b * tl.exp2((top_b - row_b) * k), 0))
+    log_h = log_a
+    if HARD:
+        if HARD == 2:
+            log_h = tl.log2(tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0))
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+        hard, log_h = _hard_loss(z_target, label, row_a, log_h, V)
+        if HARD == 1:
+            hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))  # NaN where the label is out of range
+        tl.store(hard_ptr + row, hard)
 
-
-@triton.jit
-def _value_and_mean(
-    logits_ptr, teacher_ptr, V, row_a, log_a, row_b, log_b, beta, k, softcap, scale, teacher_softcap, teacher_scale,
-    KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The divergence in its own unit, and Σ q · u."""
-    none = float("-inf")
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    blocks = tl.cdiv(V, DEPTH * BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
-    sum_u = tl.zeros((BLOCK,), tl.float32)
-    for i in range(blocks):
-        # From the end, which was read last and may still be in the cache.
-        at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
-        terms, q, u = _sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
-        value += tl.sum(terms, 0)
-        if KIND != "kl":
-            sum_u += tl.sum(q * u, 0)
-    return tl.sum(value, 0), tl.sum(sum_u, 0)
-
-
-@triton.jit
-def _write_gradient(
-    logits_ptr, teacher_ptr, label, V, row_a, log_a, row_b, log_b, log_h, mean_u, beta, k, soft_weight, hard_weight,
-    softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Over the logits; the divergence of "kl", which is computed along the way."""
-    none = float("-inf")
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = tl.zeros((BLOCK,), tl.float32)
-    if KIND == "reverse" or KIND == "jsd":
-        soft_weight *= LN2
-    for start in range(0, V, DEPTH * BLOCK):
-        at = start + tile
-        a, slope = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
-        lq = (a - row_a) * k - log_a
-        terms, q, u = _sides(lq, (b - row_b) * k - log_b, beta, KIND)
-        if KIND == "kl":
+    mean_u = 0.0
+    if KIND != "kl" or not GRADIENT:
+        sum_u = tl.zeros((BLOCK,), tl.float32)
+        for i in range(blocks):
+            # From the end, which was read last and may still be in the cache.
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+            terms, q, u = _sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
             value += tl.sum(terms, 0)
-            dz = (q - u) * soft_weight
-        else:
-            dz = q * (u - mean_u) * soft_weight
-        if HARD:
-            of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
-            dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
-        dx = (dz * slope).to(logits_ptr.dtype.element_ty)
-        tl.store(logits_ptr + at, dx, mask=at < V)
-    return tl.sum(value, 0)
+            if KIND != "kl":
+                sum_u += tl.sum(q * u, 0)
+        mean_u = tl.sum(sum_u, 0)
+    if GRADIENT:
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
+        if KIND == "reverse" or KIND == "jsd":
+            soft_weight *= LN2
+        # The target's logit is read above by every thread and overwritten below by one.
+        tl.debug_barrier()
+        for start in range(0, V, DEPTH * BLOCK):
+            at = start + tile
+            a, slope = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+            lq = (a - row_a) * k - log_a
+            terms, q, u = _sides(lq, (b - row_b) * k - log_b, beta, KIND)
+            if KIND == "kl":
+                value += tl.sum(terms, 0)
+                dz = (q - u) * soft_weight
+            else:
+                dz = q * (u - mean_u) * soft_weight
+            if HARD:
+                of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
+                dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
+    tl.store(soft_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
-def _distill_kernel(
+def _distill_cosine_kernel(
     logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
-    V, stride_m, stride_tm, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale, teacher_softcap,
-    teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    V, stride_m, stride_tm, ignore_index, soft_weight, hard_weight, softcap, scale, teacher_softcap, teacher_scale,
+    HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A divergence of two softmaxes. soft_weight, hard_weight: of the gradients, by logits before their temperature."""
+    """1 − a·b / (|a| |b|) of the logits themselves."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
-    label = 0
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
         if label == ignore_index:
             _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
             return
-    row_a, sum_a, row_b, sum_b, sum_h = _normalisers(
-        logits_ptr, teacher_ptr, V, k, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP, TEACHER_SOFTCAP,
-        DEPTH, BLOCK,
-    )  # fmt: skip
-    # A maximum and a log-sum are kept apart: their sum would be rounded at its own size, and every probability with it.
-    log_a = tl.log2(sum_a)
-    log_b = tl.log2(sum_b)
-    log_h = log_a
-    if HARD:
-        if HARD == 2:
-            log_h = tl.log2(sum_h)
-        known = (label >= 0) & (label < V)
-        z_target, _steep = _logit(logits_ptr, label, known, scale, softcap, 0.0, SOFTCAP)
-        hard, log_h = _hard_loss(z_target, known, row_a, log_h)
-        if HARD == 1:
-            hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))  # NaN where the label is out of range
-        tl.store(hard_ptr + row, hard)
-
-    value = 0.0
-    mean_u = 0.0
-    if KIND != "kl" or not GRADIENT:
-        value, mean_u = _value_and_mean(
-            logits_ptr, teacher_ptr, V, row_a, log_a, row_b, log_b, beta, k, softcap, scale, teacher_softcap,
-            teacher_scale, KIND, SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
-        )  # fmt: skip
-    if GRADIENT:
-        soft_weight, hard_weight = _factored(soft_weight, hard_weight, factor_ptr)
-        # The target's logit is read above by every thread and overwritten below by one.
-        tl.debug_barrier()
-        along = _write_gradient(
-            logits_ptr, teacher_ptr, label, V, row_a, log_a, row_b, log_b, log_h, mean_u, beta, k, soft_weight,
-            hard_weight, softcap, scale, teacher_softcap, teacher_scale, KIND, HARD, SOFTCAP, TEACHER_SOFTCAP, DEPTH,
-            BLOCK,
-        )  # fmt: skip
-        if KIND == "kl":
-            value = along
-    tl.store(soft_ptr + row, value * (1.0 if KIND == "tvd" else LN2))
-
-
-@triton.jit
-def _products(
-    logits_ptr, teacher_ptr, V, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """a·a, a·b, b·b, and of a softmax at temperature 1 max z and Σ exp(z − max)."""
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(V, DEPTH * BLOCK)
     sum_aa = tl.zeros((BLOCK,), tl.float32)
     sum_ab = tl.zeros((BLOCK,), tl.float32)
     sum_bb = tl.zeros((BLOCK,), tl.float32)
@@ -236,73 +185,35 @@ def _products(
         sum_bb += tl.sum(b * b, 0)
         if HARD:
             top, total, _, _ = _fold(tl.where(at < V, a, float("-inf")), top, total, LOG2E)
-    row_top = tl.max(top, 0)
-    row_total = 0.0
-    if HARD:
-        row_total = tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
-    return tl.sum(sum_aa, 0), tl.sum(sum_ab, 0), tl.sum(sum_bb, 0), row_top, row_total
-
-
-@triton.jit
-def _write_cosine_gradient(
-    logits_ptr, teacher_ptr, label, V, over_a, over_b, cosine, row_top, log_h, soft_weight, hard_weight, softcap, scale,
-    teacher_softcap, teacher_scale, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    blocks = tl.cdiv(V, DEPTH * BLOCK)
-    for i in range(blocks):
-        at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, slope = _logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
-        b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
-        dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
-        if HARD:
-            p = tl.exp2((a - row_top) * LOG2E - log_h)
-            dz += hard_weight * (p - tl.where(at == label, 1.0, 0.0))
-        dx = (dz * slope).to(logits_ptr.dtype.element_ty)
-        tl.store(logits_ptr + at, dx, mask=at < V)
-
-
-@triton.jit(do_not_specialize=["ignore_index"])
-def _distill_cosine_kernel(
-    logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
-    V, stride_m, stride_tm, ignore_index, soft_weight, hard_weight, softcap, scale, teacher_softcap, teacher_scale,
-    HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """1 − a·b / (|a| |b|) of the logits themselves."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride_m
-    teacher_ptr += row * stride_tm
-    label = 0
-    if labels_ptr is not None:
-        label = tl.load(labels_ptr + row)
-        if label == ignore_index:
-            _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
-            return
-    sum_aa, sum_ab, sum_bb, row_top, total = _products(
-        logits_ptr, teacher_ptr, V, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP, TEACHER_SOFTCAP,
-        DEPTH, BLOCK,
-    )  # fmt: skip
     # What is large is divided before it is multiplied by what is large.
-    over_a = 1.0 / _at_least(tl.sqrt(sum_aa))
-    over_b = 1.0 / _at_least(tl.sqrt(sum_bb))
-    cosine = sum_ab * over_a * over_b
+    over_a = 1.0 / _at_least(tl.sqrt(tl.sum(sum_aa, 0)))
+    over_b = 1.0 / _at_least(tl.sqrt(tl.sum(sum_bb, 0)))
+    cosine = tl.sum(sum_ab, 0) * over_a * over_b
     tl.store(soft_ptr + row, 1.0 - cosine)
+    row_top = tl.max(top, 0)
     log_h = 0.0
     if HARD:
-        known = (label >= 0) & (label < V)
-        z_target, _steep = _logit(logits_ptr, label, known, scale, softcap, 0.0, SOFTCAP)
-        hard, log_h = _hard_loss(z_target, known, row_top, tl.log2(total))
+        log_h = tl.log2(tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0))
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+        hard, log_h = _hard_loss(z_target, label, row_top, log_h, V)
         tl.store(hard_ptr + row, hard)
     if GRADIENT:
-        soft_weight, hard_weight = _factored(soft_weight, hard_weight, factor_ptr)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
         # The target's logit is read above by every thread and overwritten below by one.
         tl.debug_barrier()
-        _write_cosine_gradient(
-            logits_ptr, teacher_ptr, label, V, over_a, over_b, cosine, row_top, log_h, soft_weight, hard_weight,
-            softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
-        )  # fmt: skip
+        for i in range(blocks):
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            a, slope = _logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+            b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+            dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
+            if HARD:
+                p = tl.exp2((a - row_top) * LOG2E - log_h)
+                dz += hard_weight * (p - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
 
 
 @triton.jit
@@ -325,13 +236,13 @@ def _distill_topk_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
-    label = 0
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
         if label == ignore_index:
             _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
             return
     none = float("-inf")
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     at_k = tl.arange(0, BLOCK_K)
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0)
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
@@ -339,36 +250,19 @@ def _distill_topk_kernel(
     given = (log_p != none) & inside
     z_k, slope_k = _logit(logits_ptr, ids, given, scale, softcap, none, SOFTCAP)
     z_k = tl.where((log_p == none) | inside, z_k, float("nan"))  # one out of range reads nothing, and is loud
+    log_p = log_p * LOG2E
     z_target = 0.0
-    known = False
     if HARD:
-        known = (label >= 0) & (label < V)
-        z_target, _steep = _logit(logits_ptr, label, known, scale, softcap, 0.0, SOFTCAP)
-    top_rest, total, of_rest = _take_out(
-        logits_ptr, ids, given, V, k, softcap, scale, REST != "renormalize" or HARD > 0, HARD, SOFTCAP, DEPTH, BLOCK
-    )
-    _topk_rows(
-        logits_ptr, soft_ptr + row, hard_ptr + row if hard_ptr is not None else None, factor_ptr, ids, at_k, log_p,
-        z_k, slope_k, given, given, label, known, z_target, top_rest, total, of_rest, V, V, K, beta, k, soft_weight,
-        hard_weight, softcap, scale, KIND, REST, HARD, SOFTCAP, GRADIENT, DEPTH, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _take_out(
-    logits_ptr, ids, here, V, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """-inf in the place of the given classes; max z of the others, Σ exp(z − max), and the same at temperature 1."""
+        z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
     tl.debug_barrier()
-    none = tl.full(ids.shape, float("-inf"), logits_ptr.dtype.element_ty)
-    tl.store(logits_ptr + ids, none, mask=here)
+    tl.store(logits_ptr + ids, tl.full((BLOCK_K,), none, logits_ptr.dtype.element_ty), mask=given)
     tl.debug_barrier()
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+    # The rest: max z, and log₂ Σ exp of what is below it.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)
-    if SUM:
+    if REST != "renormalize" or HARD:
         for start in range(0, V, DEPTH * BLOCK):
             at = start + tile
             z, _ = _rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
@@ -377,28 +271,7 @@ def _take_out(
             if HARD == 2:
                 sum_h = _fold_at_one(z, before, top, sum_h)
     top_rest = tl.max(top, 0)
-    total_rest = tl.sum(total * tl.exp2((top - top_rest) * k), 0)
-    of_rest = total_rest
-    if HARD == 2:
-        of_rest = tl.sum(sum_h * tl.exp2((top - top_rest) * LOG2E), 0)
-    return top_rest, total_rest, of_rest
-
-
-@triton.jit
-def _topk_rows(
-    logits_ptr, soft_ptr, hard_ptr, factor_ptr, ids, at_k, log_p, z_k, slope_k, given, here, label, known, z_target,
-    top_rest, total_rest, of_rest_at_one, V, classes, K, beta, k, soft_weight, hard_weight, softcap, scale,
-    KIND: tl.constexpr, REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The losses and the gradient, once the classes are taken out and the rest of all of them is known.
-
-    given, here: which of the K places hold a class, and one of the V of this row's logits; classes: of all devices.
-    """
-    none = float("-inf")
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    log_p = log_p * LOG2E
-    log_rest = tl.log2(total_rest)
+    log_rest = tl.log2(tl.sum(total * tl.exp2((top - top_rest) * k), 0))
     top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
     row_top = tl.maximum(top_rest, top_k)
     if REST == "renormalize":
@@ -414,18 +287,22 @@ def _topk_rows(
     if REST == "tail":
         tail = 1.0 - tl.sum(tl.exp2(lp), 0)
         tail = tl.where(tail < LEAST_REST, tl.where(log_tail == none, 0.0, LEAST_REST), tail)
-        tail = tl.where(tl.sum(given.to(tl.int32), 0) == classes, 0.0, tail)  # nothing but what rounding leaves
+        tail = tl.where(tl.sum(given.to(tl.int32), 0) == V, 0.0, tail)  # nothing but what rounding leaves
         lq = tl.where(at_k == K, log_tail, lq)
         lp = tl.where(at_k == K, tl.log2(tail), lp)
     log_h = log_all
     if HARD:
         step = (top_rest - row_top) * LOG2E
-        log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + of_rest_at_one * tl.exp2(step))
-        hard, log_h = _hard_loss(z_target, known, row_top, log_h)
-        tl.store(hard_ptr, hard)
+        if HARD == 2:
+            of_rest = tl.sum(sum_h * tl.exp2((top - top_rest) * LOG2E), 0)
+        else:
+            of_rest = tl.exp2(log_rest)
+        log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + of_rest * tl.exp2(step))
+        hard, log_h = _hard_loss(z_target, label, row_top, log_h, V)
+        tl.store(hard_ptr + row, hard)
 
     terms, q, u = _sides(lq, lp, beta, KIND)
-    tl.store(soft_ptr, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
+    tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
         # d: along the logit of a given class, and of the rest as if it were one class.
         if KIND == "kl":
@@ -443,7 +320,10 @@ def _topk_rows(
             of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
         elif REST == "drop":
             of_rest = -mean * tl.exp2(log_tail)
-        soft_weight, hard_weight = _factored(soft_weight, hard_weight, factor_ptr)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr).to(tl.float32)
+            soft_weight *= factor
+            hard_weight *= factor
         blocks = tl.cdiv(V, DEPTH * BLOCK)
         for i in range(blocks):
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
@@ -461,7 +341,7 @@ def _topk_rows(
             dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))
         dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
         tl.debug_barrier()
-        tl.store(logits_ptr + ids, dx, mask=here)
+        tl.store(logits_ptr + ids, dx, mask=given)
 
 
 @triton.jit
