@@ -10,6 +10,7 @@ from command import losses
 
 from tigon.cli.data import read_corpus
 from tigon.cli.options import TrainOptions, settle
+from tigon.cli.parallel import Layout
 from tigon.cli.problem import Problem
 
 FEW = ("--batch-size", 4, "--log-every", 2, "--save-every", 3, "--device", "cpu", "--seed", 3, "--lr", 1e-3,
@@ -88,7 +89,7 @@ def test_trls_options_are_those_of_the_run(trl, tmp_path):
 
     def arguments(evaluate=False, **given):
         options = TrainOptions(model="x", data="x", **given)
-        return _arguments(options, task_of(options), tmp_path, True, 12, evaluate, 1)
+        return _arguments(options, task_of(options), tmp_path, True, 12, evaluate, Layout.of(options, 1))
 
     dpo = arguments(task="dpo", seq_len=99, batch_size=4)
     assert (dpo.beta, dpo.max_length, dpo.max_steps) == (0.1, 99, 3)

@@ -97,7 +97,8 @@ def _slope_reference(
     valid = target != ignore_index
     here = valid & (target >= 0) & (target < dz.shape[-1])
     at = torch.where(here, target, 0).long().unsqueeze(-1)
-    dz.scatter_add_(-1, at, torch.where(here, label_smoothing - 1, 0.0).to(dz.dtype).unsqueeze(-1))
+    # In dz's dtype from the start: of two Python numbers torch.where makes fp32.
+    dz.scatter_add_(-1, at, torch.where(here, dz.new_full((), label_smoothing - 1), 0.0).unsqueeze(-1))
     if label_smoothing:
         dz -= label_smoothing / classes
     if softcap or scale != 1.0:
