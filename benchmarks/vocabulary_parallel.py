@@ -35,7 +35,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import tigon
 from tigon.bench import report
-from tigon.losses import chunked
 from tigon.losses.shards import Arriving, Shards
 
 SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
@@ -148,15 +147,6 @@ def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
         return sharded(p, x, target)
 
 
-def ahead(p: Problem, x: Tensor, target: Tensor) -> Result:
-    """Two buffers of half the size: the statistics travel while the next chunk's logits are computed."""
-    before, chunked.BUFFERS = chunked.BUFFERS, 2
-    try:
-        return sharded(p, x, target)
-    finally:
-        chunked.BUFFERS = before
-
-
 class Collectives:
     """What `sharded` sends, in its order; called, sends the same again."""
 
@@ -185,7 +175,6 @@ class Collectives:
 SIDES: dict[str, Side] = {
     "tigon, one GPU": one_gpu,
     "tigon": sharded,
-    "tigon, two buffers": ahead,
     "tigon, accumulate='weight'": sharded_in_bf16,
     "torch loss_parallel": torch_loss_parallel,
     "cut-cross-entropy": cut_cross_entropy,

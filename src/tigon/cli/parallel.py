@@ -121,10 +121,8 @@ class Layout:
 
 
 def _spread_hpz(model: nn.Module, mesh: DeviceMesh, group: int, options: dict[str, Any]) -> DeviceMesh:
-    try:
-        from tigon.distributed.hpz import apply_hpz
-    except ImportError:
-        raise Problem("--parallel hpz: this version of tigon has no tigon.distributed.hpz; use fsdp or hsdp") from None
+    from tigon.distributed.hpz import apply_hpz
+
     try:
         apply_hpz(model, mesh, group, units=_layers(model), **options)
     except (RuntimeError, ValueError) as error:

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from tigon.losses.head import Head, empty_logits, take
-from tigon.losses.shards import Arriving, InputGradient, Shards
+from tigon.losses.shards import InputGradient, Shards
 from tigon.ops.shard_statistics import columns, shard_statistics
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
 CPU_CHUNK_BYTES = 2**25
-# Where classes lie on several devices. With 2 a chunk's statistics travel while the next one's logits are computed, in
-# the other half of the budget: twice as many sums into dW then cost more than the wait, where a GPU is near.
-BUFFERS = 1
 
 
 def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0) -> int:
@@ -170,12 +167,11 @@ class Chunks:
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
         shards: which classes the head's are, where other devices hold others.
-        ahead: there will be BUFFERS, as `with_statistics` has them.
     """
 
     def __init__(
         self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
-        shards: Shards | None = None, ahead: bool = True,
+        shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.head, self.target, self.shards = head, target, shards
         self.input_gradient = InputGradient(head, shards)
@@ -186,11 +182,7 @@ class Chunks:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[: self.visited]
-        self.size = 0
-        if self.visited:
-            row = V * head.x.element_size()
-            several = ahead and shards is not None and self.visited * row > budget
-            self.size = chunk_rows(self.visited, row, budget // BUFFERS if several else budget)
+        self.size = chunk_rows(self.visited, V * head.x.element_size(), budget) if self.visited else 0
         self.count = -(-self.visited // self.size) if self.visited else 0
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -201,27 +193,14 @@ class Chunks:
     def with_statistics(
         self, dtype: torch.dtype, temperature: float, softcap: float, scale: float, along: bool, total: bool
     ) -> Iterator[tuple[Chunk, Tensor]]:
-        """The chunks, and what each device says of them, (devices, M, columns) of tigon.ops.shard_statistics.
-
-        With several BUFFERS that is on its way while the next chunk's logits are computed, in another one.
-        """
+        """The chunks, and what each device says of them, (devices, M, columns) of tigon.ops.shard_statistics."""
         assert self.shards is not None
-        spans, V = self.spans(), self.head.weight.shape[0]
-        buffers = [empty_logits(self.size, V, self.head.x, self.head.x.dtype) for _ in spans[:BUFFERS]]
-        before: tuple[Chunk, Arriving] | None = None
-        for i, (start, stop) in enumerate(spans):
-            if before is not None and len(buffers) == 1:
-                yield before[0], before[1].wait()
-                before = None
-            chunk = self.compute(start, stop, buffers[i % len(buffers)][: stop - start])
-            own = self.head.x.new_empty(stop - start, columns(along, total), dtype=dtype)
+        # Each chunk waits for its own. In two buffers they could travel under the next one's logits, but chunks of half
+        # the size have twice as many sums into dW, which take longer than the wait.
+        for chunk in self:
+            own = self.head.x.new_empty(chunk.target.numel(), columns(along, total), dtype=dtype)
             shard_statistics(chunk.logits, chunk.target, own, temperature, softcap, scale, along=along, total=total)
-            parts = self.shards.gather(own)
-            if before is not None:
-                yield before[0], before[1].wait()
-            before = chunk, parts
-        if before is not None:
-            yield before[0], before[1].wait()
+            yield chunk, self.shards.gather(own).wait()
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks start and stop."""

@@ -139,7 +139,7 @@ class _Adapted:
     ) -> None:
         number = None if valid < 0 else valid
         rows = Head.of(x, weight, bias, compute)
-        self.chunks = Chunks(rows, target, ignore_index, number, budget, shards, ahead=False)
+        self.chunks = Chunks(rows, target, ignore_index, number, budget, shards)
         self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
         self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)
         self.lora_scale = lora_scale
