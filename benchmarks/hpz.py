@@ -84,7 +84,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and hpz")
-    parser.add_argument("--group-size", type=int, default=2, help="GPUs that are taken for a node")
+    parser.add_argument("--group-size", type=int, help="GPUs that are taken for a node; default: half of them")
     parser.add_argument("--links", default="own,50,12.5", help="GB/s to other nodes, separated by commas, or own")
     parser.add_argument("--micro-steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank in a micro-step")
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     start, trial = time.monotonic(), Trial(options, device)
-    trial.say(str(hpz.plan(trial.model(), trial.world, options.group_size, micro_steps=options.micro_steps,
+    trial.say(str(hpz.plan(trial.model(), trial.world, trial.node, micro_steps=options.micro_steps,
                            dtype=torch.bfloat16)))  # fmt: skip
     same = trial.same_bits()
     trial.say(f"{time.monotonic() - start:.1f} s  bits of {options.bits_steps} steps: {same}")
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows += trial.timed(None if link == "own" else float(link), same)
         trial.say(f"{time.monotonic() - start:.1f} s  link: {link}")
         if trial.rank == 0:
-            content = report.result("hpz", rows, device=device)
+            content = report.result("hpz", rows, device=device, gpus=trial.world)
             report.save(options.output / (options.name or report.file_name(content)), content)
     if trial.rank == 0:
         print(report.to_text(content), flush=True)
@@ -126,6 +126,7 @@ class Trial:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.node = options.group_size or self.world // 2
         self.mesh = init_device_mesh(device.type, (self.world,))
         self.seq = min(options.seq, 16) if options.tiny else options.seq
         self.spins = cycles_per_second(device)
@@ -154,7 +155,7 @@ class Trial:
             fully_shard(model, mesh=self.mesh, mp_policy=policy)
         else:
             check = side in ("event", "host")
-            handle = apply_hpz(model, self.mesh, self.options.group_size, check=check, mp_policy=policy)
+            handle = apply_hpz(model, self.mesh, self.node, check=check, mp_policy=policy)
         if link is not None:
             for unit in (*model.model.layers, model):
                 unit.set_custom_reduce_scatter(SlowReduceScatter(self, link))
@@ -234,7 +235,7 @@ class Trial:
                     times[side].append(1e3 * (time.perf_counter() - begin))
         for side in SIDES:
             model, optimizer, handle, draw = trained[side]
-            row = Row("llama", side, options.batch, self.seq, options.micro_steps, self.world, options.group_size, link)
+            row = Row("llama", side, options.batch, self.seq, options.micro_steps, self.world, self.node, link)
             row.steps_ms = self.slowest(times[side])[WARMUP:]
             row.step_ms = statistics.median(row.steps_ms)
             row.note = "" if link is None else "the link is emulated"
@@ -293,7 +294,7 @@ class Trial:
         """Spin on the current stream for as long as a GPU's part of what crosses would take."""
         if group.size() < self.world:
             return
-        n = self.options.group_size
+        n = self.node
         seconds = nbytes * (self.world - n) / (self.world * n) / (link * 1e9)
         if self.device.type == "cuda":
             torch.cuda._sleep(int(seconds * self.spins))

@@ -100,7 +100,7 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
             marks=pytest.mark.skipif(find_spec("deepspeed") is not None, reason="deepspeed is installed"),
         ),
         (2, "hsdp=4", (), ("groups of 4 do not divide the 2 processes",)),
-        (2, "hpz", (), ("--parallel hpz: a group must have more than one of the 2 processes",)),
+        (2, "hpz", (), ("--parallel hpz: a group must not have all 2 processes",)),
         (4, "tp=4", (), ("num_key_value_heads must be a multiple of", "got 2")),
     ],
 )

@@ -45,6 +45,19 @@ def test_memory_and_bytes_by_hand():
     }
 
 
+def test_a_node_of_one_rank_gets_all_from_others_and_keeps_it():
+    """FSDP2 takes a group of one for a layer that stays gathered until the backward pass."""
+    model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8, bias=False)]), nn.Linear(4, 4, bias=False))
+    found = hpz.plan(model, world_size=2, group_size=1, micro_steps=3)
+    layer, root = 4 * 64, 4 * 16
+    assert found.memory["hpZ"]["second shard"] == (layer + root) + (layer + root) // 2
+    assert found.across["FSDP2"] == {
+        "forward": 3 * (layer + root) // 2, "backward": 3 * layer // 2, "one reduction": (layer + root) // 2,
+    }  # fmt: skip
+    assert found.across["hpZ"] == {"forward": (layer + root) // 2, "backward": 0, "one reduction": (layer + root) // 2}
+    assert all(value == 0 for side in found.inside.values() for value in side.values())
+
+
 def test_it_prints_as_a_table():
     lines = str(hpz.plan(nn.Sequential(nn.ModuleList([nn.Linear(1024, 1024)])), 4, 2, micro_steps=2)).splitlines()
     assert lines[0] == "1,049,600 parameters on 4 GPUs: 2 nodes of N = 2; micro-steps: 2"
@@ -52,7 +65,7 @@ def test_it_prints_as_a_table():
     assert "  backward                               2.0         0.0         0.0" in lines
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 4])
+@pytest.mark.parametrize("group_size", [0, 3, 4])
 def test_groups_that_do_not_divide(group_size):
     with pytest.raises(ValueError, match=r"^plan: group_size must divide world_size, 4, .* got"):
         hpz.plan(nn.Linear(2, 2), 4, group_size)

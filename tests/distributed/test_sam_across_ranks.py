@@ -12,7 +12,7 @@ from world import world_of
 from tigon.optim import MicroBatchSAM
 
 pytestmark = pytest.mark.xdist_group("distributed")
-four = world_of(4)
+ranks = world_of(4, least=2)
 
 RHO, ROWS = 0.5, 16
 # fp64 is right to roundings of fp64; fp32 runs the kernels on a GPU.
@@ -101,8 +101,8 @@ def data_parallel(rank, world, device, dtype, calls, views, adaptive):
 @pytest.mark.parametrize(("dtype", "calls", "views", "adaptive"), [
     (torch.float64, 1, False, False), (torch.float64, 2, True, True), (torch.float32, 2, False, False),
 ])  # fmt: skip
-def test_a_rank_is_a_shard_under_ddp(four, dtype, calls, views, adaptive):
-    assert all(four.run(data_parallel, dtype, calls, views, adaptive))
+def test_a_rank_is_a_shard_under_ddp(ranks, dtype, calls, views, adaptive):
+    assert all(ranks.run(data_parallel, dtype, calls, views, adaptive))
 
 
 def sharded(rank, world, device, dtype, replicas, calls, reshard, adaptive):
@@ -138,19 +138,19 @@ def sharded(rank, world, device, dtype, replicas, calls, reshard, adaptive):
 @pytest.mark.parametrize(("dtype", "replicas", "calls", "reshard", "adaptive"), [
     (torch.float64, 0, 1, True, False),  # SAM: one shard, of all ranks
     (torch.float64, 0, 2, False, True),
-    (torch.float64, 2, 1, True, True),  # two replica groups of two ranks
+    (torch.float64, 2, 1, True, True),  # two replica groups, of two ranks each; of one where GPUs are two
     (torch.float64, 2, 2, False, False),
     (torch.float32, 2, 1, True, False),
 ])  # fmt: skip
-def test_a_replica_group_is_a_shard_under_fsdp2(four, dtype, replicas, calls, reshard, adaptive):
-    assert all(four.run(sharded, dtype, replicas, calls, reshard, adaptive))
+def test_a_replica_group_is_a_shard_under_fsdp2(ranks, dtype, replicas, calls, reshard, adaptive):
+    assert all(ranks.run(sharded, dtype, replicas, calls, reshard, adaptive))
 
 
 def reductions(rank, world, device):
     """The sizes of all-reduces in the two passes under HSDP: of the norm, and of gradients."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     model = net(device, torch.float32)
     fully_shard(model, mesh=mesh)
     sam = optimizer(model)
@@ -175,8 +175,8 @@ def reductions(rank, world, device):
     return calls, seen
 
 
-def test_gradients_go_between_replicas_once(four):
-    for calls, seen in four.run(reductions):
+def test_gradients_go_between_replicas_once(ranks):
+    for calls, seen in ranks.run(reductions):
         assert calls == [0, 1], "in the first pass nothing, then the norm"
         assert seen[0] == 1
         assert len(seen) == 2
@@ -195,5 +195,5 @@ def refused(rank, world, device):
     return rank
 
 
-def test_fsdp1_is_refused(four):
-    assert four.run(refused) == [0, 1, 2, 3]
+def test_fsdp1_is_refused(ranks):
+    assert ranks.run(refused) == list(range(ranks.size))

@@ -15,7 +15,8 @@
 
 The processes are forked from one that has imported what is large, and serve all tests of a module. A function that
 raises, or takes longer than its limit, ends them; the next one gets others. TIGON_TEST_WORLD=cuda asks for GPUs (`make
-gpu-test-distributed`): a world that is larger than the machine is then skipped. Otherwise none is seen.
+gpu-test-distributed`): a world that is larger than the machine is then skipped, or smaller where `least` allows it.
+Otherwise none is seen.
 """
 
 from __future__ import annotations
@@ -132,16 +133,20 @@ class RankError(AssertionError):
     """A function failed in one or several processes of a world."""
 
 
-def world_of(size: int) -> Any:
-    """A fixture: a World of this size for the tests of the module that it is assigned in."""
+def world_of(size: int, least: int | None = None) -> Any:
+    """A fixture: a World of this size for the tests of the module that it is assigned in.
+
+    least: as large a world as the machine has GPUs for, from this size on.
+    """
 
     @pytest.fixture(scope="module")
     def world():
         if not dist.is_available() or not (dist.is_nccl_available() if GPUS else dist.is_gloo_available()):
             pytest.skip("torch.distributed has not the backend")
-        if GPUS and torch.cuda.device_count() < size:
-            pytest.skip(f"needs {size} GPUs")
-        world = World(size)
+        needed, there = least or size, torch.cuda.device_count() if GPUS else size
+        if there < needed:
+            pytest.skip(f"needs {needed} GPUs")
+        world = World(min(size, there))
         yield world
         world.end()
 

@@ -316,7 +316,8 @@ COLUMNS["counters"] = {
     "remark": _remark,
 }  # fmt: skip
 COLUMNS["hpz"] = {
-    "link to other nodes": lambda r: "own" if r["link_gbps"] is None else f"{r['link_gbps']:g} GB/s, emulated",
+    "nodes": lambda r: f"{r['gpus'] // r['group_size']} × {r['group_size']} GPU{'s' * (r['group_size'] > 1)}",
+    "link between them": lambda r: "own" if r["link_gbps"] is None else f"{r['link_gbps']:g} GB/s, emulated",
     "by": lambda r: r["side"],
     "step ms": lambda r: _number(r["step_ms"]),
     "of FSDP2's speed": lambda r: "–" if r["side"] == "fsdp2" else f"{r['plain_ms'] / r['step_ms']:.1%}",
@@ -355,7 +356,7 @@ COLUMNS["vocabulary-parallel"] = {
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "link to other nodes", "method", "by", "kernel", "logits", "remark")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -60,10 +60,10 @@ class Layout:
         group = group or 1
         if processes % group:
             raise Problem(f"--parallel {options.parallel}: groups of {group} do not divide the {processes} processes")
-        if kind == "hpz" and not 1 < group < processes:
+        if kind == "hpz" and group == processes:
             raise Problem(
-                f"--parallel {options.parallel}: a group must have more than one of the {processes} processes, and not "
-                f"all, got {group}; on one host fsdp does the same"
+                f"--parallel {options.parallel}: a group must not have all {processes} processes; on one host fsdp "
+                "does the same"
             )
         if kind == "zero3":
             needs("--parallel zero3", "deepspeed", "deepspeed")

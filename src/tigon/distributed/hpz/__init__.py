@@ -52,7 +52,8 @@ def apply_hpz(
 
     Args:
         mesh: 1-D, of the ranks that share the weights; default: all. Ranks of a group are neighbours in it.
-        group_size: ranks that share a second shard. "node": as many as there are on each host.
+        group_size: ranks that share a second shard. "node": as many as there are on each host. 1: each rank keeps all
+            weights for itself.
         units: modules that are gathered as a whole, inner ones first; default: the members of the model's outermost
             `nn.ModuleList`s, which are its layers. The rest of the model is one unit more.
         check: compare this rank's own weights with what they were when the second shard was made, on the device, at
@@ -139,10 +140,10 @@ def _group_size(mesh: DeviceMesh, group_size: int | str) -> int:
         return on_each[0]
     if not isinstance(group_size, int) or isinstance(group_size, bool):
         raise ValueError(f'apply_hpz: group_size must be "node" or a number of ranks, got {group_size!r}.')
-    if not 1 < group_size < world or world % group_size:
+    if not 0 < group_size < world or world % group_size:
         raise ValueError(
-            f"apply_hpz: group_size must divide the {world} ranks of the mesh into groups of equal size, more than one "
-            f"of more than one rank, got {group_size}."
+            f"apply_hpz: group_size must divide the {world} ranks of the mesh into groups of equal size, more than "
+            f"one, got {group_size}."
         )
     return group_size
 

@@ -76,10 +76,10 @@ def plan(
     Returns: Plan.
     Raises: ValueError if group_size does not divide world_size.
     """
-    if not 1 < group_size < world_size or world_size % group_size:
+    if not 0 < group_size < world_size or world_size % group_size:
         raise ValueError(
-            f"plan: group_size must divide world_size, {world_size}, into groups of equal size, more than one of more "
-            f"than one rank, got {group_size}."
+            f"plan: group_size must divide world_size, {world_size}, into groups of equal size, more than one, got "
+            f"{group_size}."
         )
     layers = [_sizes(block.parameters(), world_size, dtype) for block in blocks(model)]
     inner = {id(p) for block in blocks(model) for p in block.parameters()}
