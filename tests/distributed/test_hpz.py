@@ -27,7 +27,7 @@ from tigon.distributed.hpz import gather as gather_module
 from tigon.distributed.hpz.gather import NodeGather
 
 pytestmark = pytest.mark.xdist_group("distributed")
-ranks = world_of(4, least=2)
+ranks = world_of(4, 2)
 
 LAYERS = 2
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -12,7 +12,7 @@ from world import world_of
 from tigon.optim import MicroBatchSAM
 
 pytestmark = pytest.mark.xdist_group("distributed")
-ranks = world_of(4, least=2)
+ranks = world_of(4, 2)
 
 RHO, ROWS = 0.5, 16
 # fp64 is right to roundings of fp64; fp32 runs the kernels on a GPU.

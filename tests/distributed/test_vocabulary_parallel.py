@@ -18,7 +18,7 @@ from tigon.losses import preference
 from tigon.losses.chunked import ValidCount
 
 pytestmark = pytest.mark.xdist_group("distributed")
-four = world_of(4)
+ranks = world_of(4, 2)
 
 OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO)}
 # Which inputs have a row for each class.
@@ -27,7 +27,6 @@ SPLIT = {"linear_cross_entropy": (1, 3), "linear_logprob": (1, 2, 4), "grpo": (1
 THREE_CHUNKS = Case("three chunks, every option", (500, 16, 60), {
     "chunk_bytes": 20000, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.7,
 })  # fmt: skip
-CASES = [(op.name, i) for op in OPS.values() for i in range(len(op.cases))]
 
 
 def even(V: int, world: int) -> list[int]:
@@ -37,8 +36,8 @@ def even(V: int, world: int) -> list[int]:
 
 
 def uneven(V: int, world: int) -> list[int]:
-    """Of any sizes, and nothing on the last."""
-    return [V // 2, V - V // 2 - V // 5, V // 5, 0] if world == 4 else [V, 0]
+    """Of any sizes, and of four nothing on the last."""
+    return [V - V // 5, V // 5] if world == 2 else [V // 2, V - V // 2 - V // 5, V // 5, 0]
 
 
 SIZES = {"even": even, "uneven": uneven}
@@ -62,8 +61,11 @@ def on_a_rank(rank, world, device, calls, split, backend):
         for i in SPLIT[name]:
             inputs[i] = shard(inputs[i], sizes, rank)
         options = case.options | {"group": dist.group.WORLD}
-        with tigon.use_backend(backend):
-            found.append(evaluate(op.public, inputs, options, op.differentiable(inputs), seed))
+        try:
+            with tigon.use_backend(backend):
+                found.append(evaluate(op.public, inputs, options, op.differentiable(inputs), seed))
+        except Exception as error:
+            raise AssertionError(f"{name}, {case}, {dtype}, draw {seed}: {error}") from error
     return found
 
 
@@ -82,35 +84,46 @@ def together(name, by_rank):
 
 def check(world, split, backend, calls):
     """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
-    drawn = [(*call, seed) for call in calls for seed in range(min(4, case_of(*call[:2]).draws))]
-    answers = world.run(on_a_rank, drawn, split, backend)
-    errors = {}
+    # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for all draws.
+    most = 8 if world.device_type == "cuda" else 4
+    drawn = [(*call, seed) for call in calls for seed in range(min(most, case_of(*call[:2]).draws))]
+    # Kernels are compiled on the way.
+    answers = world.run(on_a_rank, drawn, split, backend, limit=300 if world.device_type == "cuda" else 90)
+    errors, complaints = {}, []
     for i, (name, number, dtype, seed) in enumerate(drawn):
         op, case = OPS[name], case_of(name, number)
         inputs = op.draw(case, dtype, torch.device("cpu"), torch.Generator().manual_seed(seed))
         grad = op.differentiable(inputs)
         exact = evaluate(op.reference, [_as_fp64(t) for t in inputs], case.options, grad, seed)
-        base = evaluate(op.eager, inputs, case.options, grad, seed)
+        there = [t.to(world.device_type) if isinstance(t, torch.Tensor) else t for t in inputs]
+        base = evaluate(op.eager, there, case.options, grad, seed)
+        base = {key: t if t is None else t.cpu() for key, t in base.items()}
         ours, theirs = errors.setdefault((name, str(case), dtype, op.roundings), (Errors(), Errors()))
-        ours.add(together(name, [answer[i] for answer in answers]), exact)
-        theirs.add(base, exact)
+        try:
+            ours.add(together(name, [answer[i] for answer in answers]), exact)
+            theirs.add(base, exact)
+        except AssertionError as error:
+            complaints.append(f"{name}, {case}, {dtype}, draw {seed}: {error}")
     for (name, case, dtype, roundings), (ours, theirs) in errors.items():
         try:
             ours.assert_at_most_twice(theirs, roundings)
         except AssertionError as error:
-            raise AssertionError(f"{name}, {case}, {dtype}, {split} shards, {backend}: {error}") from None
+            complaints.append(f"{name}, {case}, {dtype}: {error}")
+    assert not complaints, "\n".join([f"{world.size} {split} shards, {backend}:", *complaints])
 
 
 @pytest.mark.parametrize(("dtype", "split"), [(torch.float32, "uneven"), (torch.bfloat16, "even")], ids=str)
-def test_every_case_of_the_table(four, split, dtype):
-    backend = "triton" if four.device_type == "cuda" else "torch"
-    check(four, split, backend, [(*case, dtype) for case in [*CASES, ("linear_cross_entropy", -1)]])
+@pytest.mark.parametrize("name", OPS)
+def test_every_case_of_the_table(ranks, name, split, dtype):
+    backend = "triton" if ranks.device_type == "cuda" else "torch"
+    numbers = [*range(len(OPS[name].cases)), *([-1] if name == "linear_cross_entropy" else [])]
+    check(ranks, split, backend, [(name, number, dtype) for number in numbers])
 
 
-def test_the_kernels_too(four):
+def test_the_kernels_too(ranks):
     """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has their branches."""
     calls = [("linear_cross_entropy", 2, torch.float32), ("linear_logprob", 2, torch.float32)]
-    check(four, "uneven", "triton", calls)
+    check(ranks, "uneven", "triton", calls)
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensors
@@ -156,8 +169,8 @@ def plain(device):
 
 
 @pytest.mark.parametrize("x_is", ["plain", "whole", "split sequence"])
-def test_dtensors(four, x_is):
-    for found in four.run(on_a_mesh, x_is):
+def test_dtensors(ranks, x_is):
+    for found in ranks.run(on_a_mesh, x_is):
         for mine, right in zip(found, plain("cpu"), strict=True):
             torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
 
@@ -188,7 +201,7 @@ def refusals(rank, world, device):
     return messages
 
 
-def test_what_does_not_fit_gets_a_sentence(four):
+def test_what_does_not_fit_gets_a_sentence(ranks):
     expected = (
         "weight must be Shard(0), rows of classes, on a mesh of one dimension",
         "weight must be Shard(0), rows of classes, on a mesh of one dimension",
@@ -198,7 +211,7 @@ def test_what_does_not_fit_gets_a_sentence(four):
         "group must be a mesh of one dimension, got 2",
         "group must be left out beside a DTensor",
     )
-    for messages in four.run(refusals):
+    for messages in ranks.run(refusals):
         for message, start in zip(messages, expected, strict=True):
             assert message.startswith(f"linear_cross_entropy: {start}"), message
 
@@ -273,8 +286,8 @@ def of_options(rank, world, device):
     return found
 
 
-def test_options_and_families(four):
-    for found in four.run(of_options):
+def test_options_and_families(ranks):
+    for found in ranks.run(of_options):
         assert len(found) == 13
         for name, (whole, part) in found.items():
             close = {"rtol": 1e-4, "atol": 2e-3 if name == "autocast" else 2e-5, "equal_nan": True}
@@ -293,7 +306,7 @@ def of_halves(rank, world, device):
     """Groups of two, whose ranks are not those of the world; the sizes of a weight are asked for once."""
     from tigon.losses import shards
 
-    groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    groups = [dist.new_group([first + 1, first]) for first in range(0, world, 2)]
     x, weight, _, target = head(device)
     place = rank % 2
     own = weight.split([40, 21])[place].clone().requires_grad_()
@@ -312,12 +325,12 @@ def of_halves(rank, world, device):
     return losses[0], torch.autograd.grad(losses[1], own)[0], asked, dist.get_rank(group)
 
 
-def test_groups_within_the_world(four):
+def test_groups_within_the_world(ranks):
     x, weight, _, target = head("cpu")
     exact = weight.double().requires_grad_()
     loss = LINEAR_CROSS_ENTROPY.reference(x.double(), exact, target)
     (dw,) = torch.autograd.grad(loss, exact)
-    for rank, (mine, grad, asked, place) in enumerate(four.run(of_halves)):
+    for rank, (mine, grad, asked, place) in enumerate(ranks.run(of_halves)):
         assert place == rank % 2
         torch.testing.assert_close(mine.double(), loss.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(grad.double(), dw.split([40, 21])[place], rtol=1e-4, atol=1e-6)
@@ -369,17 +382,19 @@ def of_a_model(rank, world, device, way):
         logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits + 0.0
     plain = model(input_ids=ids).logits
     plain = plain.full_tensor() if hasattr(plain, "full_tensor") else plain
-    assert torch.equal(logits, plain)
+    # On a GPU the other layers' kernels round as they do.
+    close = {"rtol": 0, "atol": 0} if device.type == "cpu" else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(logits, plain, **close)
     grads = {name: p.grad for name, p in model.named_parameters()}
     return loss, grads, calls, type(model.lm_head.weight.grad).__name__
 
 
 @pytest.mark.parametrize("way", ["torch", "transformers"])
-def test_a_fused_model_with_a_split_head(four, way):
+def test_a_fused_model_with_a_split_head(ranks, way):
     model, ids = small_llama("cpu")
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    for mine, grads, calls, kind in four.run(of_a_model, way):
+    for mine, grads, calls, kind in ranks.run(of_a_model, way):
         assert (calls, kind) == ([1], "DTensor")
         torch.testing.assert_close(mine, loss.detach(), rtol=1e-5, atol=1e-5)
         for name, p in model.named_parameters():

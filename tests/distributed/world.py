@@ -15,8 +15,8 @@
 
 The processes are forked from one that has imported what is large, and serve all tests of a module. A function that
 raises, or takes longer than its limit, ends them; the next one gets others. TIGON_TEST_WORLD=cuda asks for GPUs (`make
-gpu-test-distributed`): a world that is larger than the machine is then skipped, or smaller where `least` allows it.
-Otherwise none is seen.
+gpu-test-distributed`): a world that is larger than the machine is then skipped, and one of several sizes is the first
+that is not. Otherwise none is seen.
 """
 
 from __future__ import annotations
@@ -133,20 +133,20 @@ class RankError(AssertionError):
     """A function failed in one or several processes of a world."""
 
 
-def world_of(size: int, least: int | None = None) -> Any:
-    """A fixture: a World of this size for the tests of the module that it is assigned in.
+def world_of(*sizes: int) -> Any:
+    """A fixture: a World of the first of these sizes that the machine has GPUs for, for the tests of a module.
 
-    least: as large a world as the machine has GPUs for, from this size on.
+    On the CPU, of the first.
     """
 
     @pytest.fixture(scope="module")
     def world():
         if not dist.is_available() or not (dist.is_nccl_available() if GPUS else dist.is_gloo_available()):
             pytest.skip("torch.distributed has not the backend")
-        needed, there = least or size, torch.cuda.device_count() if GPUS else size
-        if there < needed:
-            pytest.skip(f"needs {needed} GPUs")
-        world = World(min(size, there))
+        size = next((n for n in sizes if not GPUS or n <= torch.cuda.device_count()), None)
+        if size is None:
+            pytest.skip(f"needs {sizes[-1]} GPUs")
+        world = World(size)
         yield world
         world.end()
 
