@@ -151,6 +151,7 @@ def zero(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
     deepspeed.init_distributed()
     settings = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": options, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # 1.0 where nothing is said
     }  # fmt: skip
     optimizer = adamw(model, 1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
