@@ -102,6 +102,20 @@ def test_twice_is_once(llama):
     again.remove()
 
 
+def test_options_of_a_second_call_are_not_dropped_silently(llama, recwarn):
+    fusion = tigon.fuse(llama, recompute="mlp")
+    wrapper = torch.nn.Sequential(llama)
+    for model in (llama, wrapper, copy.deepcopy(llama)):
+        tigon.fuse(model)
+        tigon.fuse(model, recompute="mlp", mlp=True)
+        assert not recwarn.list
+        with pytest.warns(UserWarning, match=r"with mlp=True, .* for mlp=False, .* remove\(\)"):
+            again = tigon.fuse(model, mlp=False, recompute="none")
+        recwarn.clear()
+    assert again is not fusion
+    fusion.remove()
+
+
 def test_the_context_removes_it_after_an_error_too(llama):
     fusion = tigon.fuse(llama)
     assert isinstance(fusion, tigon.Fusion)

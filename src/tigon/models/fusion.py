@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
@@ -59,7 +60,8 @@ def fuse(
         offload: what the forward pass saves lies in host memory until the backward pass, as far as no checkpoint has
             it: with gradient checkpointing, the inputs of the layers. On a GPU.
     Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
-        also a context manager. A model that is fused already is left as it is, and its Fusion returned.
+        also a context manager. A model that is fused already is left as it is, and its Fusion returned, with a warning
+        where options were given that it was not fused with.
     Raises: TypeError for what is not a module; ValueError for an unknown level of recompute.
 
     Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
@@ -69,18 +71,36 @@ def fuse(
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
     if recompute not in LEVELS:
         raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {recompute!r}.")
+    parts = {"head": head, "norms": norms, "mlp": mlp, "rotary": rotary, "experts": experts}
+    options = parts | {"recompute": recompute, "offload": offload}
     present = vars(model).get("_tigon_fusion")
     if present is not None:
-        return present
+        return _as_it_is(present, options)
     fusion = Fusion(model, recompute, offload)
-    fusion._fuse(head=head, norms=norms, mlp=mlp, rotary=rotary, experts=experts)
+    fusion._options = options
+    fusion._fuse(**parts)
     if not fusion._modules:
         # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
         patches = (vars(m).get("_tigon") for m in model.modules())
         others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.ledger.fusion) is not None}
         if len(others) == 1:
-            return others.popitem()[1]
+            return _as_it_is(others.popitem()[1], options)
     vars(model)["_tigon_fusion"] = fusion
+    return fusion
+
+
+def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
+    """What was fused before. Defaults ask for nothing: hosts call fuse without options on models that may be fused."""
+    defaults = {name: p.default for name, p in inspect.signature(fuse).parameters.items()}
+    unlike = {name: x for name, x in options.items() if x not in (defaults[name], fusion._options.get(name, x))}
+    if unlike:
+        asked = ", ".join(f"{name}={x!r}" for name, x in unlike.items())
+        has = ", ".join(f"{name}={fusion._options[name]!r}" for name in unlike)
+        warnings.warn(
+            f"fuse: the model is fused already, with {has}, and stays so; for {asked}, call remove() of its Fusion "
+            "first.",
+            stacklevel=3,
+        )
     return fusion
 
 
@@ -91,6 +111,7 @@ class Fusion:
         self.model = model
         self._ledger = Ledger(model, Recompute(recompute, offload))
         self._ledger.fusion = self
+        self._options: dict[str, Any] = {}  # of fuse
         self._modules: list[nn.Module] = []
         self._rows: Counter[tuple[str, str, bool, str]] = Counter()
         self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
@@ -139,6 +160,7 @@ class Fusion:
         copied._ledger = copy.deepcopy(self._ledger, memo)
         copied._ledger.fusion = copied
         copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
+        copied._options = dict(self._options)
         copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
         clones = Clones(copied._ledger)
         for module in copied._modules:
