@@ -19,6 +19,7 @@ TINY = {
     "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 CPU = torch.device("cpu")
+CUDA = SimpleNamespace(type="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +167,17 @@ def test_the_second_of_two_steps_is_recorded(monkeypatch):
     monkeypatch.setattr(kernels, "_ON_DEVICE", ("cpu_op",))
     monkeypatch.setitem(kernels._COMPILED, "matmul", re.compile("::mm$"))
     x = torch.randn(64, 64)
-    found = kernels.profile_step(lambda: x @ x if not steps else torch.softmax(x, -1), SimpleNamespace(type="cuda"))
-    assert len(steps) == 2
+    found = kernels.profile_step(lambda: x @ x if len(steps) % 2 == 0 else torch.softmax(x, -1), CUDA)
+    assert len(steps) == 4
     assert found["loss"] > 0
     assert "matmul" not in found
+
+
+def test_a_recording_that_the_profiler_halted_is_not_taken(monkeypatch):
+    for halted in (0, 1):
+        found = iter({"matmul": 3.0 + i, "idle": 100.0 if i == halted else 2.0} for i in range(2))
+        monkeypatch.setattr(kernels, "_recorded", lambda step, device, found=found: next(found))
+        assert kernels.profile_step(lambda: None, CUDA) == {"matmul": 4.0 - halted, "idle": 2.0}
 
 
 def test_lengths_double_until_one_does_not_fit(monkeypatch):
