@@ -124,6 +124,8 @@ def sharded(rank, world, device, dtype, replicas, calls, reshard, adaptive):
     def during(i):
         model.set_requires_gradient_sync(i == calls - 1)
         yield
+        told = {part._get_fsdp_state()._fsdp_param_group.reduce_grads for part in (model, *model[:2])}
+        assert told == {i == calls - 1}
         model.set_requires_gradient_sync(True)
 
     groups = max(replicas, 1)

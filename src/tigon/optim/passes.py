@@ -77,7 +77,8 @@ def two_passes(
     try:
         _weights_changed(model)
         _set_draws(draws)
-        run()
+        with _reducing(_sharded(model)):
+            run()
     finally:
         restore(local, kept)
         _weights_changed(model)
@@ -170,11 +171,34 @@ def _first_pass(model: nn.Module | None) -> Iterator[None]:
             for module in model.modules():
                 if isinstance(module, nn.parallel.DistributedDataParallel):
                     held.enter_context(module.no_sync())
-        for module in _sharded(model):
-            # In both passes of every micro-batch: gradients that wait unsharded would mix with the next pass's.
-            module.set_requires_gradient_sync(True, recurse=False)
+        sharded = _sharded(model)
+        held.enter_context(_reducing(sharded))
+        for module in sharded:
             held.enter_context(_no_all_reduce(module))
         yield
+
+
+@contextlib.contextmanager
+def _reducing(modules: Sequence[Any]) -> Iterator[None]:
+    """Within, FSDP2 reduces gradients, whatever it was told to do in this micro-batch, and will do again behind it.
+
+    In both passes of every micro-batch: gradients that wait unsharded would mix with the next pass's.
+    """
+    names = ("reduce_grads", "all_reduce_grads")
+    told = [(group, name, getattr(group, name)) for m in modules for group in _groups(m) for name in names]
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for group, name, value in told:
+            setattr(group, name, value)
+
+
+def _groups(module: Any) -> list[Any]:
+    """What of a module `fully_shard` gathers and reduces together."""
+    state = module._get_fsdp_state()
+    return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
 
 
 @contextlib.contextmanager
@@ -186,10 +210,8 @@ def _no_all_reduce(module: Any) -> Iterator[None]:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     changed = []
-    for group in groups:
+    for group in _groups(module):
         whole = getattr(group, "mesh_info", None)
         if isinstance(whole, HSDPMeshInfo):
             alone = FSDPMeshInfo(whole.mesh, shard_mesh_dim=whole.shard_mesh_dim)
