@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from tigon.optim.perturb import perturb, restore, squared_norm
+from tigon.optim.perturb import copy_all, perturb, restore, squared_norm
 
 T = TypeVar("T")
 
@@ -46,17 +46,20 @@ def two_passes(
     Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse one, ValueError for parameters
         that share memory. Weights, and where the first pass raises gradients too, are as they were.
     """
-    model_params = () if model is None else model.parameters()
+    # Once: going through a model takes the host as long as some kernels.
+    modules = [] if model is None else list(model.modules())
+    sharded = _sharded(modules)
     # Of what another optimizer steps, the gradient of the first pass is dropped.
-    touched = list({id(p): p for p in (*params, *model_params) if p.requires_grad}.values())
+    in_model = (p for m in modules for p in m._parameters.values() if p is not None)
+    touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
     gathered = [p.grad for p in touched]
     draws = _draws(params)
-    buffers = [] if model is None else list(model.buffers())
+    buffers = list({id(b): b for m in modules for b in m._buffers.values() if b is not None}.values())
     versions = [b._version for b in buffers]
     for p in touched:
         p.grad = None
     try:
-        with _first_pass(model):
+        with _first_pass(modules, sharded):
             result = run()
         moved = [(p, length) for p, length in zip(params, rho, strict=True) if p.grad is not None]
         own = [g for p, _ in moved if (g := p.grad) is not None]
@@ -65,27 +68,26 @@ def two_passes(
             p.grad = g
     _check(own)
     after_first = _draws(params)
-    tracked = _tracked(model)
+    tracked = _tracked(modules)
     written = [b for b, v in zip(buffers, versions, strict=True) if b._version != v or id(b) in tracked]
-    statistics = [b.detach().clone() for b in written]
+    statistics = [torch.empty_like(b) for b in written]
     with torch.no_grad():
+        copy_all(statistics, written)
         local, own = [_local(p) for p, _ in moved], [_local(g) for g in own]
         _check_apart(local)
         squares = _squares_of_shard([p for p, _ in moved], local, own, adaptive, eta)
         kept = perturb(local, own, squares, [length for _, length in moved], adaptive=adaptive, eta=eta)
         del own, squares
     try:
-        _weights_changed(model)
+        _weights_changed(sharded)
         _set_draws(draws)
-        with _reducing(_sharded(model)):
+        with _reducing(sharded):
             run()
     finally:
         restore(local, kept)
-        _weights_changed(model)
+        _weights_changed(sharded)
         _set_draws(after_first)
-        with torch.no_grad():
-            if written:
-                torch._foreach_copy_(written, statistics)
+        copy_all(written, statistics)
     return result
 
 
@@ -134,16 +136,16 @@ def _set_draws(draws: Draws) -> None:
         set_device_states(devices, states, device_type=kind)
 
 
-def _tracked(model: nn.Module | None) -> set[int]:
+def _tracked(modules: Iterable[nn.Module]) -> set[int]:
     """Statistics of BatchNorm and its like, which fused kernels update without a trace on the tensor."""
-    modules = () if model is None else model.modules()
-    return {id(b) for m in modules if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)}
+    with_buffers = (m for m in modules if m._buffers and getattr(m, "track_running_stats", False))
+    return {id(b) for m in with_buffers for b in m._buffers.values()}
 
 
-def _weights_changed(model: nn.Module | None) -> None:
+def _weights_changed(sharded: Iterable[Any]) -> None:
     # Autocast keeps casts of weights to its end; FSDP2 gathered ones, where it was told not to free them.
     torch.clear_autocast_cache()
-    for module in _sharded(model):
+    for module in sharded:
         module.reshard()
 
 
@@ -154,24 +156,22 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _sharded(model: nn.Module | None) -> list[Any]:
-    """The modules of a model that `fully_shard` was applied to."""
-    if model is None or not _several():
+def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those that `fully_shard` was applied to."""
+    if not _several():
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 @contextlib.contextmanager
-def _first_pass(model: nn.Module | None) -> Iterator[None]:
+def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterator[None]:
     """Gradients are those of this rank's shard."""
     with contextlib.ExitStack() as held:
-        if model is not None and _several():
-            for module in model.modules():
-                if isinstance(module, nn.parallel.DistributedDataParallel):
-                    held.enter_context(module.no_sync())
-        sharded = _sharded(model)
+        for module in modules:
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                held.enter_context(module.no_sync())
         held.enter_context(_reducing(sharded))
         for module in sharded:
             held.enter_context(_no_all_reduce(module))

@@ -77,10 +77,20 @@ def perturb(
 
 
 def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Give the parameters back the bits that `perturb` returned: one fused copy on a GPU."""
-    if len(params):
-        with torch.no_grad():
-            torch._foreach_copy_(list(params), list(kept))
+    """Give the parameters back the bits that `perturb` returned: one fused copy of those of one dtype on a GPU."""
+    copy_all(params, kept)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source, of the same shape, into its target."""
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # of mixed dtypes PyTorch copies one after another
+    for target, source in zip(targets, sources, strict=True):
+        mine, theirs = pairs.setdefault((target.device, target.dtype, source.dtype), ([], []))
+        mine.append(target)
+        theirs.append(source)
+    with torch.no_grad():
+        for mine, theirs in pairs.values():
+            torch._foreach_copy_(mine, theirs)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -92,15 +102,14 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     # Gradients may share memory: those of a and b in a.view(6) + b.view(6) are one.
-    owners = Counter(g.untyped_storage().data_ptr() for g in grads)
+    storages = [g.untyped_storage() for g in grads]
+    places = [s.data_ptr() for s in storages]
+    owners = Counter(places)
     return [
         g
-        if g.dtype == p.dtype
-        and g.stride() == p.stride()
-        and owners[g.untyped_storage().data_ptr()] == 1
-        and g.untyped_storage().nbytes() == g.numel() * g.element_size()
+        if g.dtype == p.dtype and g.stride() == p.stride() and owners[place] == 1 and s.nbytes() == g.nbytes
         else torch.empty_like(p)
-        for p, g in zip(params, grads, strict=True)
+        for p, g, s, place in zip(params, grads, storages, places, strict=True)
     ]
 
 
@@ -229,7 +238,7 @@ def _block() -> tuple[int, int]:
 
 def _in_one_piece(t: Tensor) -> bool:
     """Whether a tensor fills its memory, in any order of its dimensions, so that a kernel may ignore its shape."""
-    if t.is_contiguous():
+    if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
         return True
     dense = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
@@ -269,16 +278,18 @@ def _launches(
 ) -> Iterator[tuple[list[int], tuple[Any, ...], tuple[Tensor, Tensor, Tensor, Tensor]]]:
     """One launch for all tensors of the same dtypes and alignment: which they are, its options, its tables."""
     lists = [params, grads] if kept is None else [params, grads, kept]
+    places = [[t.data_ptr() for t in tensors] for tensors in lists]
+    counts = [p.numel() for p in params]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, p in enumerate(params):
-        if p.numel():
-            aligned = all(tensors[i].data_ptr() % 16 == 0 for tensors in lists)
-            align = 16 if aligned else min(p.element_size(), grads[i].element_size())
-            groups.setdefault((p.dtype, grads[i].dtype, align), []).append(i)
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        if counts[i]:
+            aligned = not any(of[i] & 15 for of in places)
+            align = 16 if aligned else min(p.element_size(), g.element_size())
+            groups.setdefault((p.dtype, g.dtype, align), []).append(i)
     device = params[0].device
     for options, members in groups.items():
-        addresses = tuple(tensors[i].data_ptr() for tensors in lists for i in members)
-        sizes, first, owner = _blocks(tuple(params[i].numel() for i in members), device)
+        addresses = tuple(of[i] for of in places for i in members)
+        sizes, first, owner = _blocks(tuple(counts[i] for i in members), device)
         yield members, options, (_table(addresses, torch.int64, device), sizes, owner, first)
 
 
