@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from numerics import Errors, _as_fp64, evaluate
 from ops_table.cross_entropy import LINEAR_CROSS_ENTROPY
+from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case
 from world import world_of
@@ -20,9 +21,12 @@ from tigon.losses.chunked import ValidCount
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)
 
-OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO)}
+OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO, DISTILL, DISTILL_TOPK)}
 # Which inputs have a row for each class.
-SPLIT = {"linear_cross_entropy": (1, 3), "linear_logprob": (1, 2, 4), "grpo": (1, 2)}
+SPLIT = {
+    "linear_cross_entropy": (1, 3), "linear_logprob": (1, 2, 4), "grpo": (1, 2), "distill": (1, 2, 3, 5),
+    "distill_topk": (1, 2),
+}  # fmt: skip
 # In fp32 three chunks by the widest of uneven shards; by a narrower one, which would wait for ever for others, one.
 THREE_CHUNKS = Case("three chunks, every option", (500, 16, 60), {
     "chunk_bytes": 20000, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.7,
@@ -85,8 +89,8 @@ def together(name, by_rank):
 def check(world, split, backend, calls):
     """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
     # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for all draws.
-    most = 8 if world.device_type == "cuda" else 4
-    drawn = [(*call, seed) for call in calls for seed in range(min(most, case_of(*call[:2]).draws))]
+    most = {name: 8 if name == "distill_topk" or world.device_type == "cuda" else 4 for name in OPS}
+    drawn = [(*call, seed) for call in calls for seed in range(min(most[call[0]], case_of(*call[:2]).draws))]
     # Kernels are compiled on the way.
     answers = world.run(on_a_rank, drawn, split, backend, limit=300 if world.device_type == "cuda" else 90)
     errors, complaints = {}, []
@@ -297,6 +301,47 @@ def test_options_and_families(ranks):
                     continue
                 torch.testing.assert_close(mine, right, **close, msg=lambda m, n=name: f"{n}: {m}")
             assert name in ("nothing valid", "all results") or whole[0].abs() > 0, name
+
+
+def of_distillation(rank, world, device):
+    """Of DTensors: loss, metrics and gradients; and what is refused."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, weight, bias, target = head(device)
+    teacher = x.flip(-1), weight.roll(1, 0), bias.flip(0)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    options = {"hard_weight": 0.3, "temperature": 2.0, "reduction": "mean", "chunk_bytes": 1}
+    found = []
+    for split in (False, True):
+        leaves, theirs = [x, weight, bias], list(teacher)
+        if split:
+            placements = [Shard(1)], [Shard(0)], [Shard(0)]
+            leaves, theirs = (
+                [distribute_tensor(t, mesh, at) for t, at in zip(side, placements, strict=True)]
+                for side in (leaves, theirs)
+            )
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        loss, metrics = tigon.losses.distill(
+            *leaves[:2], *theirs[:2], target, bias=leaves[2], teacher_bias=theirs[2], **options
+        )
+        found.append([loss, *metrics.values(), *torch.autograd.grad(loss, leaves)])
+    found = [[t.full_tensor() if hasattr(t, "full_tensor") else t for t in each] for each in found]
+
+    own, theirs = (t.split(sizes)[rank] for t, sizes in ((weight, even(61, world)), (weight, uneven(61, world))))
+    with pytest.raises(ValueError, match="distill: teacher_weight must be split over the ranks as weight is"):
+        tigon.losses.distill(x, own, x, theirs, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="distill: weight and teacher_weight must both be DTensors"):
+        tigon.losses.distill(x, distribute_tensor(weight, mesh, [Shard(0)]), x, weight)
+    whole = distribute_tensor(weight, mesh, [Replicate()])
+    with pytest.raises(ValueError, match="distill: of the teacher: weight must be Shard"):
+        tigon.losses.distill(x, distribute_tensor(weight, mesh, [Shard(0)]), x, whole)
+    return found
+
+
+def test_distillation_of_dtensors(ranks):
+    for whole, part in ranks.run(of_distillation):
+        for mine, right in zip(part, whole, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ what is exchanged

@@ -149,7 +149,7 @@ DISTILL = Op(
         Case("every option", (4096, 2048, 256000), {**_EVERY_OPTION, **_TEACHER}),
     ),
     fixed=(3, 4, 5),
-    dtensor="refused",  # products in chunks of local rows would need collectives of their own
+    dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
     roundings=8,  # a difference of nearly equal terms: eager's error is luck
 )

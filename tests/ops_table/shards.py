@@ -15,6 +15,8 @@ from unittest import mock
 from torch import Tensor
 
 from ops_table.cross_entropy import _EVERY_OPTION, LINEAR_CROSS_ENTROPY
+from ops_table.distillation import _EVERY_OPTION as _OF_DISTILLATION
+from ops_table.distillation import _TEACHER, DISTILL, DISTILL_TOPK
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case, Op
 from tigon.losses.shards import Arriving, Shards
@@ -30,6 +32,9 @@ class Done:
 class Echo(Shards):
     """All devices hold as many classes, and say the same."""
 
+    def where(self) -> str:
+        return str(self.sizes)
+
     def gather(self, own: Tensor) -> Arriving:
         return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Done())
 
@@ -42,7 +47,7 @@ def echoing(rank: int = 0) -> Iterator[None]:
     def shards_of(name, x, weight, bias, target, group, accumulate):
         return x, weight, bias, target, Echo(group, rank, (weight.shape[0],) * DEVICES)
 
-    modules = ("linear_cross_entropy", "linear_logprob", "token_loss")
+    modules = ("linear_cross_entropy", "linear_logprob", "token_loss", "distillation")
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch(f"tigon.losses.{module}.shards_of", shards_of))
@@ -77,4 +82,19 @@ OVER_SHARDS: tuple[Op, ...] = (
         Case("softcap", (8192, 2304, 64000), {"softcap": 30.0, "temperature": 0.9}, {"bias": False, "lora": False}),
     ),
     _over_shards(GRPO, Case("a quarter of Llama-3-8B", (16, 1024, 4096, 32064), {"loss_type": "grpo"})),
+    _over_shards(
+        DISTILL,
+        Case("a quarter of Llama-3-8B", (4096, 4096, 32064), {}, {"bias": False}),
+        Case("Hinton", (4096, 4096, 32064), {"loss_type": "kl", "temperature": 2.0, "hard_weight": 0.5}),
+        Case("reverse KL", (4096, 2048, 37984), {"loss_type": "reverse_kl", "hard_weight": 0.5}),
+        Case("TVD", (4096, 2048, 8000), {"loss_type": "tvd"}),
+        Case("cosine", (4096, 2048, 32064), {"loss_type": "cosine", "hard_weight": 0.5}),
+        Case("every option", (4096, 2048, 64000), {**_OF_DISTILLATION, **_TEACHER}),
+    ),
+    _over_shards(
+        DISTILL_TOPK,
+        Case("a quarter of Llama-3-8B", (4096, 4096, 32064), {}, {"bias": False, "K": 64}),
+        Case("renormalized", (4096, 2048, 32064), {"rest": "renormalize", "hard_weight": 0.5}, {"K": 128}),
+        Case("every option", (4096, 2048, 64000), {**_OF_DISTILLATION, "rest": "drop"}, {"K": 64}),
+    ),
 )

@@ -63,10 +63,20 @@ class Shards(NamedTuple):
         """What sizes chunks: they have to be the same everywhere."""
         return max(self.sizes)
 
+    @property
+    def first(self) -> int:
+        """Of all classes the first that is here."""
+        return sum(self.sizes[: self.rank])
+
+    def where(self) -> str:
+        """For sentences: which ranks have how many classes."""
+        import torch.distributed as dist
+
+        return f"{self.sizes} classes on ranks {tuple(dist.get_process_group_ranks(self.group))}"
+
     def labels(self, target: Tensor, ignore_index: int) -> Tensor:
         """Global targets as this device's labels (`tigon.ops.shard_statistics`)."""
-        first = sum(self.sizes[: self.rank])
-        return local_labels(target, ignore_index, first, self.sizes[self.rank], self.classes)
+        return local_labels(target, ignore_index, self.first, self.sizes[self.rank], self.classes)
 
     def gather(self, own: Tensor) -> Arriving:
         """(M, K) of this device, dense, as (devices, M, K) of all."""

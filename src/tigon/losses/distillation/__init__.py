@@ -13,20 +13,27 @@ https://arxiv.org/abs/2306.13649; reverse KL, Gu et al. 2023, https://arxiv.org/
 https://arxiv.org/abs/2307.15190.
 
 The family in the usual order: here the promise, then reference.py, kernels.py, rows.py (launches), walk.py (autograd).
+Of classes on several devices: parts_reference.py, parts_kernels.py and parts_topk_kernels.py, parts.py (launches).
 """
 
 from __future__ import annotations
 
-from typing import SupportsInt
+from typing import TYPE_CHECKING, SupportsInt
 
 import torch
 from torch import Tensor
 
 from tigon.losses.chunked import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
-from tigon.losses.distillation.walk import walk
+from tigon.losses.distillation.walk import walk, walk_over_shards
 from tigon.losses.head import check_accumulate, check_head
+from tigon.losses.shards import Shards, is_sharded, shards_of
 from tigon.ops.cross_entropy import check_target
+from tigon.ops.logprob import signed
+from tigon.ops.shard_statistics import IGNORED
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 __all__ = ["distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 
@@ -59,6 +66,7 @@ def distill(
     num_valid: SupportsInt | None = None,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The distillation loss of the logits x Wᵀ + bias from a teacher's, neither of which are all in memory at once.
 
@@ -86,6 +94,9 @@ def distill(
             small a number gives a NaN loss. On a CPU it is counted.
         chunk_bytes: logits held at a time, both sides' together; else as in `tigon.linear_cross_entropy`.
         accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" in the weight's dtype.
+        group: as in `tigon.linear_cross_entropy`, for heads whose classes are split over several ranks: the teacher's
+            is split as the student's is, into the same sizes, both plain with `group` or both DTensors. teacher_x is
+            whole on all ranks, or a DTensor as x may be.
     Returns: the loss, 0-d, in fp32 (fp64 for fp64 inputs), and metrics without gradient: "soft_loss" and, with a hard
         weight, "hard_loss", each reduced, before the weights.
     Raises: ValueError for shapes, dtypes or options that do not fit.
@@ -101,6 +112,16 @@ def distill(
         loss = beta * to_p + (1 - beta) * F.kl_div(log_m, q, reduction="batchmean", log_target=True)
     """
     name = "distill"
+    if is_sharded(weight, group) and hasattr(weight, "device_mesh") != hasattr(teacher_weight, "device_mesh"):
+        raise ValueError(f"{name}: weight and teacher_weight must both be DTensors, or both this rank's plain rows.")
+    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
+    if shards is not None or hasattr(teacher_x, "device_mesh") or hasattr(teacher_weight, "device_mesh"):
+        teacher_x, teacher_weight, teacher_bias, _, others = shards_of(
+            f"{name}: of the teacher", teacher_x, teacher_weight, teacher_bias, None, group, accumulate
+        )
+        ours, theirs = ("whole" if of is None else of.where() for of in (shards, others))
+        if ours != theirs:
+            raise ValueError(f"{name}: teacher_weight must be split over the ranks as weight is, {ours}, got {theirs}.")
     compute = check_head(name, x, weight, bias)
     teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
     if teacher_x.shape[:-1] != x.shape[:-1] or teacher_weight.shape[0] != weight.shape[0]:
@@ -119,7 +140,7 @@ def distill(
     return _distill(
         name, x, weight, bias, teacher, target, compute, teacher_compute, "", LOSS_TYPES, loss_type, beta, temperature,
         temperature_squared, hard_weight, reduction, divisor, ignore_index, softcap, scale, teacher_softcap,
-        teacher_scale, num_valid, chunk_bytes, accumulate,
+        teacher_scale, num_valid, chunk_bytes, accumulate, shards,
     )  # fmt: skip
 
 
@@ -145,6 +166,7 @@ def distill_topk(
     num_valid: SupportsInt | None = None,
     chunk_bytes: int | None = None,
     accumulate: str = "fp32",
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The distillation loss from the K likeliest classes that a teacher gave of each row: a server, or a data set.
 
@@ -163,6 +185,7 @@ def distill_topk(
             `distill`. The cross entropy is over all classes.
         temperature: τ, divides the student's logits for the soft loss.
         chunk_bytes, accumulate: as in `distill`; the student's logits have the budget to themselves.
+        group: as in `tigon.linear_cross_entropy`. What the teacher gave is whole on all ranks, with global ids.
     Returns: as `distill`.
     Raises: ValueError for shapes, dtypes or options that do not fit. An id outside [0, V) gives a NaN loss on the GPU,
         and a ValueError on the CPU.
@@ -175,14 +198,16 @@ def distill_topk(
         loss = F.kl_div(q, teacher_logprobs, reduction="batchmean", log_target=True)
     """
     name = "distill_topk"
+    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias)
+    classes = weight.shape[0] if shards is None else shards.classes
     if rest not in RESTS:
         raise ValueError(f"{name}: rest must be one of {RESTS}, got {rest!r}.")
     shape = teacher_ids.shape
-    if shape[:-1] != x.shape[:-1] or teacher_logprobs.shape != shape or not 0 < shape[-1] <= weight.shape[0]:
+    if shape[:-1] != x.shape[:-1] or teacher_logprobs.shape != shape or not 0 < shape[-1] <= classes:
         raise ValueError(
             f"{name}: teacher_ids and teacher_logprobs must be (..., K) beside x {tuple(x.shape)}, with K from 1 to "
-            f"{weight.shape[0]}, got {tuple(shape)} and {tuple(teacher_logprobs.shape)}."
+            f"{classes}, got {tuple(shape)} and {tuple(teacher_logprobs.shape)}."
         )
     if teacher_ids.dtype.is_floating_point or not teacher_logprobs.dtype.is_floating_point:
         raise ValueError(
@@ -190,13 +215,13 @@ def distill_topk(
             f"{teacher_logprobs.dtype}."
         )
     _check_device(name, x, teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
-    _check_ids(name, teacher_ids, teacher_logprobs, weight.shape[0])
+    _check_ids(name, teacher_ids, teacher_logprobs, classes)
     K = shape[-1]
     teacher = teacher_ids.reshape(-1, K).contiguous(), teacher_logprobs.detach().reshape(-1, K).contiguous(), None
     return _distill(
         name, x, weight, bias, teacher, target, compute, compute, rest, LOSS_TYPES[:-1], loss_type, beta, temperature,
         temperature_squared, hard_weight, reduction, divisor, ignore_index, softcap, scale, None, 1.0, num_valid,
-        chunk_bytes, accumulate,
+        chunk_bytes, accumulate, shards,
     )  # fmt: skip
 
 
@@ -206,7 +231,7 @@ def _distill(
     loss_type: str, beta: float, temperature: float, temperature_squared: bool, hard_weight: float, reduction: str,
     divisor: Tensor | float | None, ignore_index: int, softcap: float | None, scale: float,
     teacher_softcap: float | None, teacher_scale: float, num_valid: SupportsInt | None, chunk_bytes: int | None,
-    accumulate: str,
+    accumulate: str, shards: Shards | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """What the two have in common."""
     check_accumulate(name, accumulate)
@@ -224,10 +249,13 @@ def _distill(
     if target is None and (hard_weight or num_valid is not None):
         argument = "hard_weight" if hard_weight else "num_valid"
         raise ValueError(f"{name}: {argument} goes with a target, got None.")
+    classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
     if target is not None:
-        check_target(name, target, x.shape[:-1], weight.shape[0], ignore_index, x.device)
+        check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     rows = x.reshape(-1, x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
+    if shards is not None and labels is not None:
+        labels, ignore_index = shards.labels(signed(labels), ignore_index), IGNORED
     valid = -1 if num_valid is None else int(num_valid)
     loss_dtype = torch.promote_types(compute, torch.float32)
     inverse = _inverse(rows, labels, ignore_index, reduction, divisor, loss_dtype)
@@ -236,15 +264,16 @@ def _distill(
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     sides = compute.itemsize + (0 if rest else teacher_compute.itemsize)
-    whole = (rows.shape[0] if valid < 0 else valid) * weight.shape[0] * sides
-    spared = spared_by_one_chunk(weight, compute, accumulate) if needs[1] and inverse is not None else 0
+    whole = (rows.shape[0] if valid < 0 else valid) * widest * sides
+    spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] and inverse is not None else 0
     budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
-    loss, soft, hard = walk(
+    arguments = (
         rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute, budget,
         accumulate == "fp32", *needs, reduction == "mean",
         kind_of(loss_type, beta), rest, beta, temperature, temperature**2 if temperature_squared else 1.0, hard_weight,
         ignore_index, softcap or 0.0, scale, teacher_softcap or 0.0, teacher_scale,
     )  # fmt: skip
+    loss, soft, hard = walk(*arguments) if shards is None else walk_over_shards(*arguments, {"shards": shards})
     metrics = {"soft_loss": soft.detach()}
     if hard_weight:
         metrics["hard_loss"] = hard.detach()

@@ -14,12 +14,12 @@ from tigon.losses.distillation.kernels import (
 from tigon.losses.distillation.reference import rows_reference, topk_rows_reference
 
 
-def _tile(V: int, capped: bool, own: bool, most: int = 16) -> tuple[int, int, int]:
+def _tile(V: int, capped: bool, own: bool, most: int = 16, least: int = 4) -> tuple[int, int, int]:
     """Warps, blocks folded at a time, columns of one. Few rows in flight: of those the L2 cache serves more again.
 
-    own: the cross entropy has a softmax of its own.
+    own: the cross entropy has a softmax of its own. most, least: warps of a long row, and of a short one.
     """
-    warps = 4 if V <= 8192 else most
+    warps = least if V <= 8192 else most
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = 1 if capped or own else 2  # as deep as registers allow
     return warps, max(1, min(depth, next_power_of_2(V) // block)), block

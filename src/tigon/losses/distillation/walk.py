@@ -5,6 +5,8 @@ for each chunk of rows:
     logits  ← x Wᵀ (+ bias)       matrix product into theirs
     logits  ← d loss / d logits   one launch
     dx ← logits W;  dw += logitsᵀ x
+
+Where the classes lie on several devices, parts.py has that launch's place: three, with what is exchanged between them.
 """
 
 from __future__ import annotations
@@ -15,25 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launcher
+from tigon.backend import differentiable, differentiable_directly, launcher
 from tigon.losses import weight_gradient
 from tigon.losses.chunked import Chunk, Chunks
+from tigon.losses.distillation.parts import distill_part, topk_part
 from tigon.losses.distillation.rows import distill_rows, topk_rows
 from tigon.losses.early import scaled_gradients
 from tigon.losses.head import Head, empty_logits
+from tigon.losses.shards import Shards
 
 
 def _fake(
     x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute, budget,
-    fp32, need_dx, need_dw, need_db, *options,
+    fp32, need_dx, need_dw, need_db, *options, shards=None,
 ):  # fmt: skip
     (V, H), rows = weight.shape, x.shape[0]
+    widest = V if shards is None else shards.widest
     acc = torch.promote_types(compute, torch.float32)
     loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
     dx = x.new_empty((rows, H) if need_dx else (0,), dtype=compute)
     # One chunk with its divisor folded in is summed by one product, and rounded once. A sum still waits for a factor.
     visited = rows if valid < 0 or valid > rows else valid
-    several = inverse is None or visited * V * compute.itemsize > _share(budget, options[2], compute, teacher_compute)
+    share = _share(budget, options[2], compute, teacher_compute)
+    several = inverse is None or visited * widest * compute.itemsize > share
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
     return loss, soft, hard, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
@@ -73,21 +79,23 @@ def _distill_fwd(
     teacher_bias: Tensor | None, target: Tensor | None, inverse: Tensor | None, valid: int, compute: torch.dtype,
     teacher_compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
     per_class: bool, kind: str, rest: str, beta: float, temperature: float, unit: float, hard_weight: float,
-    ignore_index: int, *transforms: Any,
+    ignore_index: int, *transforms: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """rest: "" for a teacher's head; else teacher_x and teacher_weight hold the ids and log-probabilities it gave."""
     outputs = _fake(
         x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
         budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
+        shards=shards,
     )  # fmt: skip
     loss, soft, hard, dx, dw, more, db = outputs
-    unit, weights, _ = _weights(per_class, kind, temperature, unit, hard_weight, weight.shape[0], compute)
+    classes = weight.shape[0] if shards is None else shards.classes
+    unit, weights, _ = _weights(per_class, kind, temperature, unit, hard_weight, classes, compute)
     if target is not None and valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
     known = None if target is None or valid < 0 else valid
     share = _share(budget, rest, compute, teacher_compute)
-    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share)
+    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share, shards)
     soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if hard_weight else None
     folded = None if compute == torch.float16 else inverse
@@ -102,8 +110,14 @@ def _distill_fwd(
     for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_x, teacher_weight, teacher_bias):
         places = soft_rows[chunk.rows], None if hard_rows is None else hard_rows[chunk.rows]
         here = None if target is None else chunk.target, *places, folded, weights, gradient
-        if rest:
+        if rest and shards is not None:
+            topk_part(
+                chunk.logits, theirs[0], theirs[1], *here, kind, rest, *options[:2], *transforms[:2], shards=shards
+            )
+        elif rest:
             topk_rows(chunk.logits, theirs[0], theirs[1], *here, kind, rest, *options, *transforms[:2])
+        elif shards is not None:
+            distill_part(chunk.logits, theirs[0], *here, kind, *options[:2], *transforms, shards=shards)
         else:
             distill_rows(chunk.logits, theirs[0], *here, kind, *options, *transforms)
         if need_dx:
@@ -112,6 +126,9 @@ def _distill_fwd(
             weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
         if need_db:
             db += chunk.logits.sum(0, dtype=db.dtype)
+    chunks.input_gradient.arrive()
+    if shards is not None and chunks.count and not rest and kind != "cosine":
+        soft_rows = shards.gather(soft_rows).wait().sum(0)
     over: Tensor | float = 1.0 if inverse is None else inverse
     torch.mul(soft_rows.sum() * unit, over, out=soft)
     if hard_rows is None:
@@ -145,7 +162,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     per_class, kind, _, _, temperature, unit, hard_weight = inputs[16:23]
     ctx.arguments = len(inputs)
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    ctx.boost = _weights(per_class, kind, temperature, unit, hard_weight, weight.shape[0], compute)[2]
+    shards = getattr(ctx, "own", {}).get("shards")
+    classes = weight.shape[0] if shards is None else shards.classes
+    ctx.boost = _weights(per_class, kind, temperature, unit, hard_weight, classes, compute)[2]
     ctx.save_for_backward(*output[3:], inverse if compute == torch.float16 else None)
 
 
@@ -160,3 +179,4 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 walk = differentiable(_distill_fwd, _setup_context, _backward, outputs=3)
+walk_over_shards = differentiable_directly(_distill_fwd, _setup_context, _backward, outputs=3)
