@@ -1,7 +1,10 @@
-"""Cross entropy of a head whose classes lie on several GPUs, against the whole head on one of them, and others' ways.
+"""Losses of a head whose classes lie on several GPUs, against the whole head on one of them, and others' ways.
 
     torchrun --nproc-per-node 4 benchmarks/vocabulary_parallel.py --output results
+    torchrun --nproc-per-node 4 benchmarks/vocabulary_parallel.py --output results --losses jsd hinton top64
     torchrun --nproc-per-node 2 benchmarks/vocabulary_parallel.py --device cpu --shapes 256x64x1000
+
+Cross entropy, or distillation, whose teacher has a head of the student's size that is split as the student's is.
 
 Forward and backward pass, bf16, no token ignored; each side's result is checked against fp64 before it is timed. A time
 is the median over samples of some passes in a row, of the rank that took longest. Beside the sides:
@@ -17,6 +20,8 @@ import argparse
 import contextlib
 import datetime
 import functools
+import itertools
+import math
 import os
 import statistics
 import sys
@@ -46,6 +51,7 @@ SECONDS = 150
 class Row:
     """Milliseconds, and GiB beyond the inputs. Errors are means, over eager PyTorch's in one process, against fp64."""
 
+    op: str
     shape: tuple[int, int, int]
     side: str
     status: str = "ok"
@@ -60,12 +66,13 @@ class Row:
 
 
 class Problem:
-    """One shape: the whole head, and this rank's part of it, as torch.chunk has it."""
+    """One loss and shape: the whole heads, and this rank's part of them, as torch.chunk has it."""
 
-    def __init__(self, shape: tuple[int, int, int], device: torch.device, world: int, rank: int) -> None:
+    def __init__(self, name: str, shape: tuple[int, int, int], device: torch.device, world: int, rank: int) -> None:
         N, H, V = shape
         draw = torch.Generator(device).manual_seed(0)  # the same on all ranks
         options: dict[str, Any] = {"generator": draw, "device": device}
+        self.loss = LOSSES[name]
         self.shape, self.device, self.world, self.rank = shape, device, world, rank
         self.x = torch.randn(N, H, **options).bfloat16().requires_grad_()
         self.weight = (torch.randn(V, H, **options) / H**0.5).bfloat16().requires_grad_()
@@ -74,6 +81,18 @@ class Problem:
         self.span = slice(min(V, rank * size), min(V, (rank + 1) * size))
         self.own = self.weight.detach()[self.span].clone().requires_grad_()
         self.mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+        if self.loss.teaches:
+            self.teacher_x = torch.randn(N, H, **options).bfloat16()
+            self.teacher_weight = (torch.randn(V, H, **options) / H**0.5).bfloat16()
+            self.teacher_own = self.teacher_weight[self.span].clone()
+        if self.loss.gives:
+            found = [self.given(rows) for rows in self.teacher_x.split(1024)]
+            self.logprobs, self.ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+
+    def given(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of these rows the teacher's likeliest classes."""
+        logprobs, ids = F.linear(rows, self.teacher_weight).float().log_softmax(-1).topk(self.loss.gives)
+        return logprobs, ids
 
     def first(self, rows: int) -> tuple[Tensor, Tensor]:
         return self.x.detach()[:rows].clone().requires_grad_(), self.target[:rows]
@@ -84,16 +103,85 @@ Result = tuple[Tensor, Tensor, Tensor]
 Side = Callable[[Problem, Tensor, Tensor], Result]
 
 
+@dataclass(frozen=True)
+class Loss:
+    """tigon(p, x, weight, teacher_weight, target, **options), and of whole logits plain(p, z, target).
+
+    teaches: there is a teacher's head. gives: how many classes the teacher gave of each row.
+    """
+
+    op: str
+    tigon: Callable[..., Tensor]
+    plain: Callable[[Problem, Tensor, Tensor], Tensor]
+    teaches: bool = True
+    gives: int = 0
+
+
+def cross_entropy(p: Problem, x: Tensor, weight: Tensor, _: Tensor | None, target: Tensor, **options: Any) -> Tensor:
+    return tigon.linear_cross_entropy(x, weight, target, **options)
+
+
+def distilled(
+    p: Problem, x: Tensor, weight: Tensor, teacher_weight: Tensor, target: Tensor, *, hinton: bool = False,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    if hinton:
+        options |= {"loss_type": "kl", "temperature": 2.0, "hard_weight": 0.5}
+    return tigon.losses.distill(x, weight, p.teacher_x[: x.shape[0]], teacher_weight, target, **options)[0]
+
+
+def distilled_topk(p: Problem, x: Tensor, weight: Tensor, _: Tensor, target: Tensor, **options: Any) -> Tensor:
+    rows = x.shape[0]
+    return tigon.losses.distill_topk(x, weight, p.ids[:rows], p.logprobs[:rows], target, **options)[0]
+
+
+def teachers(p: Problem, z: Tensor) -> Tensor:
+    """The teacher's logits beside z: products in bf16, or in fp64 beside fp64."""
+    dtype = torch.bfloat16 if z.dtype == torch.float32 else z.dtype
+    return F.linear(p.teacher_x[: z.shape[0]].to(dtype), p.teacher_weight.to(dtype)).to(z.dtype)
+
+
+def plain_jsd(p: Problem, z: Tensor, target: Tensor) -> Tensor:
+    q, t = z.log_softmax(-1), teachers(p, z).log_softmax(-1)
+    m = torch.logsumexp(torch.stack([q, t]), 0) - math.log(2)
+    both = (F.kl_div(m, side, reduction="batchmean", log_target=True) for side in (t, q))
+    return sum(both, z.new_zeros(())) / 2
+
+
+def plain_hinton(p: Problem, z: Tensor, target: Tensor) -> Tensor:
+    q, t = (z / 2).log_softmax(-1), (teachers(p, z) / 2).log_softmax(-1)
+    return (F.kl_div(q, t, reduction="batchmean", log_target=True) + F.cross_entropy(z, target)) / 2
+
+
+def plain_topk(p: Problem, z: Tensor, target: Tensor) -> Tensor:
+    """KL of the given classes, and one more that stands for the rest."""
+    ids, given = p.ids[: z.shape[0]], p.logprobs[: z.shape[0]].to(z.dtype).exp()
+    log_q = z.log_softmax(-1)
+    rest = torch.logsumexp(log_q.scatter(-1, ids, -torch.inf), -1, keepdim=True)
+    log_q = torch.cat([log_q.gather(-1, ids), rest], -1)
+    return F.kl_div(log_q, torch.cat([given, 1 - given.sum(-1, keepdim=True)], -1), reduction="batchmean")
+
+
+LOSSES = {
+    "cross_entropy": Loss("linear_cross_entropy", cross_entropy, lambda p, z, t: F.cross_entropy(z, t), teaches=False),
+    "jsd": Loss("distill, JSD", distilled, plain_jsd),
+    "hinton": Loss("distill, KL and cross entropy, τ = 2", functools.partial(distilled, hinton=True), plain_hinton),
+    "top64": Loss("distill_topk, K = 64", distilled_topk, plain_topk, gives=64),
+}
+
+
 def with_gradients(loss: Tensor, x: Tensor, weight: Tensor) -> Result:
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
 
 def one_gpu(p: Problem, x: Tensor, target: Tensor) -> Result:
-    return with_gradients(tigon.linear_cross_entropy(x, p.weight, target), x, p.weight)
+    loss = p.loss.tigon(p, x, p.weight, p.teacher_weight if p.loss.teaches else None, target)
+    return with_gradients(loss, x, p.weight)
 
 
 def sharded(p: Problem, x: Tensor, target: Tensor, **options: Any) -> Result:
-    loss = tigon.linear_cross_entropy(x, p.own, target, group=dist.group.WORLD, **options)
+    teacher_weight = p.teacher_own if p.loss.teaches else None
+    loss = p.loss.tigon(p, x, p.own, teacher_weight, target, group=dist.group.WORLD, **options)
     return with_gradients(loss, x, p.own)
 
 
@@ -179,15 +267,16 @@ SIDES: dict[str, Side] = {
     "torch loss_parallel": torch_loss_parallel,
     "cut-cross-entropy": cut_cross_entropy,
 }
+OF_CROSS_ENTROPY = ("torch loss_parallel", "cut-cross-entropy")
 
 
 def errors_of(p: Problem, side: Side) -> dict[str, float]:
     """Mean errors against fp64 on the first rows, over those of eager PyTorch with the whole head."""
     x, target = p.first(min(CHECKED_ROWS, p.shape[0]))
     exact_x, exact_w = x.detach().double().requires_grad_(), p.weight.detach().double().requires_grad_()
-    truth = F.cross_entropy(F.linear(exact_x, exact_w), target)
+    truth = p.loss.plain(p, F.linear(exact_x, exact_w), target)
     exact = list(with_gradients(truth, exact_x, exact_w))
-    eager = F.cross_entropy(F.linear(x, p.weight).float(), target)
+    eager = p.loss.plain(p, F.linear(x, p.weight).float(), target)
     base = list(with_gradients(eager, x, p.weight))
     found = side(p, x, target)
     if found[2].shape != p.weight.shape:
@@ -243,7 +332,9 @@ def slowest(values: list[float], device: torch.device) -> list[float]:
 def measure(p: Problem, clock: Clock, sides: list[str]) -> list[Row]:
     rows = []
     for name in sides:
-        side, row = SIDES[name], Row(p.shape, name)
+        if p.loss.teaches and name in OF_CROSS_ENTROPY:
+            continue
+        side, row = SIDES[name], Row(p.loss.op, p.shape, name)
         rows.append(row)
         try:
             errors = errors_of(p, side)
@@ -257,9 +348,10 @@ def measure(p: Problem, clock: Clock, sides: list[str]) -> list[Row]:
         row.ms = statistics.median(row.samples_ms)
         if max(row.errors.values()) > 2:
             row.status, row.reason = "wrong", "its mean error is above twice eager's"
-    silent = Row(p.shape, "tigon, in silence", samples_ms=clock(functools.partial(in_silence, p, p.x, p.target)))
+    times = clock(functools.partial(in_silence, p, p.x, p.target))
+    silent = Row(p.loss.op, p.shape, "tigon, in silence", samples_ms=times)
     alone = Collectives(p)
-    sent = Row(p.shape, "collectives", samples_ms=clock(alone), reason=f"bytes: {alone.bytes()}")
+    sent = Row(p.loss.op, p.shape, "collectives", samples_ms=clock(alone), reason=f"bytes: {alone.bytes()}")
     for row in (silent, sent):
         row.ms = statistics.median(row.samples_ms)
     return [*rows, silent, sent]
@@ -282,8 +374,10 @@ def peak(device: torch.device, before: int) -> float:
 def table(rows: list[Row], world: int) -> str:
     """A line a shape and side; ÷ share is time over what one GPU takes, divided by their number."""
     lines = [f"{'N x H x V':>20}  {'side':<28} {'ms':>9} {'÷ share':>8} {'GiB':>7}  errors ÷ eager's"]
-    for row in rows:
-        alone = next(r.ms for r in rows if r.shape == row.shape and r.side == "tigon, one GPU")
+    for i, row in enumerate(rows):
+        if i == 0 or row.op != rows[i - 1].op:
+            lines.append(row.op)
+        alone = next(r.ms for r in rows if (r.op, r.shape, r.side) == (row.op, row.shape, "tigon, one GPU"))
         share = f"{row.ms / (alone / world):.3f}" if row.ms and alone else ""
         errors = "  ".join(f"{k} {v:.2f}" for k, v in row.errors.items())
         held = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
@@ -297,14 +391,14 @@ def table(rows: list[Row], world: int) -> str:
 def bar(rows: list[Row], world: int) -> str:
     """What is asked: at most 1.10 × a share of one GPU's time, and what the collectives add to the silent walk."""
     lines = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        ms = {row.side: row.ms for row in rows if row.shape == shape}
+    for op, shape in dict.fromkeys((row.op, row.shape) for row in rows):
+        ms = {row.side: row.ms for row in rows if (row.op, row.shape) == (op, shape)}
         one, mine, silent = (ms[name] or 0.0 for name in ("tigon, one GPU", "tigon", "tigon, in silence"))
         exposed = max(0.0, mine - silent)
         limit = 1.1 * one / world + exposed
         lines.append(
             f"{'x'.join(map(str, shape)):>20}  {mine:.3f} ms, {'within' if mine <= limit else 'BEYOND'} "
-            f"1.1 x {one / world:.3f} + {exposed:.3f} exposed = {limit:.3f} ms"
+            f"1.1 x {one / world:.3f} + {exposed:.3f} exposed = {limit:.3f} ms  {op}"
         )
     return "\n".join(lines)
 
@@ -314,10 +408,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for the record")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="*", default=["x".join(map(str, shape)) for shape in SHAPES])
+    parser.add_argument("--losses", nargs="*", default=["cross_entropy"], choices=list(LOSSES))
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="no further shape is begun after that")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="no further loss or shape is begun after that")
     options = parser.parse_args()
     began = time.monotonic()
     rank, device = int(os.environ.get("LOCAL_RANK", 0)), torch.device(options.device)
@@ -331,20 +426,22 @@ def main() -> int:
     world, rows = dist.get_world_size(), []
     clock = Clock(device, options.samples, options.passes)
     sides = list(dict.fromkeys(["tigon, one GPU", "tigon", *options.sides]))
-    for text in options.shapes:
+    for text, name in itertools.product(options.shapes, options.losses):
         if slowest([time.monotonic() - began], device)[0] > options.seconds:
             break
         N, H, V = (int(n) for n in text.split("x"))
-        rows += measure(Problem((N, H, V), device, world, dist.get_rank()), clock, sides)
+        found = measure(Problem(name, (N, H, V), device, world, dist.get_rank()), clock, sides)
+        rows += found
         if dist.get_rank() == 0:
-            print(table([row for row in rows if row.shape == (N, H, V)], world), flush=True)
+            print(table(found, world), flush=True)
     if dist.get_rank() == 0:
         print(bar(rows, world))
         print(f"{time.monotonic() - began:.0f} s")
         if options.output is not None:
             content = report.result("vocabulary-parallel", rows, device=device, gpus=world)
             name = "h200" if "H200" in content["environment"]["device"] else device.type
-            report.save(options.output / f"{name}-vocabulary-parallel.json", content)
+            more = "" if "cross_entropy" in options.losses else "-distill"  # beside the other record, not over it
+            report.save(options.output / f"{name}-vocabulary-parallel{more}.json", content)
     dist.destroy_process_group()
     return int(any(row.status == "wrong" and row.side.startswith("tigon") for row in rows))
 

@@ -119,6 +119,14 @@ def test_heads_that_are_split_stand_beside_one_gpu(hook, tmp_path):
         "| 8×4×99 | peer | – | – | – | – | – | SKIPPED: not installed |",
         "| 8×4×99 | collectives | 1.00 | – | – | – | – |  |",
     ]
+    rows = [
+        side(name, ms, op=op, errors=errors)
+        for op, times in {"jsd": (30.0, 20.0), "kl": (8.0, 5.0)}.items()
+        for name, ms in zip(("tigon, one GPU", "tigon"), times, strict=True)
+    ]
+    save(tmp_path / "h200-vocabulary-parallel-distill.json", content | {"rows": rows}, "2026-01-01")
+    lines = rendered(hook, "<!-- results: *-vocabulary-parallel-distill.json -->").strip().splitlines()
+    assert lines[-1] == "| kl | 8×4×99 | tigon | 5.00 | 1.60× | 1.50 | 0.250 | 0.125 |"
 
 
 def test_another_gpu_appears_by_itself_and_changes_nothing_of_the_first(hook, tmp_path):

@@ -343,6 +343,7 @@ COLUMNS["composition"] = {
     "remark": lambda r: "" if r["status"] == "ok" else "FAILED",
 }
 COLUMNS["vocabulary-parallel"] = {
+    "op": lambda r: r.get("op", ""),  # those of cross entropy alone do not say it
     "shape": _shape,
     "by": lambda r: r["side"],
     "fwd+bwd ms": lambda r: _number(r["ms"]),
