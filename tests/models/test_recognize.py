@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.models.recognize import Norm, Unknown, recognize_norm
+from tigon.models.recognize import Norm, Unknown, recognize_norm, signature_of
 from tigon.models.recognize_mlp import Gated, recognize_mlp, recognize_relu2
 from tigon.models.recognize_rotary import Turn, arguments_of, recognize_rotary
 
@@ -76,6 +76,22 @@ def test_norms_are_found(variant, width):
 @pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled", "in half", "offset rounded"])
 def test_near_misses_of_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Scale(variant)), Norm)
+
+
+def test_norms_are_found_that_are_empty_between_uses():
+    """As under DeepSpeed's ZeRO-3; those of other widths are other norms."""
+
+    def emptied(norm):
+        for p in norm.parameters():
+            p.ds_shape, p.data = p.shape, p.data.new_empty(0)
+        return norm
+
+    wide, narrow = nn.RMSNorm(48, eps=1e-5), nn.RMSNorm(16, eps=1e-5)
+    found = recognize_norm(wide)
+    assert isinstance(found, Norm)
+    assert recognize_norm(emptied(copy.deepcopy(wide))) == found
+    assert signature_of(emptied(wide)) != signature_of(emptied(narrow))
+    assert recognize_norm(emptied(nn.Linear(1, 16, bias=False))) is None
 
 
 @pytest.mark.parametrize("eps", [1e-5, None])

@@ -32,7 +32,7 @@ from tigon.models.forwards import (
     restore,
 )
 from tigon.models.recipe import DTYPES
-from tigon.models.recognize import Unknown, recognize_norm, signature_of
+from tigon.models.recognize import Unknown, recognize_norm, shape_of, signature_of
 from tigon.models.recognize_mlp import recognize_mlp, recognize_relu2
 from tigon.models.recompute import LEVELS, Recompute
 from tigon.models.report import Ledger, Report, Row, advice_on
@@ -338,7 +338,7 @@ def _head_norm(module: nn.Module, name: str) -> Patch | None:
     patch = vars(norm)["_tigon"]
     weight = patch.formula.weight
     width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
-    return patch if weight is not None and getattr(norm, weight).numel() == width else None
+    return patch if weight is not None and shape_of(getattr(norm, weight)).numel() == width else None
 
 
 def _why_not(module: nn.Module) -> str | None:

@@ -108,7 +108,8 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
     vectors = {k: p for k, p in module._parameters.items() if p is not None}
     if len(vectors) > 2:
         return Unknown("it has more parameters than a weight and a bias") if named else None
-    if any(p.dim() != 1 or not p.is_floating_point() or p.numel() < 2 for p in vectors.values()):
+    shapes = [shape_of(p) for p in vectors.values()]
+    if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in vectors.values()):
         return Unknown("its weight is not a vector") if named else None
     epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
@@ -117,7 +118,7 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
     if not (epsilons or named) or not (gated or takes_one_argument(module)):
         return Unknown("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
-    widths = sorted({p.numel() for p in vectors.values()}) or [FREE_WIDTH, *_numbers(module)]
+    widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *_numbers(module)]
     found = None
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
         for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
@@ -220,13 +221,20 @@ def signature_of(module: nn.Module) -> tuple[Any, ...]:
     settings = tuple(
         (k, simple(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_") and k not in ("training",)
     )
-    parameters = tuple((k, None if p is None else (p.dim(), p.shape[-1:])) for k, p in module._parameters.items())
+    parameters = tuple(
+        (k, None if p is None else (len(shape_of(p)), shape_of(p)[-1:])) for k, p in module._parameters.items()
+    )
     children = tuple(
         (k, type(c), linear_widths(c), None if linear_widths(c) else signature_of(c))
         for k, c in module._modules.items()
         if c is not None
     )
     return type(module), settings, parameters, children
+
+
+def shape_of(p: Tensor) -> torch.Size:
+    """Its shape; of a parameter that DeepSpeed's ZeRO-3 keeps empty between uses, what it has in use."""
+    return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:
