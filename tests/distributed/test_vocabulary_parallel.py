@@ -89,8 +89,10 @@ def together(name, by_rank):
 def check(world, split, backend, calls):
     """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
     # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for all draws.
-    most = {name: 8 if name == "distill_topk" or world.device_type == "cuda" else 4 for name in OPS}
-    drawn = [(*call, seed) for call in calls for seed in range(min(most[call[0]], case_of(*call[:2]).draws))]
+    most = {name: 8 if name == "distill_topk" else 4 for name in OPS}
+    on_gpu = world.device_type == "cuda"
+    draws = {call: 8 if on_gpu else min(most[call[0]], case_of(*call[:2]).draws) for call in calls}
+    drawn = [(*call, seed) for call in calls for seed in range(draws[call])]
     # Kernels are compiled on the way.
     answers = world.run(on_a_rank, drawn, split, backend, limit=300 if world.device_type == "cuda" else 90)
     errors, complaints = {}, []
