@@ -88,7 +88,7 @@ def together(name, by_rank):
 
 def check(world, split, backend, calls):
     """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
-    # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for all draws.
+    # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for more.
     most = {name: 8 if name == "distill_topk" else 4 for name in OPS}
     on_gpu = world.device_type == "cuda"
     draws = {call: 8 if on_gpu else min(most[call[0]], case_of(*call[:2]).draws) for call in calls}
