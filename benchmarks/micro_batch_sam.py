@@ -511,7 +511,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes of the study")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting")
     parser.add_argument("--steps", type=int, default=600, help="of a run")
-    parser.add_argument("--timed", type=int, default=15, help="timed steps, of each kind in turn")
+    parser.add_argument("--timed", type=int, default=51, help="timed steps, of each kind in turn")
     parser.add_argument("--tiny", action="store_true", help="small models for --cost, where there is no GPU")
     options = parser.parse_args(arguments)
     return cost(options) if options.cost else study(options)
