@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -315,11 +316,22 @@ COLUMNS["counters"] = {
     },
     "remark": _remark,
 }  # fmt: skip
+
+
+def _quartiles(values: list[float]) -> str:
+    """Half of the distance of the quartiles, in per cent of the median."""
+    if len(values) < 4:
+        return "–"
+    low, middle, high = statistics.quantiles(values)
+    return f"±{50 * (high - low) / middle:.1f}%"
+
+
 COLUMNS["hpz"] = {
     "nodes": lambda r: f"{r['gpus'] // r['group_size']} × {r['group_size']} GPU{'s' * (r['group_size'] > 1)}",
     "link between them": lambda r: "own" if r["link_gbps"] is None else f"{r['link_gbps']:g} GB/s, emulated",
     "by": lambda r: r["side"],
     "step ms": lambda r: _number(r["step_ms"]),
+    "spread": lambda r: _quartiles(r["steps_ms"]),
     "of FSDP2's speed": lambda r: "–" if r["side"] == "fsdp2" else f"{r['plain_ms'] / r['step_ms']:.1%}",
     "of the unordered": lambda r: "–" if r["side"] in ("fsdp2", "none") else f"{r['none_ms'] / r['step_ms']:.1%}",
     "over all, forward MiB": lambda r: _number(r["forward_all_mib"]),
