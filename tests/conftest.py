@@ -78,6 +78,17 @@ def _same_state_after_every_test():
     assert backend_module._forced == forced, "the test left a backend forced"
 
 
+@pytest.fixture(autouse=True)
+def _products_of_fp32_are_exact():
+    """A trainer that compiles lets them be TF32 from then on, also those that later tests compare with."""
+    yield
+    places = [place for place in (torch.backends, torch.backends.cuda.matmul) if hasattr(place, "fp32_precision")]
+    if any(place.fp32_precision == "tf32" for place in places) or not places:
+        torch.set_float32_matmul_precision("highest")
+        for place in places:
+            place.fp32_precision = "none"
+
+
 @pytest.fixture
 def process_group(tmp_path):
     """torch.distributed, with a group of this process alone."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "how-to"
@@ -106,6 +107,8 @@ def test_the_reward_of_the_page():
 
 
 def test_shards(run):
+    if torch.cuda.device_count() == 1:
+        pytest.skip("two processes cannot share a GPU")
     (code,) = whole("several-gpus")
     said = run(code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert len(re.findall(r"^step \d  loss 5\.\d", said, re.MULTILINE)) == 4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tigon
 from tigon.backend import HAS_TRITON
-from tigon.ops.experts import moe_mlp, routing
+from tigon.ops.experts import launches, moe_mlp, routing
 
 
 def weights_of(E: int, D: int, inner: int, dtype=torch.float32) -> tuple[Tensor, Tensor]:
@@ -163,3 +163,20 @@ def test_compiled_where_the_reference_serves(device):
         compiled = torch.compile(moe_mlp, fullgraph=True, backend="eager")(*inputs)
         torch.testing.assert_close(compiled, moe_mlp(*inputs), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(compiled, _eager(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_products_of_fp32_are_as_exact_as_those_of_torch():
+    """However that was set: each way is answered by an error where it is asked of the other one."""
+    x = torch.empty(0)
+    matmul = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("high")
+    assert (launches._precision(x), launches._precision(x.bfloat16())) == ("tf32", "ieee")
+    torch.set_float32_matmul_precision("highest")
+    assert launches._precision(x) == "ieee"
+    if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
+        matmul.fp32_precision = "none"
+        for place in (torch.backends, matmul):
+            place.fp32_precision = "ieee"
+            assert launches._precision(x) == "ieee"
+            place.fp32_precision = "tf32"
+            assert launches._precision(x) == "tf32"

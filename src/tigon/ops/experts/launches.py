@@ -57,7 +57,13 @@ def _stages(a: Tensor, rows: int, columns: int) -> int:
 
 def _precision(a: Tensor) -> str:
     """Products of fp32 are as exact as torch's own are set to be."""
-    return "tf32" if a.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+    if a.dtype != torch.float32:
+        return "ieee"
+    # Since PyTorch 2.9. Once it was set, the older question is answered by an error.
+    set_to = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if set_to is None:
+        set_to = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if set_to == "tf32" else "ieee"
 
 
 # ---------------------------------------------------------------------------------------------------------- products
