@@ -436,6 +436,25 @@ def of_a_model(rank, world, device, way):
     return loss, grads, calls, type(model.lm_head.weight.grad).__name__
 
 
+def stale_on_one(rank, world, device):
+    """What each rank is told of logits whose weight changed on the last rank alone, where no counter shows it."""
+    model, ids = small_llama(device)
+    split(model, dist.device_mesh.init_device_mesh(device.type, (world,)), "torch")
+    with tigon.fuse(model):
+        logits = model(input_ids=ids, labels=ids).logits
+        own = model.lm_head.weight.to_local()
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(own):
+            own.add_(rank == world - 1)
+        with pytest.raises(RuntimeError, match="the head's weight changed in place") as caught:
+            logits + 0.0
+    return str(caught.value)
+
+
+def test_stale_logits_of_a_split_head_are_an_error_on_all_ranks_together(four):
+    """A rank that had nothing to complain of would wait for the others' logits."""
+    assert len(set(four.run(stale_on_one, limit=20))) == 1
+
+
 @pytest.mark.parametrize("way", ["torch", "transformers"])
 def test_a_fused_model_with_a_split_head(ranks, way):
     model, ids = small_llama("cpu")

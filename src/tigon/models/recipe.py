@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.backend import autocast_dtype
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.models.regather import Regather, is_released
-from tigon.models.split_head import gathered_linear, here, is_split, whole_input
+from tigon.models.split_head import gathered_linear, here, is_split, on_any_device, whole_input
 
 # In fp64 the models' own `logits.float()` narrows; there the plain head serves.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,19 +126,32 @@ class Recipe:
         """Raise where the plain logits, which would have been computed by now, are no longer what this would give.
 
         use: they are computed now, so that what is gathered for it has to be there.
+        sample: look at values as well. Of a head that is split all devices raise where one does, or none: a step may
+            change what one of them has and leave what another has, which would wait for the first one's logits.
         """
+        reason = self._stale(use)
+        if sample and (reason is None or self.split):
+            changed = torch.ones((), dtype=torch.bool, device=self.hidden.device)
+            if reason is None:
+                now = _sample(self.weight)
+                changed = ((now != self.sample) & (now == now)).any()
+            if self.split:
+                changed = on_any_device(changed, self.weight)
+            if reason is None and bool(changed):
+                reason = "the head's weight changed in place"
+        if reason is not None:
+            raise RuntimeError(_STALE.format(reason))
+
+    def _stale(self, use: bool) -> str | None:
         tensors = self._tensors()
         names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
             if version_of(t) != version:
-                raise RuntimeError(_STALE.format(f"the head's {name} changed in place"))
+                return f"the head's {name} changed in place"
         for name, t in zip(names, tensors, strict=True):
             if t is not None and (use or self.regather is None) and is_released(t):
-                raise RuntimeError(_STALE.format(f"the memory of the head's {name} was released"))
-        if sample:
-            now = _sample(self.weight)
-            if not bool(((now == self.sample) | (now != now)).all()):
-                raise RuntimeError(_STALE.format("the head's weight changed in place"))
+                return f"the memory of the head's {name} was released"
+        return None
 
     def logits(self) -> Tensor:
         """Build them: the operations of the plain model, in its order, under the autocast of its forward."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,6 +44,15 @@ def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
     rows = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     logits = F.linear(rows, weight, bias)
     return logits.redistribute(placements=[Replicate()]).to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def on_any_device(found: Tensor, weight: Any) -> Tensor:
+    """Whether a boolean is true on one of the devices that the weight is split over. A collective."""
+    import torch.distributed as dist
+
+    count = found.to(torch.int32)
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=weight.device_mesh.get_group())
+    return count > 0
 
 
 def is_gathered(head: nn.Module) -> bool:
