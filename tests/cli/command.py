@@ -2,6 +2,11 @@
 
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 
@@ -31,6 +36,67 @@ class Result:
         assert self.code == 0, (self.code, self.out, self.err)
         assert "Traceback" not in self.err
         return self
+
+
+class Forks:
+    """Processes that have imported already what is large, one run at a time (forked.py)."""
+
+    def __init__(self, folder):
+        self.server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment(),
+        )  # fmt: skip
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+
+    def begin(self, ranks, env, *, cwds=None, limit=None, restarts=None):
+        """Start a run of as many processes as there are lists of arguments; torchrun's agent and they with restarts."""
+        self.out.write_text("")
+        self.err.write_text("")
+        cwds = cwds and [cwd and str(cwd) for cwd in cwds]
+        request = {"ranks": ranks, "cwds": cwds, "env": env, "limit": limit, "restarts": restarts}
+        self.server.stdin.write(json.dumps({**request, "out": str(self.out), "err": str(self.err)}).encode() + b"\n")
+        return Forked(self, json.loads(self.server.stdout.readline()))
+
+    def run(self, *arguments, **options):
+        return self.begin(*arguments, **options).wait()
+
+    def end(self):
+        self.server.communicate()
+
+
+class Forked:
+    """What the tests use of subprocess.Popen."""
+
+    def __init__(self, forks, pids):
+        self.forks, self.pids, self.pid, self.returncode = forks, pids, pids[0], None
+
+    def poll(self):
+        if self.returncode is None and select.select([self.forks.server.stdout], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = int(self.forks.server.stdout.readline())
+            self.stdout, self.stderr = self.forks.out.read_text(), self.forks.err.read_text()
+        return self
+
+    def communicate(self, timeout=None):
+        end = time.monotonic() + (timeout or 240)
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise subprocess.TimeoutExpired("tigon", timeout)
+            time.sleep(0.01)
+        return self.stdout, self.stderr
+
+    def send_signal(self, number):
+        for pid in self.pids if self.poll() is None else ():
+            os.kill(pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
 
 def losses(output):

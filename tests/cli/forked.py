@@ -1,13 +1,16 @@
 """Runs `python -m tigon` in a process of its own for each line of its input, without the seconds that imports take.
 
-    {"ranks": [arguments, …], "cwd": …, "env": {…}, "limit": …, "out": …, "err": …}  →  the exit status
+    {"ranks": [arguments, …], "cwds": […], "env": {…}, "limit": …, "restarts": …, "out": …, "err": …}
+    →  the processes' ids, a list, and at their end a status
 
-Several ranks are one run, as a launcher starts it; the status is then the first that is not 0. The processes are forked
-from this one, which has imported what is large, but not tigon: that reads the environment.
+Several ranks are one run; the status is then the first that is not 0. With "restarts" torchrun's agent, in one process,
+starts them, and again so often. The processes are forked from this one, which has imported what is large, and tigon:
+not for variables that are read then.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -23,30 +26,36 @@ LARGE = (
     "torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "accelerate", "datasets", "peft", "trl", "typer", "pydantic",
-    "rich.table",
+    "rich.table", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "tigon.cli.run", "tigon.models.fusion",
 )  # fmt: skip
 
 
-def become(request: dict, rank: int) -> None:
+def become(request: dict, cwd: str | None) -> None:
     """Make this process what subprocess.run would have started, or a launcher."""
-    os.chdir(request["cwd"] or ".")
+    os.chdir(cwd or ".")
     os.environ.clear()
     os.environ.update(request["env"])
-    world = str(len(request["ranks"]))
-    if world != "1":
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if request["limit"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
+    # Where the tests run in the background, as under nohup, Ctrl-C would be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(240)
-    sys.argv[1:] = request["ranks"][rank]
     sys.path[0] = os.getcwd()
 
 
 def run(request: dict, rank: int) -> int:
-    become(request, rank)
+    become(request, request["cwds"] and request["cwds"][rank])
+    world = str(len(request["ranks"]))
+    if world != "1":
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    return command(request["ranks"][rank])
+
+
+def command(arguments: list[str]) -> int:
+    sys.argv[1:] = arguments
     try:
         runpy.run_module("tigon", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -55,6 +64,31 @@ def run(request: dict, rank: int) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def launch(request: dict) -> int:
+    """torchrun --standalone --max-restarts …, but for the imports of what it starts."""
+    become(request, None)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        1, 1, len(request["ranks"]), rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+        max_restarts=request["restarts"],
+    )  # fmt: skip
+    try:
+        elastic_launch(config, work)(request["ranks"])
+    except ChildFailedError:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def work(ranks: list[list[str]]) -> None:
+    status = command(ranks[int(os.environ["RANK"])])
+    if status:
+        end(status)
+    # Otherwise the agent waits for what this returns.
 
 
 def end(status: int) -> None:
@@ -73,10 +107,14 @@ if __name__ == "__main__":
     gc.freeze()  # a collection would touch, and so copy, all that is shared
     for line in sys.stdin:
         request = json.loads(line)
+        jobs = [functools.partial(run, request, rank) for rank in range(len(request["ranks"]))]
+        if request["restarts"] is not None:
+            jobs = [functools.partial(launch, request)]
         children = []
-        for rank in range(len(request["ranks"])):
+        for job in jobs:
             children.append(os.fork())
             if children[-1] == 0:
-                end(run(request, rank))
+                end(job())
+        print(json.dumps(children), flush=True)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(next(filter(None, statuses), 0), flush=True)

@@ -95,12 +95,10 @@ def test_ctrl_c_ends_the_children(start, tmp_path):
     process = start("demo", "--output", tmp_path / "demo", "--device", "cpu", "--steps", 10000, *SMALL[2:])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 120
-    while "training: plain" not in process.stdout.readline():
-        assert time.monotonic() < deadline
-    while len(children.read_text().split()) < 2:
+    while len(pids := [int(pid) for pid in children.read_text().split() if _is_side(pid)]) < 2:
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    pids = [int(pid) for pid in children.read_text().split()]
     deadline = time.monotonic() + 20
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -110,6 +108,13 @@ def test_ctrl_c_ends_the_children(start, tmp_path):
     while any(map(_runs, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _is_side(pid):
+    try:
+        return "tigon.cli.demo_side" in Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _runs(pid):

@@ -3,14 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 
 import pytest
-from command import environment, losses
+from command import losses
+from conftest import write_model
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.xdist_group("cli-parallel")
@@ -34,36 +34,88 @@ def expected(together, arguments, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(
-    ("world", "parallel", "batch"),
-    [(2, "fsdp", 2), (4, "hsdp=2", 1), (2, "tp=2", 4)],
-)
+@pytest.fixture(scope="module")
+def sharded(together, arguments, tmp_path_factory):
+    output = tmp_path_factory.mktemp("fsdp") / "run"
+    together(2, *arguments, "--output", output, "--parallel", "fsdp").ok()
+    return output
+
+
+def compare(output, right, tolerance=1e-4):
+    """Losses to roundings, and the weights of all the model, of which each tensor has a tolerance of its largest."""
+    assert losses(output) == pytest.approx(losses(right), rel=2e-5)
+    trained, known = (load_file(folder / "model.safetensors") for folder in (output, right))
+    assert trained.keys() == known.keys()
+    for name, weight in known.items():
+        assert (trained[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
+    assert json.loads((output / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_losses_of_shards_are_those_of_data_parallel(expected, sharded):
+    compare(sharded, expected)
+
+
+@pytest.mark.parametrize(("world", "parallel", "batch"), [(4, "hsdp=2", 1), (4, "hpz=2", 1), (2, "tp=2", 4)])
 def test_losses_are_those_of_data_parallel(together, arguments, expected, tmp_path, world, parallel, batch):
     output = tmp_path / "run"
     more = ("--parallel", parallel, "--batch-size", batch, "--output", output)
     together(world, *arguments, *more).ok()
-    assert losses(output) == pytest.approx(losses(expected), rel=2e-5)
-    trained, right = (load_file(folder / "model.safetensors") for folder in (output, expected))
-    assert trained.keys() == right.keys()
-    for name, weight in right.items():
-        assert (trained[name] - weight).abs().max() <= 1e-4 * weight.abs().max(), name
-    assert json.loads((output / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    compare(output, expected)
 
 
-def test_a_sharded_run_resumes(together, arguments, expected, tmp_path):
-    output = tmp_path / "run"
-    options = (*arguments, "--output", output, "--parallel", "fsdp")
-    first = [*map(str, options)]
-    first[first.index("--steps") + 1] = "2"
-    together(2, *first, "--schedule", "constant", "--warmup", 0).ok()
-    whole = tmp_path / "whole"
-    together(2, "train", "--resume", "--output", output, "--steps", STEPS).ok()
-    together(2, *options, "--output", whole, "--schedule", "constant", "--warmup", 0).ok()
-    assert losses(output) == losses(whole)
-    one, other = (load_file(folder / "model.safetensors") for folder in (output, whole))
+def until(step, whole, output):
+    """A copy of a run, as it was when it had come so far."""
+    shutil.copytree(whole, output, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "metrics.jsonl", "loss.png"))
+    (output / "model.safetensors").unlink()
+    assert [p.name for p in output.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    return output
+
+
+def same_bits(resumed, whole):
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    one, other = (load_file(folder / "model.safetensors") for folder in (resumed, whole))
     assert all((one[name] == weight).all() for name, weight in other.items())
+
+
+def test_a_sharded_run_resumes(together, sharded, tmp_path):
+    output = until(2, sharded, tmp_path / "run")
+    together(2, "train", "--resume", "--output", output).ok()
+    same_bits(output, sharded)
     together(2, "train", "--resume", "--output", output, "--parallel", "ddp").problem("--parallel was fsdp")
     together(1, "train", "--resume", "--output", output, "--steps", 8).problem("had 2 processes", "got 1")
+
+
+@pytest.mark.parametrize("other", ["step", "contents"])
+def test_processes_that_would_go_on_from_different_checkpoints(together, sharded, tmp_path, other):
+    """Each on a disk of its own, under the same path."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        shutil.copytree(sharded, folder / "run")
+    newest = folders[1] / "run" / f"checkpoint-{STEPS}"
+    if other == "step":
+        shutil.rmtree(newest)
+        sentence = f"disagree: the checkpoint to go on from is {newest.name} on rank 0 .* and checkpoint-2 on rank 1"
+    else:
+        shutil.rmtree(newest)
+        newest.with_name("checkpoint-2").rename(newest)
+        sentence = "disagree: the manifest of the checkpoint to go on from is .* on rank 0 .* and .* on rank 1"
+    done = together(2, "train", "--resume", "--output", "run", "--steps", 2 * STEPS, cwds=folders)
+    assert re.search(sentence, done.problem())
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_deepspeed(together, arguments, text, tmp_path):
+    """Losses and weights of FSDP2, to roundings; a run that is resumed has the same bits."""
+    # DeepSpeed leaves weights of up to 100,000 numbers whole on every process.
+    model = write_model(tmp_path / "model", text, hidden_size=320, intermediate_size=320)
+    arguments = (*arguments, "--model", model, "--grad-accum", 2)
+    whole, right = tmp_path / "whole", tmp_path / "fsdp"
+    together(2, *arguments, "--output", whole, "--parallel", "zero3", DS_ACCELERATOR="cpu").ok()
+    together(2, *arguments, "--output", right, "--parallel", "fsdp").ok()
+    compare(whole, right, 1e-3)  # Adam enlarges roundings where a word's gradient is as small as its eps
+    output = until(2, whole, tmp_path / "run")
+    together(2, "train", "--resume", "--output", output, DS_ACCELERATOR="cpu").ok()
+    same_bits(output, whole)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +153,15 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
         ),
         (2, "hsdp=4", (), ("groups of 4 do not divide the 2 processes",)),
         (2, "hpz", (), ("--parallel hpz: a group must not have all 2 processes",)),
-        (4, "tp=4", (), ("num_key_value_heads must be a multiple of", "got 2")),
+        (2, "tp=2", ("--model", "{odd}"), ("num_key_value_heads must be a multiple of", "got 1")),
     ],
 )
-def test_what_cannot_be(together, arguments, tmp_path, world, parallel, more, words):
+def test_what_cannot_be(together, arguments, checkpoint, tmp_path, world, parallel, more, words):
+    odd = tmp_path / "one head of keys"
+    odd.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text()) | {"num_key_value_heads": 1}
+    (odd / "config.json").write_text(json.dumps(config))
+    more = [str(value).format(odd=odd) for value in more]
     before = tmp_path / "run" / "checkpoint-2" / "model.safetensors"  # of a run that is to be replaced
     before.parent.mkdir(parents=True)
     before.write_bytes(b"weights")
@@ -113,29 +170,19 @@ def test_what_cannot_be(together, arguments, tmp_path, world, parallel, more, wo
     assert before.exists()
 
 
-def test_a_killed_process_is_started_again_and_the_run_goes_on(arguments, expected, tmp_path):
+def test_a_killed_process_is_started_again_and_the_run_goes_on(launched, arguments, sharded, tmp_path):
     """The launcher ends the others and starts all again; the run takes itself up at its newest checkpoint."""
-    output = tmp_path / "run"
-    launcher = ("torch.distributed.run", "--standalone", "--max-restarts", 1, "--nproc-per-node", 2)
-    command = (*launcher, "-m", "tigon.cli", *arguments, "--output", output, "--device", "cpu", "--parallel", "fsdp")
-    process = subprocess.Popen(
-        [sys.executable, "-m", *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment(),
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 120
-        while process.poll() is None and not (output / "checkpoint-2").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(workers(process.pid)[-1], signal.SIGKILL)
-        said = process.communicate(timeout=120)[0]
-    finally:
-        process.kill()
-    assert process.returncode == 0, said
-    assert "from step 2" in said
-    assert losses(output) == pytest.approx(losses(expected), rel=2e-5)
-
-
-def workers(launcher):
     import psutil
 
-    return sorted(child.pid for child in psutil.Process(launcher).children() if "tigon.cli" in child.cmdline())
+    output = tmp_path / "run"
+    process = launched(2, *arguments, "--output", output, "--parallel", "fsdp", restarts=1)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not (output / "checkpoint-2").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    workers = sorted(child.pid for child in psutil.Process(process.pid).children())
+    assert len(workers) == 2
+    os.kill(workers[-1], signal.SIGKILL)
+    said, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    assert "from step 2" in said
+    assert losses(output) == losses(sharded)

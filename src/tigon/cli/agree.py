@@ -18,6 +18,8 @@ from tigon.cli.problem import Problem
 
 PATIENCE = datetime.timedelta(seconds=300)
 _asked = 0
+# Kept: with the first process's ends the server, to which others may have come already to make their group.
+_kept: Any = None
 
 
 def processes() -> int:
@@ -84,9 +86,10 @@ def join_again(cpu: bool) -> None:
 def _exchange(text: str) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
-    global _asked
+    global _asked, _kept
     _asked += 1
-    store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
+    _kept = _kept or next(dist.rendezvous("env://", timeout=PATIENCE))
+    store, rank, world = _kept
     store = dist.PrefixStore(f"tigon/{restarts()}/{_asked}", store)
     store.set(str(rank), text)
     found = []

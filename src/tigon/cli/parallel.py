@@ -145,6 +145,17 @@ def deepspeed_config(clip: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class ZeroTrainer(CheckpointedTrainer):
+    """Trains a model that DeepSpeed spreads; checkpoints are of as many processes, but for their weights."""
+
+    def whole_weights(self) -> Any:
+        """On the first process, in the engine's dtype; on the others, which have to ask, too, nothing of use.
+
+        The model's own are empty but for the smallest, here as well as on the others.
+        """
+        return self.accelerator.get_state_dict(self.deepspeed)
+
+
 class SpreadTrainer(CheckpointedTrainer):
     """Trains a model that is spread already. Its checkpoints are whole, as those of one process."""
 

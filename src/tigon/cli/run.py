@@ -27,7 +27,7 @@ from tigon.cli.data import Corpus
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
 from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
 from tigon.cli.options import TrainOptions, clear, record, recorded_facts
-from tigon.cli.parallel import Layout, SpreadTrainer, deepspeed_config
+from tigon.cli.parallel import Layout, SpreadTrainer, ZeroTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
 from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer, trained_tokenizer
@@ -41,6 +41,8 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     use_cpu = _on_cpu(options)
     join_again(use_cpu)
     state = PartialState(cpu=use_cpu)
+    # The first process has the store by which the others may still be making their group, and may have to end below.
+    state.wait_for_everyone()
     console = Console(quiet=not state.is_main_process)
     facts = recorded_facts(output) if checkpoint else {}
     if checkpoint and facts.get("processes") != state.num_processes:
@@ -132,7 +134,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
                 bar.add_task("fusing", total=None)
                 fusion = fuse(model, recompute=options.recompute, offload=options.offload)
             console.print(fusion.report().to_rich())
-        trainer_class: Any = CheckpointedTrainer
+        trainer_class: Any = ZeroTrainer if layout.kind == "zero3" else CheckpointedTrainer
         if layout.sharded:
             # What autocast would do, at the edges of the shards, and in the collectives.
             mixed = torch.bfloat16 if arguments.bf16 else None
@@ -164,7 +166,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         raise Problem(sentence, code=128 + stop.signal)
     if fusion is not None:
         fusion.remove()
-    weights = trainer.whole_weights() if layout.sharded else None
+    weights = None if layout.kind == "ddp" else trainer.whole_weights()
     if state.is_main_process:
         _save(trainer, tokenizer, output, weights)
         plot_loss(output / "metrics.jsonl", output / "loss.png", "loss, nats per token" if task is None else "loss")

@@ -13,7 +13,7 @@ from zlib import crc32
 import typer
 
 from tigon.cli.agree import agree, versions
-from tigon.cli.checkpoint import after_restart, newest_whole, step_of
+from tigon.cli.checkpoint import MANIFEST, after_restart, newest_whole, step_of
 from tigon.cli.data import Corpus, read_corpus
 from tigon.cli.model import Source, find_model
 from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
@@ -112,6 +112,8 @@ class Prepared(NamedTuple):
             "the size of the files of --model": f"{sum(size for _, size in files):,} bytes",
             "the size of --data": f"{self.corpus.characters:,} characters",
             "the checkpoint to go on from": self.checkpoint and self.checkpoint.name,
+            "the manifest of the checkpoint to go on from": self.checkpoint
+            and f"{crc32((self.checkpoint / MANIFEST).read_bytes()):08x}",
         }
 
 
