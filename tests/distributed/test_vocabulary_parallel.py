@@ -450,9 +450,9 @@ def stale_on_one(rank, world, device):
     return str(caught.value)
 
 
-def test_stale_logits_of_a_split_head_are_an_error_on_all_ranks_together(four):
+def test_stale_logits_of_a_split_head_are_an_error_on_all_ranks_together(ranks):
     """A rank that had nothing to complain of would wait for the others' logits."""
-    assert len(set(four.run(stale_on_one, limit=20))) == 1
+    assert len(set(ranks.run(stale_on_one, limit=20))) == 1
 
 
 @pytest.mark.parametrize("way", ["torch", "transformers"])
