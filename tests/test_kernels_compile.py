@@ -34,7 +34,7 @@ EVERY_PROMISED_TARGET = pytest.mark.parametrize(
 )
 # All launches of a target take minutes of a core, and there may be but two.
 BRIEF = [] if torch.cuda.is_available() else ["brief"]
-DTYPES = {"cuda:90": {"bfloat16", "float16", "float32"}, "cuda:100": {"bfloat16", "float32"}}
+DTYPES = {"cuda:90": {"bfloat16", "float16", "float32"}}
 
 
 @cache
