@@ -3,7 +3,8 @@
 Each device of a group holds some consecutive rows of the weight, and of all tokens x; what it computes of their logits
 stays there. Between the devices go
 
-    once a chunk of tokens     3 to 5 numbers a token: what tigon.ops.shard_statistics says of their logits
+    once a chunk of tokens     3 to 5 numbers a token: what tigon.ops.shard_statistics says of their logits; of
+                               distillation others, twice (tigon.losses.distillation.parts)
     once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
 
 The gradient of the weight needs nothing from the others. `linear_logprob` sends the numbers of all its tokens at once,

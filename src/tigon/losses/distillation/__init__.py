@@ -27,7 +27,7 @@ from tigon.losses.chunked import chunk_budget, nan_if_more, scalar, spared_by_on
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import walk, walk_over_shards
 from tigon.losses.head import check_accumulate, check_head
-from tigon.losses.shards import Shards, is_sharded, shards_of
+from tigon.losses.shards import Shards, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED
@@ -112,13 +112,13 @@ def distill(
         loss = beta * to_p + (1 - beta) * F.kl_div(log_m, q, reduction="batchmean", log_target=True)
     """
     name = "distill"
-    if is_sharded(weight, group) and hasattr(weight, "device_mesh") != hasattr(teacher_weight, "device_mesh"):
-        raise ValueError(f"{name}: weight and teacher_weight must both be DTensors, or both this rank's plain rows.")
+    if hasattr(weight, "device_mesh") != hasattr(teacher_weight, "device_mesh"):
+        raise ValueError(f"{name}: weight and teacher_weight must both be DTensors, or both plain tensors.")
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
-    if shards is not None or hasattr(teacher_x, "device_mesh") or hasattr(teacher_weight, "device_mesh"):
-        teacher_x, teacher_weight, teacher_bias, _, others = shards_of(
-            f"{name}: of the teacher", teacher_x, teacher_weight, teacher_bias, None, group, accumulate
-        )
+    teacher_x, teacher_weight, teacher_bias, _, others = shards_of(
+        f"{name}: of the teacher", teacher_x, teacher_weight, teacher_bias, None, group, accumulate
+    )
+    if shards is not None or others is not None:
         ours, theirs = ("whole" if of is None else of.where() for of in (shards, others))
         if ours != theirs:
             raise ValueError(f"{name}: teacher_weight must be split over the ranks as weight is, {ours}, got {theirs}.")
@@ -201,6 +201,9 @@ def distill_topk(
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias)
     classes = weight.shape[0] if shards is None else shards.classes
+    for argument, t in (("teacher_ids", teacher_ids), ("teacher_logprobs", teacher_logprobs)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"{name}: {argument} must be a plain tensor, whole on every rank, got a DTensor.")
     if rest not in RESTS:
         raise ValueError(f"{name}: rest must be one of {RESTS}, got {rest!r}.")
     shape = teacher_ids.shape

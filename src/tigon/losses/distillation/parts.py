@@ -1,6 +1,6 @@
 """Rows of distillation whose classes lie on several devices, teacher's and student's alike.
 
-    1  each device's maxima and sums of both sides (of cosine: products), 4 to 6 numbers a row, to all
+    1  each device's maxima and sums of both sides (of cosine: products), 3 to 6 numbers a row, to all
     2  with them its part of the divergence and, but for kl and cosine, of Σ q · u, which goes to all: 1 number a row
     3  with that the gradient of its own logits
 
@@ -54,7 +54,9 @@ def distill_statistics(
     out = logits.new_empty(M, columns, dtype=out_dtype)
     if V == 0:  # the parts of a sum that has none
         out.zero_()
-        out[:, [4] if cosine and mode else [] if cosine else [0, 2]] = LEAST
+        # One by one: a list of columns would be copied to the device, which waits for it.
+        for top in (0, 2) if not cosine else (4,) if mode else ():
+            out[:, top] = LEAST
         return out
     if not use_triton(logits, teacher):
         for part in _cache_sized(logits):
