@@ -74,13 +74,16 @@ def calls(op: Op) -> Iterator[Call]:
         yield torch.bfloat16, first, frozen
 
 
-def worth(call: Call, name: str) -> bool:
+def worth(call: Call, name: str, op: Op | None = None) -> bool:
     """What is compiled of a brief run for this target.
 
     On sm_90 all. On sm_100 bf16 in every case: fp16 takes its registers, and fp32 is far from their limit. And nothing
-    frozen, which takes fewer. Elsewhere it is promised only that kernels compile.
+    frozen, which takes fewer. Elsewhere it is promised only that kernels compile. Of distillation over shards bf16
+    alone: its kernels are pieces of those of whole heads, which are compiled of all.
     """
     dtype, _, frozen = call
+    if op is not None and op.name in ("distill over shards", "distill_topk over shards"):
+        return dtype == torch.bfloat16 and frozen is None
     dtypes = backend.DTYPES if name == "cuda:90" else (torch.bfloat16,)
     return dtype in dtypes and (frozen is None or name == "cuda:90")
 
@@ -154,7 +157,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     with backend.use_backend("triton"), torch.device("meta"):
         for op in (*OPS, *OVER_SHARDS):
             for dtype, case, frozen in calls(op):
-                if brief and not worth((dtype, case, frozen), brief):
+                if brief and not worth((dtype, case, frozen), brief, op):
                     continue
                 # Where little is promised, further cases are there for the kernels that no first case launches.
                 once = brief not in (None, *PROMISED) and case is not op.models[0]
