@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numerics import Errors, _as_fp64, evaluate
 from ops_table.cross_entropy import LINEAR_CROSS_ENTROPY
 from ops_table.distillation import DISTILL, DISTILL_TOPK
@@ -16,6 +18,7 @@ from ops_table.row import Case
 from world import world_of
 
 import tigon
+import tigon.integrations.trl
 from tigon.losses import preference
 from tigon.losses.chunked import ValidCount
 
@@ -408,7 +411,7 @@ def what_all_say(rank, world, device):
     x, theirs = torch.randn(2, 2000, 8, generator=draw).to(device)
     weight = torch.randn(61, 8, generator=draw).to(device)
     own = weight.split(even(61, world))[rank]
-    logprobs, ids = torch.nn.functional.linear(theirs, weight).log_softmax(-1).topk(3)
+    logprobs, ids = F.linear(theirs, weight).log_softmax(-1).topk(3)
     seen = []
 
     def recorded(function, places):
@@ -555,3 +558,124 @@ def test_a_fused_model_with_a_split_head(ranks, way):
         torch.testing.assert_close(mine, loss.detach(), rtol=1e-5, atol=1e-5)
         for name, p in model.named_parameters():
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------------ TRL's trainers
+
+
+def jsd_of_logits(
+    student_logits, teacher_logits, labels=None, beta=0.5, temperature=1.0, reduction="batchmean",
+    num_items_in_batch=None,
+):  # fmt: skip
+    """As GKDTrainer's generalized_jsd_loss, of what its trainer gives it."""
+    q, p = (logits.float().log_softmax(-1)[labels != -100] for logits in (student_logits, teacher_logits))
+    m = torch.logsumexp(torch.stack([q, p]), 0) - math.log(2)
+    return (F.kl_div(m, p, reduction="sum", log_target=True) + F.kl_div(m, q, reduction="sum", log_target=True)) / (
+        2 * num_items_in_batch
+    )
+
+
+jsd_of_logits.__module__ = "trl.stand_in"
+
+
+class Stepping:
+    def __init__(self, model, teacher_model=None):
+        self.model, self.teacher_model = model, teacher_model
+
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+    prediction_step = training_step
+
+
+class Gkd(Stepping):
+    generalized_jsd_loss = staticmethod(jsd_of_logits)
+
+    def compute_loss(self, model, inputs):
+        outputs = model(input_ids=inputs)
+        with torch.no_grad():
+            taught = self.teacher_model(input_ids=inputs)
+        return self.generalized_jsd_loss(
+            student_logits=outputs.logits[:, :-1, :], teacher_logits=taught.logits[:, :-1, :],
+            labels=inputs[:, 1:].masked_fill(inputs[:, 1:] < 60, -100), num_items_in_batch=50,
+        )  # fmt: skip
+
+
+def students(device):
+    model, ids = small_llama(device)
+    teacher, _ = small_llama(device)
+    with torch.no_grad():
+        teacher.lm_head.weight.copy_(teacher.lm_head.weight.roll(1, 0))
+    return model, teacher, ids
+
+
+def of_gkd(rank, world, device, way, teachers_way):
+    """Loss, gradients of head and embedding, and what the report says; a teacher split in no way is whole."""
+    model, teacher, ids = students(device)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    split(model, mesh, way)
+    if teachers_way is not None:
+        split(teacher, mesh, teachers_way)
+    trainer = Gkd(model, teacher)
+    with tigon.integrations.trl.fuse(trainer) as fusion:
+        loss = trainer.training_step(model, ids)
+        report = fusion.report()
+    grads = model.lm_head.weight.grad.full_tensor(), model.model.embed_tokens.weight.grad
+    return loss, *grads, (report.calls, report.left, [m.logits_built_by for m in report.models.values()])
+
+
+def test_gkd_of_split_heads(ranks):
+    """Both alike go through distill; a teacher whose head is whole through TRL's own loss, and the report says so."""
+    model, teacher, ids = students("cpu")
+    loss = Gkd(model, teacher).training_step(model, ids)
+    plain = loss, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad
+    assert loss > 1e-3
+    other = "the heads of the student and the teacher are not split over the same devices alike"
+    for way, teachers_way in (("transformers", "torch"), ("torch", None)):
+        for *mine, (calls, left, built) in ranks.run(of_gkd, way, teachers_way):
+            assert (calls, left) == (({"distill": 1}, {}) if teachers_way else ({}, {other: 1}))
+            assert any(built) == (teachers_way is None)
+            for found, right in zip(mine, plain, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+def _chunked_divergence_loss(
+    student_hidden_states, teacher_hidden_states, student_lm_head_weight, teacher_lm_head_weight, completion_mask, beta,
+    num_items_in_batch=None, student_lm_head_bias=None, teacher_lm_head_bias=None, student_logit_scale=1.0,
+    teacher_logit_scale=1.0, student_final_logit_softcapping=None, teacher_final_logit_softcapping=None,
+    temperature=1.0,
+):  # fmt: skip
+    raise AssertionError("replaced")
+
+
+class Distillation(Stepping):
+    def _compute_loss(self, hidden, taught, weight, teacher_weight, mask):
+        return _chunked_divergence_loss(hidden, taught, weight, teacher_weight, mask, 0.5, num_items_in_batch=50)
+
+
+def of_fsdp_shards(rank, world, device):
+    """Each rank has tokens of its own, another number of them, and of both heads the rows that FSDP2 gave it."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, weight, _, target = head(device)
+    x, target = x[:2, : 10 + rank], target[:2, : 10 + rank]
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    trainer, found = Distillation(torch.nn.Linear(1, 1)), []
+    with tigon.integrations.trl.fuse(trainer):
+        for sharded in (False, True):
+            own, theirs = weight, weight.roll(1, 0)
+            if sharded:
+                own, theirs = (torch.nn.Parameter(distribute_tensor(t, mesh, [Shard(0)])) for t in (own, theirs))
+            hidden = (x + rank).requires_grad_()
+            loss, entropy, valid = trainer._compute_loss(hidden, x, own, theirs, target != -100)
+            found.append([loss.detach(), entropy, valid, *torch.autograd.grad(loss, hidden)])
+    return found
+
+
+def test_fsdp_shards_are_no_split_head_for_distillation(ranks):
+    for whole, sharded in ranks.run(of_fsdp_shards):
+        assert whole[0] > 1e-3
+        for mine, right in zip(sharded, whole, strict=True):
+            assert torch.equal(mine, right)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
 from tigon.losses.distillation import distill
 from tigon.losses.linear_logprob import linear_logprob
+from tigon.models.split_head import is_split
 
 DIVERGENCE = "_chunked_divergence_loss"
 DIVERGENCE_ARGUMENTS = {
@@ -38,7 +39,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
             Side(
                 a[f"{s}_hidden_states"], a[f"{s}_lm_head_weight"], a[f"{s}_lm_head_bias"],
                 a[f"{s}_final_logit_softcapping"], a[f"{s}_logit_scale"],
-            ) for s in ("student", "teacher")
+            ).gathered() for s in ("student", "teacher")
         ]  # fmt: skip
         reason = sides[0].unusual() or sides[1].unusual()
         if reason is not None:
@@ -83,6 +84,8 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
         reason = None
         if student is None or teacher is None or student.autocast != teacher.autocast:
             reason = "the student's or the teacher's logits are built: its head is not fused"
+        elif split_over(student) != split_over(teacher):
+            reason = "the heads of the student and the teacher are not split over the same devices alike"
         elif a["labels"] is None or (a["num_items_in_batch"] is None and a["reduction"] != "batchmean"):
             reason = "a loss without labels, or with another reduction"
         if reason is not None or student is None or teacher is None:
@@ -101,6 +104,11 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
     swaps.put(trainer, "generalized_jsd_loss", generalized_jsd_loss)
     swaps.put(trainer, "compute_loss", types.MethodType(lazily, trainer))
     swaps.replaced("policy", WHAT)
+
+
+def split_over(side: Side) -> tuple[Any, ...] | None:
+    """Where the classes of a head are that is split; None for one that is whole."""
+    return (side.weight.device_mesh, side.weight.shape[0]) if is_split(side.weight) else None  # type: ignore[attr-defined]
 
 
 def _distilled(student: Side, teacher: Side, a: dict[str, Any]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tigon.models.clones import rebuilt
 from tigon.models.lazy_logits import LazyLogits
 from tigon.models.report import Ledger, Row
+from tigon.models.split_head import is_split
 
 
 class Swaps:
@@ -138,6 +139,10 @@ class Side(NamedTuple):
                 bias = value if bias is None else bias + value
         return cls(recipe.hidden, recipe.weight, bias, form[1], form[0], recipe.autocast)
 
+    def gathered(self) -> Side:
+        """With a whole head, as TRL's own: FSDP2 shards are rows as well, but each rank has other tokens."""
+        return self._replace(weight=_whole(self.weight), bias=_whole(self.bias))
+
     def unusual(self) -> str | None:
         """Why TRL's own code must handle this head."""
         for t in (self.weight, self.bias):
@@ -161,3 +166,7 @@ class Side(NamedTuple):
     def as_in_its_forward(self) -> Any:
         """Autocast as it stood when the head ran."""
         return torch.autocast(self.x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def _whole(t: Any) -> Any:
+    return t.full_tensor() if is_split(t) else t
