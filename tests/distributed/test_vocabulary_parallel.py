@@ -439,6 +439,22 @@ def test_all_devices_work_with_the_same_bits(ranks):
         assert all(torch.equal(mine, right) for mine, right in zip(said, first, strict=True))
 
 
+def of_one_chunk_here(rank, world, device):
+    """By the classes of the first rank a little more than the budget, by those of the last one less."""
+    x, weight, _, _ = head(device, rows=(200,), H=256, dtype=torch.bfloat16)
+    own = weight.split(uneven(61, world))[rank].clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CPU_CHUNK_BYTES", "CHUNK_BYTES"):
+            patch.setattr(f"tigon.losses.chunked.{name}", 2**14)
+        loss, _ = tigon.losses.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
+    return loss.detach()
+
+
+def test_as_many_chunks_on_all_devices(ranks):
+    losses = ranks.run(of_one_chunk_here, limit=30)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
 # ------------------------------------------------------------------------------------------------ what is exchanged
 
 
