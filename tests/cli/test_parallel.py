@@ -13,6 +13,8 @@ from command import losses
 from conftest import write_model
 from safetensors.torch import load_file
 
+from tigon.cli.parallel import too_few
+
 pytestmark = pytest.mark.xdist_group("cli-parallel")
 SMALL = ("--batch-size", 2, "--seq-len", 32, "--log-every", 4, "--save-every", 2, "--eval-fraction", 0.01)
 STEPS = 4
@@ -75,6 +77,23 @@ def same_bits(resumed, whole):
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
     one, other = (load_file(folder / "model.safetensors") for folder in (resumed, whole))
     assert all((one[name] == weight).all() for name, weight in other.items())
+
+
+def test_versions_that_leave_out_copies_in_one_place_of_two():
+    def aware(self):
+        return self.get_tp_size()
+
+    def unaware(self):
+        return self.world_size
+
+    for count, scale, factor in (
+        (unaware, unaware, 1),
+        (aware, aware, 1),
+        (aware, unaware, 4),
+        (unaware, aware, 1 / 4),
+    ):
+        trainer = type("Trainer", (), {"_get_num_items_in_batch": count, "compute_loss": scale})
+        assert too_few(trainer, 4) == factor
 
 
 def test_a_sharded_run_resumes(together, sharded, tmp_path):

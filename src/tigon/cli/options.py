@@ -158,8 +158,9 @@ def parallel_of(text: str) -> tuple[str, int | None]:
     kind, given, size = text.partition("=")
     if kind not in PARALLEL or (given and kind not in ("hsdp", "hpz", "tp")):
         raise Problem(f"--parallel must be ddp, fsdp, hsdp, hsdp=N, hpz, hpz=N, tp=N or zero3, got {text}")
-    if given and (not size.isdecimal() or int(size) < 2):
-        raise Problem(f"--parallel {kind}=N needs 2 or more processes in a group, got {text}")
+    least = 1 if kind == "hpz" else 2
+    if given and (not size.isdecimal() or int(size) < least):
+        raise Problem(f"--parallel {kind}=N needs {least} or more processes in a group, got {text}")
     if kind == "tp" and not given:
         raise Problem("--parallel tp needs the size of its groups, as in --parallel tp=4")
     return kind, int(size) if given else None

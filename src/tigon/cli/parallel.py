@@ -176,9 +176,7 @@ class SpreadTrainer(CheckpointedTrainer):
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         count = super()._get_num_items_in_batch(*args, **kwargs)
-        # The loss is multiplied by the number of processes; some versions do not leave out those with a copy.
-        aware = "get_tp_size" in Trainer.compute_loss.__code__.co_names
-        return count if count is None or aware else count * self.layout.copies
+        return count if count is None else count * too_few(Trainer, self.layout.copies)
 
     def whole_weights(self) -> dict[str, Any]:
         """On the first process; empty on the others, which have to ask, too. Of tied weights the first name alone."""
@@ -210,6 +208,19 @@ class SpreadTrainer(CheckpointedTrainer):
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Its weights were loaded before they were spread."""
+
+
+def too_few(trainer: type, copies: int) -> float:
+    """By how much a version's number of targets is too small, where each batch is there several times.
+
+    All processes' targets are counted, and the loss is multiplied by the number of processes. Some versions leave out
+    the copies in both, some in none, and some in one of them.
+    """
+    left_out = [
+        "get_tp_size" in method.__code__.co_names
+        for method in (trainer._get_num_items_in_batch, trainer.compute_loss)  # type: ignore[attr-defined]
+    ]
+    return float(copies) ** (left_out[0] - left_out[1])
 
 
 def clip(parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
