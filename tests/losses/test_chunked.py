@@ -7,7 +7,7 @@ import torch
 
 import tigon
 from tigon.losses.chunked import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
-from tigon.losses.head import Head, class_blocks, empty_logits
+from tigon.losses.head import Head, class_blocks, empty_logits, with_bias
 
 CPU = torch.device("cpu")
 
@@ -183,3 +183,15 @@ def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, devic
     for a, b in zip(apart, results(), strict=True):
         # A GPU's library multiplies matrices of other sizes in another order: squares of sums differ by more than sums.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [1000, 2500, 1001, 30, 5])
+def test_logits_with_a_bias_are_rounded_once(V, device):
+    """Of any number of classes. A product and a bias that are rounded one after the other differ in a third of them."""
+    x, weight = (torch.randn(n, 24, device=device).bfloat16() for n in (50, V))
+    bias = torch.randn(V, device=device).bfloat16()
+    exact = (x.double() @ weight.double().t() + bias.double()).bfloat16()
+    head = Head.of(x, weight, bias, torch.bfloat16)
+    for of in (head, head._replace(both=with_bias(weight, bias))):
+        out = empty_logits(50, V, x, torch.bfloat16)
+        assert (of.logits(x, out) != exact).float().mean() < 0.02

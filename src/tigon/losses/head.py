@@ -59,10 +59,23 @@ def take(t: Tensor, rows: Tensor | slice) -> Tensor:
 
 def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Room for (rows, V) logits, uninitialised; rows of 16 bytes and more begin at multiples of 16 bytes."""
-    if V * dtype.itemsize % 16 == 0 or V * dtype.itemsize < 16:
+    if not _strided(V, dtype):
         return like.new_empty(rows, V, dtype=dtype)
     step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
     return like.new_empty(rows, -(-V // step) * step, dtype=dtype)[:, :V]
+
+
+def _strided(V: int, dtype: torch.dtype) -> bool:
+    return V * dtype.itemsize >= 16 and V * dtype.itemsize % 16 != 0
+
+
+def with_bias(weight: Tensor, bias: Tensor) -> Tensor:
+    """(V, H + 1), padded by zeros to a multiple of 8: the bias is the weight of one more column, in which x is 1."""
+    V, H = weight.shape
+    both = weight.new_zeros(V, (H // 8 + 1) * 8)
+    both[:, :H] = weight
+    both[:, H] = bias
+    return both
 
 
 def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
@@ -99,20 +112,31 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class Head(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype."""
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype; where it is needed `with_bias` of the two."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
+    both: Tensor | None = None
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Head:
-        return cls(x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute))
+        x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
+        # PyTorch rounds a GPU's product before it adds a bias to it, unless the result is contiguous.
+        apart = bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute)
+        return cls(x, weight, bias, with_bias(weight, bias) if apart and bias is not None else None)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
         """out (n, V) ← x Wᵀ (+ bias) of n rows."""
+        if self.both is not None:
+            wide = x.new_zeros(x.shape[0], self.both.shape[1])
+            wide[:, : x.shape[1]] = x
+            wide[:, x.shape[1]] = 1
+            x = wide
         for block in class_blocks(self.weight.shape[0], x.dtype):
-            if self.bias is None:
+            if self.both is not None:
+                torch.mm(x, self.both[block].t(), out=out[:, block])
+            elif self.bias is None:
                 torch.mm(x, self.weight[block].t(), out=out[:, block])
             else:
                 torch.addmm(self.bias[block], x, self.weight[block].t(), out=out[:, block])
