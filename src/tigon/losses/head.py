@@ -112,7 +112,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class Head(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype; where it is needed `with_bias` of the two."""
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype; where it is needed, their `with_bias`."""
 
     x: Tensor
     weight: Tensor
