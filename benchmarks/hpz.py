@@ -11,7 +11,7 @@ host's own links, nothing emulated, and a plain side that is FSDP2 untouched.
 Sides: fsdp2; event, `apply_hpz` as it is; and without its check: unchecked; host, in which the device is synchronised
 after every copy into a second shard, as https://arxiv.org/abs/2407.01614 does; none, in which nothing waits for the
 copy, as before that paper: its time alone is of interest. Steps of the sides alternate. Bits are compared with
-deterministic kernels, times are taken with the fastest.
+deterministic kernels and two sequences in a micro-step, times are taken with the fastest and `--batch`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from ops_table.cross_entropy import LINEAR_CROSS_ENTROPY
 from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case
+from torch.distributed.fsdp import fully_shard
 from world import world_of
 
 import tigon
@@ -631,9 +632,11 @@ def of_gkd(rank, world, device, way, teachers_way):
     """Loss, gradients of head and embedding, and what the report says; a teacher split in no way is whole."""
     model, teacher, ids = students(device)
     mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
-    split(model, mesh, way)
-    if teachers_way is not None:
-        split(teacher, mesh, teachers_way)
+    for each, how in ((model, way), (teacher, teachers_way)):
+        if how == "freed":
+            fully_shard(each.lm_head, mesh=mesh, reshard_after_forward=True)
+        elif how is not None:
+            split(each, mesh, how)
     trainer = Gkd(model, teacher)
     with tigon.integrations.trl.fuse(trainer) as fusion:
         loss = trainer.training_step(model, ids)
@@ -643,16 +646,22 @@ def of_gkd(rank, world, device, way, teachers_way):
 
 
 def test_gkd_of_split_heads(ranks):
-    """Both alike go through distill; a teacher whose head is whole through TRL's own loss, and the report says so."""
+    """Both alike go through distill. A teacher whose head is whole, and heads whose weights FSDP2 frees behind their
+    forward, through TRL's own loss, and the report says so."""
     model, teacher, ids = students("cpu")
     loss = Gkd(model, teacher).training_step(model, ids)
     plain = loss, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad
     assert loss > 1e-3
-    other = "the heads of the student and the teacher are not split over the same devices alike"
-    for way, teachers_way in (("transformers", "torch"), ("torch", None)):
+    unlike = "the heads of the student and the teacher are not split over the same devices alike"
+    freed = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
+    for way, teachers_way, reason in (
+        ("transformers", "torch", ""),
+        ("torch", None, unlike),
+        ("freed", "freed", freed),
+    ):
         for *mine, (calls, left, built) in ranks.run(of_gkd, way, teachers_way):
-            assert (calls, left) == (({"distill": 1}, {}) if teachers_way else ({}, {other: 1}))
-            assert any(built) == (teachers_way is None)
+            assert (calls, left) == (({}, {reason: 1}) if reason else ({"distill": 1}, {}))
+            assert any(built) == bool(reason)
             for found, right in zip(mine, plain, strict=True):
                 torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
 

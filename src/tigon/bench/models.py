@@ -185,7 +185,7 @@ def train_side(
 ) -> Side:
     """Fill one row by training for WARMUP_STEPS + steps. Runs in the process that it is called in.
 
-    profile: of two further steps the second is recorded by kind of kernel.
+    profile: of further steps one is recorded by kind of kernel.
     """
     start = time.perf_counter()
     trainer = Trainer(side, device, overrides)

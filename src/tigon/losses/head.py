@@ -122,9 +122,11 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Head:
         x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
-        # PyTorch rounds a GPU's product before it adds a bias to it, unless the result is contiguous.
-        apart = bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute)
-        return cls(x, weight, bias, with_bias(weight, bias) if apart and bias is not None else None)
+        both = None
+        if bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute):
+            # PyTorch rounds a GPU's product before it adds a bias to it, unless the result is contiguous.
+            both = with_bias(weight, bias)
+        return cls(x, weight, bias, both)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
         """out (n, V) ← x Wᵀ (+ bias) of n rows."""

@@ -83,7 +83,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
         student, teacher = Side.of(a["student_logits"]), Side.of(a["teacher_logits"])
         reason = None
         if student is None or teacher is None or student.autocast != teacher.autocast:
-            reason = "the student's or the teacher's logits are built: its head is not fused"
+            reason = "the student's or the teacher's logits are built: its head is not fused, or FSDP2 frees it"
         elif split_over(student) != split_over(teacher):
             reason = "the heads of the student and the teacher are not split over the same devices alike"
         elif a["labels"] is None or (a["num_items_in_batch"] is None and a["reduction"] != "batchmean"):

@@ -11,6 +11,7 @@ from torch import Tensor
 from tigon.integrations.trl.swap import Side, Swaps
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.losses.preference import orpo
+from tigon.models.split_head import is_split
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/rejected", "logps/chosen",
@@ -36,7 +37,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
             outputs = model(ids, attention_mask=attention, use_cache=False, **router)
         head = Side.of(outputs.logits)
         if head is None:
-            swaps.left["the logits are built: the head is not fused"] += 1
+            swaps.left["the logits are built: the head is not fused, or FSDP2 frees it"] += 1
             return own(model, batch, train_eval)
         head = head._replace(x=head.x[:, :-1])
         # The odds are of the completions, the likelihood is of prompt and completion.
@@ -64,7 +65,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
 @torch.no_grad()
 def _mean_logit(head: Side) -> Tensor:
     """Mean of all logits of all rows, of padding too, as TRL logs it."""
-    if head.softcap is None:  # linear: the mean row times the mean column
+    if head.softcap is None and not is_split(head.weight):  # linear: the mean row times the mean column
         bias = 0.0 if head.bias is None else head.bias.float().mean()
         mean = head.x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)
         return head.scale * (mean + bias)

@@ -127,12 +127,12 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> Side | None:
-        """Of logits that were never built; None for others."""
+        """Of logits that were never built, by a head whose weight is still there; None for others."""
         if not isinstance(logits, LazyLogits) or not logits.pending():
             return None
         recipe = logits.recipe
         form, bias = recipe.scale_and_softcap(), recipe.bias
-        if form is None:
+        if form is None or recipe.regather is not None:
             return None
         for step, value in recipe.steps:
             if step == "add":
