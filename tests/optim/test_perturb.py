@@ -56,6 +56,19 @@ def test_moves_along_the_gradient_and_back_to_the_bits(dtype, adaptive, backend,
     assert all(torch.equal(bits(p), bits(b)) for p, b in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 4, 8)])
+def test_what_lies_between_the_elements_of_a_parameter_stays(shape, backend, device):
+    wide = torch.randn(shape, device=device)
+    p, between = wide[..., ::2], wide[..., 1::2].clone()
+    g = torch.randn(p.shape, device=device)
+    _, (moved,), _ = exact([p], [g], [RHO], False, 0.0)
+    kept = perturb([p], [g], squared_norm([p], [g]), [RHO])
+    torch.testing.assert_close(p.double(), moved, rtol=1e-5, atol=1e-6)
+    assert torch.equal(wide[..., 1::2], between)
+    restore([p], kept)
+    assert torch.equal(wide[..., 1::2], between)
+
+
 def test_bits_that_arithmetic_would_change(backend, device):
     odd = torch.tensor([0x7FC00123, 0x00000001, -0x80000000, 0x7F800000, 0x3F800001], dtype=torch.int64)
     p = odd.to(torch.int32).view(torch.float32).to(device)  # a NaN with a payload, a denormal, -0, infinity, 1 + 2⁻²³
