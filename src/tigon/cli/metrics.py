@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,30 @@ _OURS = ("loss", "learning_rate", "epoch", "step")  # of every step, not of a lo
 class Metrics(TrainerCallback):
     """Collects each step's loss on the device and writes it when the run logs or saves: one wait for many steps.
 
-    A step that is computed again after a resume stands twice in metrics.jsonl; its last line counts.
+    When a resume computes a step again, metrics.jsonl has two lines for that step; the last line counts.
 
     Args:
-        per_step: how many of `unit` a step takes.
-        further: metrics that the trainer logs, to be shown beside the loss; metrics.jsonl has all that it logs.
+        unit: what speeds count: the numbers given to `add` are numbers of it.
+        further: metrics of the trainer to show beside the loss; metrics.jsonl has every metric that the trainer logs.
     """
 
     def __init__(
-        self, output: Path, console: Console, per_step: int, tensorboard: bool, main: bool, *, unit: str = "tokens",
+        self, output: Path, console: Console, tensorboard: bool, main: bool, *, unit: str = "tokens",
         further: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.file = output / "metrics.jsonl"
         self.console = console
         self.main = main
-        self.per_step, self.unit, self.further = per_step, unit, further
+        self.unit, self.further = unit, further
         self.loss: torch.Tensor | None = None
+        self.count: int | torch.Tensor = 0
         self.pending: list[tuple[int, float, torch.Tensor, float]] = []
         self.learning_rate = 0.0
         self.last: dict[str, Any] = {}
         self.speeds: list[float] = []
-        self.reduce: Any = None
+        # Set by the trainer, which knows the processes: their mean, and their sum with every batch counted once.
+        self.mean: Callable[[torch.Tensor], torch.Tensor]
+        self.total: Callable[[torch.Tensor], torch.Tensor]
         self.writer: Any = None
         self.mark = time.perf_counter()
         self.bar: Progress | None = None
@@ -50,11 +54,15 @@ class Metrics(TrainerCallback):
 
             self.writer = SummaryWriter(str(output / "tensorboard"))
 
-    def add(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Take the loss of one micro-batch; those of a step add up to its mean."""
+    def add(self, loss: torch.Tensor, learning_rate: float, count: int | torch.Tensor) -> None:
+        """Take the loss of one micro-batch, and how many of `unit` the micro-batch has.
+
+        The losses of a step's micro-batches add up to the step's mean.
+        """
         if self.loss is None:
             self.learning_rate = learning_rate
         self.loss = loss if self.loss is None else self.loss + loss
+        self.count = self.count + count
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.mark = time.perf_counter()
@@ -70,21 +78,24 @@ class Metrics(TrainerCallback):
         if self.loss is not None:
             self.pending.append((state.global_step, state.epoch, self.loss.float().reshape(()), self.learning_rate))
         self.loss = None
-        if control.should_save or control.should_evaluate:
-            self.flush()  # before, so that the tokens/s of these steps do not include an evaluation
+        # The speed of these steps must not include an evaluation or a save. A step that logs is left for `on_log`,
+        # which comes before both and brings the trainer's metrics of the step.
+        if (control.should_save or control.should_evaluate) and not control.should_log:
+            self.flush()
         if self.bar is not None:
             self.bar.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         logs = logs or {}
+        numbers = {k: float(v) for k, v in logs.items() if k not in _OURS and isinstance(v, (int, float))}
         if "eval_loss" in logs:
             self.last["eval_loss"] = logs["eval_loss"]
-            self.append({"step": state.global_step, "eval_loss": logs["eval_loss"]})
-            self.scalars(state.global_step, eval_loss=logs["eval_loss"])
+            self.append({"step": state.global_step, **numbers})
+            self.scalars(state.global_step, **numbers)
             self.say(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
             self.mark = time.perf_counter()
         elif "loss" in logs:
-            self.flush({k: float(v) for k, v in logs.items() if k not in _OURS and isinstance(v, (int, float))})
+            self.flush(numbers)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.flush()
@@ -98,9 +109,12 @@ class Metrics(TrainerCallback):
         """Write the steps since the last call. Raises Problem at the first loss that is not finite."""
         if not self.pending:
             return
-        losses = self.reduce(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
+        stacked = torch.stack([loss for _, _, loss, _ in self.pending])
+        count = float(self.total(torch.as_tensor(self.count, device=stacked.device)))
+        losses = self.mean(stacked).tolist()
+        self.count = 0
         now = time.perf_counter()
-        speed = len(losses) * self.per_step / max(now - self.mark, 1e-9)
+        speed = count / max(now - self.mark, 1e-9)
         self.mark = now
         self.speeds.append(speed)
         rows = [

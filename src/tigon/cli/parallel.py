@@ -160,7 +160,7 @@ class SpreadTrainer(CheckpointedTrainer):
     """Trains a model that is spread already. Its checkpoints are whole, as those of one process."""
 
     def __init__(self, *args: Any, layout: Layout, mesh: DeviceMesh, **kwargs: Any) -> None:
-        self.layout, self.mesh = layout, mesh
+        self.layout, self.mesh, self.copies = layout, mesh, layout.copies
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:

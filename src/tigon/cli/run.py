@@ -30,7 +30,15 @@ from tigon.cli.options import TrainOptions, clear, record, recorded_facts
 from tigon.cli.parallel import Layout, SpreadTrainer, ZeroTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
-from tigon.cli.tokens import CHAT_TEMPLATE, collate, conversation_rows, text_blocks, train_tokenizer, trained_tokenizer
+from tigon.cli.tokens import (
+    CHAT_TEMPLATE,
+    collate,
+    conversation_rows,
+    text_blocks,
+    tokens_of,
+    train_tokenizer,
+    trained_tokenizer,
+)
 from tigon.cli.trainer import CheckpointedTrainer, StopOnSignal
 
 
@@ -89,7 +97,6 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
     arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
-    per_step = options.batch_size * options.grad_accum * layout.readers
     if checkpoint is not None and step_of(checkpoint) >= total:
         raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
     if state.is_main_process:
@@ -112,13 +119,14 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     )
 
     if task is None:
-        metrics = Metrics(output, console, per_step * options.seq_len, options.tensorboard, state.is_main_process)
+        metrics = Metrics(output, console, options.tensorboard, state.is_main_process)
     else:
         metrics = Metrics(
-            output, console, per_step, options.tensorboard, state.is_main_process, unit=task.unit, further=task.shown
+            output, console, options.tensorboard, state.is_main_process, unit=task.unit, further=task.shown
         )
     stop = StopOnSignal(state.is_main_process)
-    common = {"args": arguments, "callbacks": [stop, metrics], "metrics": metrics, "keep": options.keep}
+    count = tokens_of if task is None else task.count
+    common = {"args": arguments, "callbacks": [stop, metrics], "metrics": metrics, "keep": options.keep, "count": count}
     trainer: Any
     fusion: Any = None
     if task is not None:

@@ -42,6 +42,7 @@ class Rows(torch.utils.data.Dataset):
 class TaskTrainer:
     """One of TRL's trainers: its classes, the options that are its own, and what a run says about it.
 
+    count: how many of `unit` a micro-batch has.
     sequences_per_example: of a step's sequences, how many come of one row of the data.
     shown: metrics that are printed beside the loss.
     """
@@ -53,6 +54,7 @@ class TaskTrainer:
     examples: str
     unit: str
     shown: tuple[str, ...]
+    count: Callable[[Any], int]
     sequences_per_example: int = 1
     further: dict[str, Any] = field(default_factory=dict)
 
@@ -94,6 +96,7 @@ def task_of(options: TrainOptions) -> TaskTrainer:
         return TaskTrainer(
             "dpo", DPOConfig, {"beta": beta, "max_length": options.seq_len}, DPOTrainer,
             f"pairs of up to {options.seq_len} tokens", "pairs", ("rewards/accuracies", "rewards/margins"),
+            lambda batch: len(batch["input_ids"]) // 2,  # a chosen and a rejected answer
         )  # fmt: skip
     from trl import GRPOConfig, GRPOTrainer
 
@@ -103,7 +106,8 @@ def task_of(options: TrainOptions) -> TaskTrainer:
     }  # fmt: skip
     return TaskTrainer(
         "grpo", GRPOConfig, own, GRPOTrainer, "prompts", "completions", ("reward", "completions/mean_length"),
-        options.num_generations, {"reward_funcs": reward_of(str(options.reward))},
+        # The trainer is given prompts and generates whole micro-batches of completions.
+        lambda _: options.batch_size, options.num_generations, {"reward_funcs": reward_of(str(options.reward))},
     )  # fmt: skip
 
 

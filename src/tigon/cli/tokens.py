@@ -105,6 +105,12 @@ def collate(rows: list[dict[str, torch.Tensor]], pad: int) -> dict[str, torch.Te
     }
 
 
+def tokens_of(batch: dict[str, torch.Tensor]) -> int | torch.Tensor:
+    """How many tokens a batch has, prompts included and padding not."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else mask.sum()
+
+
 def text_blocks(corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance) -> Blocks:
     """Tokenize the texts, put the end-of-text token after each, and cut them into blocks; the rest is left."""
     ids: list[np.ndarray] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,17 +17,27 @@ from tigon.cli.metrics import Metrics
 
 
 class Checkpointed:
-    """Over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics."""
+    """Over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics.
 
-    def __init__(self, *args: Any, metrics: Metrics, keep: int, **kwargs: Any) -> None:
+    Args:
+        count: how many of the metrics' unit a micro-batch has: a number, or a tensor of one.
+    """
+
+    copies = 1  # how many processes have the same batch
+
+    def __init__(
+        self, *args: Any, metrics: Metrics, keep: int, count: Callable[[Any], int | torch.Tensor], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.metrics, self.keep, self.staging = metrics, keep, False
-        metrics.reduce = lambda losses: self.accelerator.reduce(losses, "mean")
+        self.metrics, self.keep, self.staging, self.count = metrics, keep, False, count
+        metrics.mean = lambda losses: self.accelerator.reduce(losses, "mean")
+        metrics.total = lambda count: self.accelerator.reduce(count, "sum") / self.copies
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
-        loss = super().training_step(*args, **kwargs)
-        self.metrics.add(loss, learning_rate)
+        count = self.count(inputs)  # before the step, which may change what it is given
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.metrics.add(loss, learning_rate, count)
         return loss
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -59,7 +70,7 @@ class CheckpointedTrainer(Checkpointed, Trainer):
 class StopOnSignal(TrainerCallback):
     """Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A second Ctrl-C ends it at once.
 
-    The last step has a checkpoint and an evaluation too, whatever their intervals are.
+    The last step is logged, evaluated and saved, whatever the intervals are.
     """
 
     def __init__(self, main: bool) -> None:
@@ -92,6 +103,7 @@ class StopOnSignal(TrainerCallback):
             self.signal = int(flag)
         if self.signal:
             control.should_save = control.should_training_stop = True
+            control.should_log = True  # what the trainer has gathered since its last log would end with the process
         if state.global_step >= state.max_steps:
-            control.should_save = True
+            control.should_save = control.should_log = True
             control.should_evaluate = args.eval_strategy != "no"
