@@ -25,7 +25,7 @@ import torch
 
 import tigon
 from tigon.bench import report
-from tigon.models.presets import auto_class, preset_config
+from tigon.presets import auto_class, preset_config
 
 MODELS = (
     "llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "mistral-7b", "phi-4", "granite-3.1-8b", "olmo-2-7b",

@@ -36,6 +36,7 @@ from tigon.bench import converge, plots, report, sam
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import MATRICES, to_matrix
 from tigon.bench.page import ORDER
+from tigon.lazy import homes_of
 
 RESULTS = Path(__file__).parent / "results"
 GOALS = Path(__file__).parent / "goals.json"
@@ -135,10 +136,9 @@ def operators(kind: str) -> list[str]:
 
 def home(name: str) -> str | None:
     """The module of an operator: that of a public name, of one of `tigon.losses`, or one of its own."""
-    if name in tigon._HOME:
-        return tigon._HOME[name]
-    if name in tigon.losses._HOME:
-        return f"tigon.losses.{tigon.losses._HOME[name]}"
+    for package in ("tigon", "tigon.losses"):
+        if name in homes_of(package):
+            return homes_of(package)[name]
     own = f"tigon.ops.{name}"
     return own if importlib.util.find_spec(own) else None
 
@@ -149,7 +149,7 @@ def function(name: str) -> Any:
 
 
 def page_of(name: str) -> str:
-    path = f"tigon.{name}" if name in tigon._HOME else f"{home(name)}.{name}"
+    path = f"tigon.{name}" if name in tigon.__all__ else f"{home(name)}.{name}"
     formula = inspect.getdoc(importlib.import_module(str(home(name)))) or ""
     return PAGE.format(name=name, formula=linked(formula), path=path, measured=measured(name))
 

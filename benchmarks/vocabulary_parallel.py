@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import tigon
 from tigon.bench import report
-from tigon.losses.shards import Arriving, Shards
+from tigon.linear.vocabulary_parallel import Arriving, Shards
 
 SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 CHECKED_ROWS = 512  # of the batch, in fp64

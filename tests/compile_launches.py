@@ -34,8 +34,9 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 import tigon
-import tigon.backend as backend
 from tigon.optim.perturb import perturb, squared_norm
+from tigon.runtime import device as device_facts
+from tigon.runtime import dispatch as backend
 
 # Where launches are promised not to spill and to load wide.
 PROMISED = ("cuda:90", "cuda:100")
@@ -153,7 +154,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     JITFunction.run = compile_only
     # Meta tensors stand for tensors on the GPU.
     backend.why_not_triton = lambda *tensors: None
-    backend.has_copy_engine = lambda device: target.backend == "cuda" and target.arch >= 90
+    device_facts.has_copy_engine = lambda device: target.backend == "cuda" and target.arch >= 90
     with backend.use_backend("triton"), torch.device("meta"):
         for op in (*OPS, *OVER_SHARDS):
             for dtype, case, frozen in calls(op):
@@ -180,7 +181,7 @@ def kernels() -> list[str]:
     """Every kernel of the package that is launched from Python, not called from another kernel."""
     found: dict[str, JITFunction] = {}
     for module in pkgutil.walk_packages(tigon.__path__, "tigon."):
-        if module.name.split(".")[1] in ("ops", "losses", "optim", "distributed"):
+        if module.name.split(".")[1] in ("ops", "linear", "losses", "optim", "distributed"):
             members = vars(importlib.import_module(module.name)).values()
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}

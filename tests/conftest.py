@@ -17,8 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import tigon.backend as backend_module
 from tigon import use_backend
+from tigon.runtime import dispatch as backend_module
 
 HAS_TRITON = backend_module.HAS_TRITON
 

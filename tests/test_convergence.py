@@ -75,9 +75,9 @@ def test_fused_runs_are_among_the_plain_ones(short, dtype):
 
 
 def eps_tenfold(monkeypatch):
-    from tigon.models import add_norm, forwards
+    from tigon.parts import norm, residual_norm
 
-    for module in (forwards, add_norm):
+    for module in (norm, residual_norm):
         for name in ("rms_norm", "add_rms_norm"):
             if hasattr(module, name):
                 right = getattr(module, name)
@@ -85,7 +85,7 @@ def eps_tenfold(monkeypatch):
 
 
 def lost_token(monkeypatch):
-    from tigon.models import recipe
+    from tigon.logits import recipe
 
     right = recipe.linear_cross_entropy
 
@@ -98,11 +98,11 @@ def lost_token(monkeypatch):
 
 
 def gradient_too_large(monkeypatch):
-    from tigon.models import forwards
+    from tigon.parts import norm
 
-    right = forwards.rms_norm
+    right = norm.rms_norm
     scaled = lambda x, *a, **k: right(x * 1.05 - (x * 0.05).detach(), *a, **k)  # noqa: E731 (forward as it was)
-    monkeypatch.setattr(forwards, "rms_norm", scaled)
+    monkeypatch.setattr(norm, "rms_norm", scaled)
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.lazy import homes_of
 from tigon.ops.experts import moe_mlp
 from tigon.ops.gated_linear import gated_linear
 
-HOMES = {n: home for n, home in tigon._HOME.items() if home.startswith(("tigon.ops.", "tigon.losses."))}
+HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(("tigon.ops.", "tigon.losses."))}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
 OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear, "moe_mlp": moe_mlp}
 

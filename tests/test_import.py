@@ -65,8 +65,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 from numerics import evaluate
 from ops_table import OPS
-from tigon.backend import HAS_TRITON, why_not_triton
-import tigon.nn, tigon.models, tigon.losses.chunked, tigon.optim
+from tigon.runtime import HAS_TRITON, why_not_triton
+import tigon.nn, tigon.fusion.model, tigon.linear.chunks, tigon.optim
 for op in OPS:
     inputs = op.draw(op.typical, torch.float32, torch.device("cpu"))
     evaluate(op.public, inputs, op.typical.options, grad=op.differentiable(inputs))
@@ -86,7 +86,7 @@ def test_forcing_triton_where_it_is_not_installed_raises():
 
 
 def test_the_environment_variable_forces_a_backend():
-    code = "import tigon.backend as b, torch; print(b.use_triton(torch.ones(1)))"
+    code = "import tigon.runtime as b, torch; print(b.use_triton(torch.ones(1)))"
     assert printed(code, TIGON_BACKEND="torch") == "False"
     assert "the kernels run on CUDA and ROCm devices, not on 'cpu'" in python(code, TIGON_BACKEND="triton").stderr
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-import tigon.backend as backend_module
+from tigon.lazy import homes_of
+from tigon.runtime import dispatch as backend_module
 
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
@@ -645,5 +646,5 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 
 def test_every_public_operator_is_in_the_table():
     homes = ("tigon.ops.", "tigon.losses.")
-    public = {name for name, home in tigon._HOME.items() if home.startswith(homes)}
+    public = {name for name, home in homes_of("tigon").items() if home.startswith(homes)}
     assert {name for name in public if inspect.isfunction(getattr(tigon, name))} <= {op.name for op in OPS}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ops_table import OPS, OVER_SHARDS
 
-from tigon.backend import HAS_TRITON
+from tigon.runtime import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

@@ -39,13 +39,13 @@ def test_it_records_both_sides(architectures, tmp_path, monkeypatch):
 
 
 def test_a_wrong_gradient_is_named(architectures, tmp_path, monkeypatch):
-    from tigon.models import forwards
+    from tigon.parts import norm
 
-    right = forwards.rms_norm
+    right = norm.rms_norm
     # Forward alike, gradients a tenth too large.
     scaled = lambda x, *a, **k: right(x * 1.1 - (x * 0.1).detach(), *a, **k)  # noqa: E731
     monkeypatch.setattr(architectures, "ROUNDS", 1)
-    monkeypatch.setattr(forwards, "rms_norm", scaled)
+    monkeypatch.setattr(norm, "rms_norm", scaled)
     fused = run(architectures, tmp_path, "llama-3.1-8b")["rows"][1]
     assert fused["status"] == "wrong"
     assert "more than 2 × the plain error in model." in fused["reason"]

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("torch.distributed.fsdp")
 from tigon.bench import report
 from tigon.bench.models import Side
-from tigon.models.presets import PRESETS
+from tigon.presets import PRESETS
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "paper.py"
 

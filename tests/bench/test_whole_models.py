@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tigon.bench import floor, kernels, plots, report
 from tigon.bench import models as bench_models
 from tigon.bench.models import Processes, Side, Trainer, measure_lengths
-from tigon.models.presets import PRESETS
+from tigon.presets import PRESETS
 
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2,

@@ -110,7 +110,7 @@ def write_model(folder, text, **sizes):
     from transformers import AutoModelForCausalLM
 
     from tigon.cli.tokens import train_tokenizer, trained_tokenizer
-    from tigon.models.presets import preset_config
+    from tigon.presets import preset_config
 
     tokenizer = trained_tokenizer(train_tokenizer([text.read_text()], 400))
     torch.manual_seed(0)

@@ -20,8 +20,8 @@ from world import world_of
 
 import tigon
 import tigon.integrations.trl
+from tigon.linear.chunks import ValidCount
 from tigon.losses import preference
-from tigon.losses.chunked import ValidCount
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)
@@ -446,7 +446,7 @@ def of_one_chunk_here(rank, world, device):
     own = weight.split(uneven(61, world))[rank].clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CPU_CHUNK_BYTES", "CHUNK_BYTES"):
-            patch.setattr(f"tigon.losses.chunked.{name}", 2**14)
+            patch.setattr(f"tigon.linear.chunks.{name}", 2**14)
         loss, _ = tigon.losses.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
     return loss.detach()
 
@@ -461,7 +461,7 @@ def test_as_many_chunks_on_all_devices(ranks):
 
 def of_halves(rank, world, device):
     """Groups of two, whose ranks are not those of the world; the sizes of a weight are asked for once."""
-    from tigon.losses import shards
+    from tigon.linear import vocabulary_parallel as shards
 
     groups = [dist.new_group([first + 1, first]) for first in range(0, world, 2)]
     x, weight, _, target = head(device)

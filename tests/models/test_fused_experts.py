@@ -15,8 +15,8 @@ from test_families import assert_close, step
 from tiny import tiny_inputs, tiny_model
 from zoo import BASE, MOE, batch, build
 
-from tigon.models.experts import Experts, recognize_experts
-from tigon.models.recognize import Unknown
+from tigon.fusion.probe import Unknown
+from tigon.parts.experts import Experts, recognize_experts
 
 E, D, INNER = 4, 16, 24
 

@@ -15,8 +15,8 @@ from test_families import CALLS, assert_close, step
 from torch import nn
 
 import tigon
-from tigon.models.lazy_logits import LazyLogits
-from tigon.models.recognize_rotary import Turn
+from tigon.logits.lazy import LazyLogits
+from tigon.parts.rotary_formula import Turn
 
 transformers = pytest.importorskip("transformers")
 from zoo import BASE, batch, build  # noqa: E402
@@ -309,7 +309,7 @@ def test_angles_are_spread_within_a_captured_graph(monkeypatch):
         spreads.clear()
         model(q, k, cos, sin)
         assert not spreads
-        monkeypatch.setattr("tigon.models.rotary._capturing", lambda t: True, raising=False)
+        monkeypatch.setattr("tigon.parts.rotary._capturing", lambda t: True, raising=False)
         model(q, k, cos, sin)
         assert spreads
 
@@ -701,11 +701,11 @@ def test_a_70b_model_on_the_meta_device_is_recognised_without_memory():
 @pytest.mark.parametrize("obstacle", [None, "hook", "forward", "subclass"])
 def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
     """Then the product is not kept. Whatever is on the layer needs the call of the layer itself."""
-    from tigon.models import forwards
+    from tigon.parts import mlp
 
     calls, hooked = [], []
-    original = forwards.gated_linear
-    monkeypatch.setattr(forwards, "gated_linear", lambda *a, **k: calls.append(1) or original(*a, **k))
+    original = mlp.gated_linear
+    monkeypatch.setattr(mlp, "gated_linear", lambda *a, **k: calls.append(1) or original(*a, **k))
     model = build("llama")
     plain, plain_grads = step(model, batch("llama"))
     with tigon.fuse(model):

@@ -11,8 +11,8 @@ from test_families import CALLS, assert_close, step
 from torch import nn
 
 import tigon
-from tigon.models.compiled_logits import CompiledLogits
-from tigon.models.lazy_logits import LazyLogits
+from tigon.logits.compiled import CompiledLogits
+from tigon.logits.lazy import LazyLogits
 
 transformers = pytest.importorskip("transformers")
 from zoo import BASE, batch, build  # noqa: E402

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.losses.chunked import ValidCount
-from tigon.models.compiled_logits import CompiledLogits
-from tigon.models.lazy_logits import LazyLogits
-from tigon.models.recipe import Recipe
-from tigon.models.report import Ledger
+from tigon.fusion.ledger import Ledger
+from tigon.linear.chunks import ValidCount
+from tigon.logits.compiled import CompiledLogits
+from tigon.logits.lazy import LazyLogits
+from tigon.logits.recipe import Recipe
 
 B, T, H, V = 2, 5, 12, 23
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import ViTConfig
 
-from tigon.models.presets import PRESETS, auto_class, preset_config
+from tigon.presets import PRESETS, auto_class, preset_config
 
 PARAMETERS = {
     "llama-3-8b": 8_030_261_248,

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.models.recognize import Norm, Unknown, recognize_norm, signature_of
-from tigon.models.recognize_mlp import Gated, recognize_mlp, recognize_relu2
-from tigon.models.recognize_rotary import Turn, arguments_of, recognize_rotary
+from tigon.fusion.probe import Unknown, signature_of
+from tigon.parts.mlp import Gated, recognize_mlp
+from tigon.parts.norm import Norm, recognize_norm
+from tigon.parts.relu2 import recognize_relu2
+from tigon.parts.rotary_formula import Turn, arguments_of, recognize_rotary
 
 N = 48
 

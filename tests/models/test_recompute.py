@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from zoo import FAMILIES, batch, build
 
-from tigon.models.recompute import HELD, LEVELS, Recompute
+from tigon.memory.recompute import HELD, LEVELS, Recompute
 from tigon.ops import gated_linear
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation

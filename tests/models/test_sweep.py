@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 import sweep
 from sweep import classes, examine, one_line
 
-import tigon.models.forwards as forwards
+from tigon.parts import mlp, norm
 
 SAMPLE = [name for i, name in enumerate(classes()) if i % 15 == 7]
 
@@ -36,15 +36,15 @@ def test_models_are_small_and_random_all_over():
         tiny_model(type("Bare", (), {"config_class": None}))
 
 
-@pytest.mark.parametrize("broken", ["rms_norm", "gated_linear"])
-def test_the_sweep_sees_an_operator_that_is_a_little_wrong(broken, monkeypatch):
-    right = getattr(forwards, broken)
-    monkeypatch.setattr(forwards, broken, lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-4))
+@pytest.mark.parametrize(("part", "broken"), [(norm, "rms_norm"), (mlp, "gated_linear")])
+def test_the_sweep_sees_an_operator_that_is_a_little_wrong(part, broken, monkeypatch):
+    right = getattr(part, broken)
+    monkeypatch.setattr(part, broken, lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-4))
     assert examine("LlamaForCausalLM")["status"] == "wrong"
 
 
 def test_the_sweep_sees_a_trace_that_stays_behind(monkeypatch):
-    monkeypatch.setattr("tigon.models.fusion.restore", lambda module: None)
+    monkeypatch.setattr("tigon.fusion.model.restore", lambda module: None)
     row = examine("LlamaForCausalLM")
     assert row["status"] == "wrong"
     assert "remove() left something" in row["why"]

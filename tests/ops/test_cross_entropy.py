@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.ops.cross_entropy
 import tigon.ops.cross_entropy.launches as launches_module
-from tigon.backend import HAS_TRITON
+from tigon.runtime import HAS_TRITON
 
 
 def logits_and_target(device, rows=6, classes=50):

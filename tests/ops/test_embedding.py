@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from test_kernels_compile import compiled
 
-from tigon.backend import HAS_TRITON
 from tigon.ops import embedding as embedding_module
 from tigon.ops.embedding import PIECE, _sorted, embedding
+from tigon.runtime import HAS_TRITON
 
 
 def lookup(device, ids, V=9, H=40):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tigon.backend import HAS_TRITON
 from tigon.ops.gated_linear import gated_linear
+from tigon.runtime import HAS_TRITON
 
 ACTS = {
     "silu": (lambda g, u: tigon.swiglu(g, u), lambda g, u: F.silu(g) * u),

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import launch, tl, triton, use_triton
 from tigon.bench.cases import Implementation, Op
 from tigon.bench.inputs import Shape
 from tigon.bench.runner import choose, one_line, run_once, synchronize
+from tigon.runtime import launch, tl, triton, use_triton
 
 FLOOR = "floor"
 # Share of a batch's time that the device may still need when its last call is issued.

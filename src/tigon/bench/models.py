@@ -110,7 +110,7 @@ DEFAULT_SIDES = ("hf", "liger", "tigon")
 
 def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A preset with random weights, drawn on the device itself: eight billion of them take a second there."""
-    from tigon.models.presets import auto_class, preset_config
+    from tigon.presets import auto_class, preset_config
 
     config = preset_config(name, **overrides)
     config.use_cache = False
@@ -424,7 +424,7 @@ def _serve() -> int:
     """The child: imports, waits for one request, and writes its rows to a file."""
     import transformers.modeling_utils  # noqa: F401
 
-    import tigon.models  # noqa: F401
+    import tigon.fusion.model  # noqa: F401
 
     line = sys.stdin.readline()
     if not line:  # whoever started this needs nothing more

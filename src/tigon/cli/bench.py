@@ -234,7 +234,7 @@ def _bench_model(
     from tigon.bench import report
     from tigon.bench.inputs import DTYPES
     from tigon.bench.models import DEFAULT_SIDES, SIDES, WARMUP_STEPS, run_model
-    from tigon.models.presets import PRESETS
+    from tigon.presets import PRESETS
 
     if dtype not in DTYPES:
         raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

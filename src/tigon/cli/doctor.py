@@ -98,7 +98,7 @@ def _compiler() -> dict[str, Any]:
 def _paths() -> list[dict[str, Any]]:
     import torch
 
-    from tigon import backend
+    from tigon import runtime
     from tigon.bench.cases import OPS
     from tigon.bench.inputs import DTYPES
 
@@ -108,9 +108,9 @@ def _paths() -> list[dict[str, Any]]:
     for device in devices:
         for name, dtype in DTYPES.items():
             sample = torch.empty(1, dtype=dtype, device=device)
-            reason = backend.why_not_triton(sample)
+            reason = runtime.why_not_triton(sample)
             try:
-                path = "triton" if backend.use_triton(sample) else "torch"
+                path = "triton" if runtime.use_triton(sample) else "torch"
             except RuntimeError as error:
                 path, reason = "none", str(error)
             if reason is None and path == "torch":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.cli.problem import Problem, one_line
-from tigon.models.presets import PRESETS, auto_class, close_names, preset_config
+from tigon.presets import PRESETS, auto_class, close_names, preset_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -19,7 +19,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
-RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.models.recompute.LEVELS, which needs torch
+RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.memory.recompute.LEVELS, which needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 # What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"tigon.integrations.axolotl needs Axolotl, pip install axolotl: {error}.") from None
 
-from tigon.models.fusion import Fusion, fuse
+from tigon.fusion.model import Fusion, fuse
 
 PARTS = ("head", "norms", "mlp", "rotary", "experts")
 MEMORY = ("recompute", "offload")

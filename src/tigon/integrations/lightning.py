@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tigon.models.fusion import Fusion, fuse
-from tigon.models.report import Report
+from tigon.fusion.model import Fusion, fuse
+from tigon.fusion.report import Report
 
 try:
     from lightning.pytorch.callbacks import Callback

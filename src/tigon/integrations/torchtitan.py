@@ -29,8 +29,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tigon.fusion.model import fuse
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
-from tigon.models.fusion import fuse
 
 try:
     import torchtitan  # noqa: F401

@@ -11,9 +11,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from tigon.fusion.model import Fusion, fuse
+from tigon.fusion.report import Report
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
-from tigon.models.fusion import Fusion, fuse
-from tigon.models.report import Report
 
 try:
     from transformers import TrainerCallback

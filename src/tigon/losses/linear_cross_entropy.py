@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, differentiable_directly, launcher
-from tigon.losses import weight_gradient
-from tigon.losses.chunked import Chunk, Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.losses.early import scaled_gradients
-from tigon.losses.head import Head, check_accumulate, check_head
-from tigon.losses.shards import Shards, shards_of
+from tigon.linear import weight_gradient
+from tigon.linear.chunks import Chunk, Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.linear.head import Head, check_accumulate, check_head
+from tigon.linear.upstream import scaled_gradients
+from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.ops.cross_entropy import (
     check_options,
     check_target,
@@ -30,6 +29,7 @@ from tigon.ops.cross_entropy import (
 from tigon.ops.cross_entropy.launches import gradient_rows
 from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
+from tigon.runtime import differentiable, differentiable_directly, launcher
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -64,7 +64,7 @@ def linear_cross_entropy(
         bias: (V,) or None.
         ignore_index, reduction, label_smoothing, z_loss, softcap, scale, divisor: as in `tigon.cross_entropy`.
         num_valid: how many targets are not ignore_index, when the host knows (an int or a
-            `tigon.losses.chunked.ValidCount`). The other rows are then left out: time and memory follow the valid
+            `tigon.linear.chunks.ValidCount`). The other rows are then left out: time and memory follow the valid
             tokens. Too small a number gives a NaN loss. On a CPU it is counted.
         chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By default as
             many more as make do with one chunk, if they take no more memory than the fp32 sum of several would.

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import differentiable, differentiable_directly, graph_is_kept, is_traced, launcher, use_triton
-from tigon.losses import weight_gradient
-from tigon.losses.chunked import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
-from tigon.losses.head import Head, check_accumulate, check_head, class_blocks, empty_logits
-from tigon.losses.shards import Shards, adapter_of, is_sharded, shards_of
+from tigon.linear import weight_gradient
+from tigon.linear.chunks import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
+from tigon.linear.head import Head, check_accumulate, check_head, class_blocks, empty_logits
+from tigon.linear.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
@@ -32,6 +31,7 @@ from tigon.ops.logprob import (
     signed,
 )
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
+from tigon.runtime import differentiable, differentiable_directly, graph_is_kept, is_traced, launcher, use_triton
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, differentiable_directly, launcher
-from tigon.losses import weight_gradient
-from tigon.losses.chunked import chunk_budget, chunk_rows, spared_by_one_chunk
-from tigon.losses.early import scaled_gradients
-from tigon.losses.head import Head, check_accumulate, check_head, empty_logits, take
-from tigon.losses.shards import InputGradient, Shards, shards_of
+from tigon.linear import weight_gradient
+from tigon.linear.chunks import chunk_budget, chunk_rows, spared_by_one_chunk
+from tigon.linear.head import Head, check_accumulate, check_head, empty_logits, take
+from tigon.linear.upstream import scaled_gradients
+from tigon.linear.vocabulary_parallel import InputGradient, Shards, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
+from tigon.runtime import differentiable, differentiable_directly, launcher
 
 ALONE = 0  # every token by itself
 BATCH = -1  # the whole batch

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
     cdiv,
     differentiable,
     launch,
@@ -24,7 +25,6 @@ from tigon.backend import (
     triton,
     use_triton,
 )
-from tigon.ops.sum_rows import sum_rows
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 from tigon.ops.cross_entropy import CHECKS
+from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 PIECE = 64  # tokens
 # Up to so many tokens are sorted by counting, M² comparisons in one launch; more by radix, M in a dozen launches.

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.backend import autocast_dtype, differentiable, first_order, graph_is_kept, is_traced, launcher, use_triton
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
+from tigon.runtime import autocast_dtype, differentiable, first_order, graph_is_kept, is_traced, launcher, use_triton
 
 ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 

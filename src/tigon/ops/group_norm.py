@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
     cdiv,
     differentiable,
     launch,
@@ -28,7 +29,6 @@ from tigon.backend import (
     triton,
     use_triton,
 )
-from tigon.ops.sum_rows import sum_rows
 
 
 def group_norm(

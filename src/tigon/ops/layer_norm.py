@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
     cdiv,
     differentiable,
     launch,
@@ -23,7 +24,6 @@ from tigon.backend import (
     triton,
     use_triton,
 )
-from tigon.ops.sum_rows import sum_rows
 
 # One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384

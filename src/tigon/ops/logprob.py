@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.cross_entropy.kernels import LN2, LOWEST, _cap
+from tigon.runtime import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 
 class LogProb(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.runtime import (
     cdiv,
     differentiable,
     launch,

@@ -14,17 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
-    cdiv,
-    differentiable,
-    launch,
-    launcher,
-    multiprocessors,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
 from tigon.ops.rms_norm import CASTS
 from tigon.ops.rope import (
     angle_strides,
@@ -39,6 +28,17 @@ from tigon.ops.rope import (
     unit_strides_alike,
 )
 from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 def qk_norm_rope(

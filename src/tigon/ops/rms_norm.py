@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
     cdiv,
     differentiable,
     empty_rows,
@@ -26,7 +27,6 @@ from tigon.backend import (
     triton,
     use_triton,
 )
-from tigon.ops.sum_rows import sum_rows
 
 CASTS = ("llama", "gemma", "none")
 # One tile holds a row up to this width; wider rows are read twice, block by block.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
+from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
 
 
 def rope(

@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, next_power_of_2, tl, triton, use_triton
 from tigon.ops.cross_entropy.kernels import HEAD, LN2, LOWEST, _cap, _row_loss
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _row_moments, _units
+from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 # Labels of a device count from its own first class. These are none of its classes, and none that can be one.
 ELSEWHERE, IGNORED, OUTSIDE = -1, -2, -3

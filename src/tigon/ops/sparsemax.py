@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 # A row up to this width stays in registers while its threshold is found; wider ones are read once a step.
 MAX_TILE = 32768

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, tl, triton
+from tigon.runtime import cdiv, launch, tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

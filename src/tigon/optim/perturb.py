@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, tl, triton, use_triton
+from tigon.runtime import cdiv, launch, tl, triton, use_triton
 
 
 def squared_norm(

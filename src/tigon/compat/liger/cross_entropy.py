@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tigon.compat.liger.options import Options, accumulate, without_effect
-from tigon.losses.chunked import chunk_budget, chunk_rows
+from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.logprob import logprob

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.models.fusion import Fusion, fuse
+from tigon.fusion.model import Fusion, fuse
 
 # Liger's flags, and what they are in tigon.fuse.
 FLAGS: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.chunked import scalar
+from tigon.linear.chunks import scalar
 from tigon.losses.preference.families import DPO_LOSSES, Pair, Pairs, log1mexp
 from tigon.losses.token_loss import FAMILIES, Family, Part, token_loss
 

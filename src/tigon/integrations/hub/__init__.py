@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from tigon.models.recognize import Norm, Unknown, recognize_norm, signature_of
-from tigon.models.recognize_mlp import Gated, recognize_mlp
-from tigon.models.recognize_rotary import Rotary, Turn, recognize_rotary
+from tigon.fusion.probe import Unknown, signature_of
+from tigon.parts.mlp import Gated, recognize_mlp
+from tigon.parts.norm import Norm, recognize_norm
+from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
 
 REPOSITORY = Path(__file__).parent
 

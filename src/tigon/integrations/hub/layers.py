@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.models.forwards import transformed
-from tigon.models.recipe import DTYPES
+from tigon.fusion.patch import transformed
+from tigon.logits.recipe import DTYPES
 from tigon.ops.gated import geglu, swiglu
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope

@@ -28,13 +28,13 @@ from typing import Any
 
 from torch import nn
 
+from tigon.fusion.model import Fusion
+from tigon.fusion.model import fuse as fuse_model
+from tigon.fusion.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
 from tigon.integrations.trl.swap import Swaps, global_names, trls_own
-from tigon.models.fusion import Fusion
-from tigon.models.fusion import fuse as fuse_model
-from tigon.models.report import Report, Row
 
 ROLES = {"model": "policy", "ref_model": "reference", "teacher_model": "teacher"}
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
+from tigon.logits.split import is_split
 from tigon.losses.distillation import distill
 from tigon.losses.linear_logprob import linear_logprob
-from tigon.models.split_head import is_split
 
 DIVERGENCE = "_chunked_divergence_loss"
 DIVERGENCE_ARGUMENTS = {

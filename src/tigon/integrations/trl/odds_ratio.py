@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.swap import Side, Swaps
+from tigon.logits.split import is_split
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.losses.preference import orpo
-from tigon.models.split_head import is_split
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/rejected", "logps/chosen",

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.models.clones import rebuilt
-from tigon.models.lazy_logits import LazyLogits
-from tigon.models.report import Ledger, Row
-from tigon.models.split_head import is_split
+from tigon.fusion.clones import rebuilt
+from tigon.fusion.ledger import Ledger
+from tigon.fusion.report import Row
+from tigon.logits.lazy import LazyLogits
+from tigon.logits.split import is_split
 
 
 class Swaps:

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, SupportsInt
 import torch
 from torch import Tensor
 
-from tigon.losses.chunked import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.linear.chunks import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.linear.head import check_accumulate, check_head
+from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import walk, walk_over_shards
-from tigon.losses.head import check_accumulate, check_head
-from tigon.losses.shards import Shards, shards_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED

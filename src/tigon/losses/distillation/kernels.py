@@ -9,9 +9,9 @@ HARD: 0 without cross entropy, 1 with, of the same softmax, 2 with, of a softmax
 
 from __future__ import annotations
 
-from tigon.backend import tl, triton
 from tigon.ops.cross_entropy.kernels import _cap
 from tigon.ops.divergence import _fold, _sides
+from tigon.runtime import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

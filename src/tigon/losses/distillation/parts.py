@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, next_power_of_2, use_triton
+from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.distillation.kernels import LOG2E
 from tigon.losses.distillation.parts_kernels import (
     _cosine_gradient_kernel,
@@ -36,8 +36,8 @@ from tigon.losses.distillation.parts_reference import (
 from tigon.losses.distillation.parts_topk_kernels import _topk_gradient_kernel, _topk_statistics_kernel
 from tigon.losses.distillation.reference import _cap
 from tigon.losses.distillation.rows import _cache_sized, _hard, _tile
-from tigon.losses.shards import Shards
 from tigon.ops.shard_statistics import IGNORED, LEAST, OUTSIDE
+from tigon.runtime import cdiv, launch, next_power_of_2, use_triton
 
 MERGED = 5  # numbers a row once its parts are put together
 ROWS = 128  # a program of the merge

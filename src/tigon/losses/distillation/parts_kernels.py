@@ -7,9 +7,9 @@ temperature 1. Labels are of tigon.ops.shard_statistics: of another device's cla
 
 from __future__ import annotations
 
-from tigon.backend import tl, triton
 from tigon.losses.distillation.kernels import LN2, LOG2E, LOWEST, _at_least, _fold_at_one, _logit, _skip
 from tigon.ops.divergence import _fold, _sides
+from tigon.runtime import tl, triton
 
 # ------------------------------------------------------------------------------------- what a device says of its own
 

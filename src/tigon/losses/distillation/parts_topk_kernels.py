@@ -7,7 +7,6 @@ sums over the devices are the logits.
 
 from __future__ import annotations
 
-from tigon.backend import tl, triton
 from tigon.losses.distillation.kernels import (
     LEAST_REST,
     LN2,
@@ -20,6 +19,7 @@ from tigon.losses.distillation.kernels import (
     _skip,
 )
 from tigon.ops.divergence import _fold, _sides
+from tigon.runtime import tl, triton
 
 
 @triton.jit

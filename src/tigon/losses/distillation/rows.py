@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.backend import launch, next_power_of_2, use_triton
 from tigon.losses.distillation.kernels import (
     LOG2E,
     _distill_cosine_kernel,
@@ -12,6 +11,7 @@ from tigon.losses.distillation.kernels import (
     _distill_topk_kernel,
 )
 from tigon.losses.distillation.reference import rows_reference, topk_rows_reference
+from tigon.runtime import launch, next_power_of_2, use_triton
 
 
 def _tile(V: int, capped: bool, own: bool, most: int = 16, least: int = 4) -> tuple[int, int, int]:

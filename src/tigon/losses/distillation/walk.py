@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import differentiable, differentiable_directly, launcher
-from tigon.losses import weight_gradient
-from tigon.losses.chunked import Chunk, Chunks
+from tigon.linear import weight_gradient
+from tigon.linear.chunks import Chunk, Chunks
+from tigon.linear.head import Head, empty_logits
+from tigon.linear.upstream import scaled_gradients
+from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.distillation.parts import distill_part, topk_part
 from tigon.losses.distillation.rows import distill_rows, topk_rows
-from tigon.losses.early import scaled_gradients
-from tigon.losses.head import Head, empty_logits
-from tigon.losses.shards import Shards
+from tigon.runtime import differentiable, differentiable_directly, launcher
 
 
 def _fake(

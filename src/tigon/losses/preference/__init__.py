@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.losses.chunked import scalar
+from tigon.linear.chunks import scalar
 from tigon.losses.preference.families import (
     ANY_DIVERGENCE,
     AVERAGED,

@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from tigon.backend import use_triton
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
 from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
+from tigon.runtime import use_triton
 
 __all__ = [
     "CrossEntropyDetails",

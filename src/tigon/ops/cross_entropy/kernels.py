@@ -5,7 +5,7 @@ Options that a call does not use cost nothing: they are branches of the compiler
 
 from __future__ import annotations
 
-from tigon.backend import tl, triton
+from tigon.runtime import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

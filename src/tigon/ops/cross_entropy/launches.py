@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.backend import (
+from tigon.ops.cross_entropy.kernels import (
+    _cross_entropy_bwd_kernel,
+    _cross_entropy_fwd_kernel,
+    _cross_entropy_grad_kernel,
+    _cross_entropy_narrow_fwd_kernel,
+    _reduce_kernel,
+)
+from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
+from tigon.runtime import (
     cdiv,
     differentiable,
     is_traced,
@@ -18,14 +26,6 @@ from tigon.backend import (
     rows_of,
     use_triton,
 )
-from tigon.ops.cross_entropy.kernels import (
-    _cross_entropy_bwd_kernel,
-    _cross_entropy_fwd_kernel,
-    _cross_entropy_grad_kernel,
-    _cross_entropy_narrow_fwd_kernel,
-    _reduce_kernel,
-)
-from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 
 NARROW = 512  # classes up to which several rows share a program
 ONE_PROGRAM = 65536  # rows that one program reduces in the time of a launch or so

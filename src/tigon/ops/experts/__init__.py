@@ -21,10 +21,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.backend import autocast_dtype, use_triton
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
+from tigon.runtime import autocast_dtype, use_triton
 
 ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 

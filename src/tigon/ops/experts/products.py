@@ -10,7 +10,7 @@ Otherwise, where there is no such engine or rows do not begin at multiples of 16
 
 from __future__ import annotations
 
-from tigon.backend import tl, triton
+from tigon.runtime import tl, triton
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, next_power_of_2, tl, triton
+from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton
 
 LEAST_ROWS = 16  # of a tile; what room for tiles is made by
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, next_power_of_2, tl, triton
 from tigon.ops.experts.routing import Routing
+from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.backend import cdiv, launch, tl, triton
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.routing import Routing
 from tigon.ops.gated import _act
+from tigon.runtime import cdiv, launch, tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

@@ -1,0 +1,385 @@
+"""tigon.fuse(model): Tigon's operators in place of a model's own, in this one instance, until remove().
+
+What is replaced is the attribute `forward` of single modules: of the head, of norms and gated MLPs, and of
+attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch are
+not touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to
+the module's own where its operator does not apply.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from tigon.fusion.clones import name_of
+from tigon.fusion.ledger import Ledger
+from tigon.fusion.patch import Patch, install, nothing, restore
+from tigon.fusion.probe import Unknown, shape_of, signature_of
+from tigon.fusion.report import Report, Row, advice_on
+from tigon.logits.recipe import DTYPES
+from tigon.logits.split import is_gathering_forward
+from tigon.memory.recompute import LEVELS, Recompute
+from tigon.parts.experts import experts_forward, recognize_experts
+from tigon.parts.head import head_forward, model_forward
+from tigon.parts.mlp import mlp_forward, recognize_mlp
+from tigon.parts.norm import norm_forward, recognize_norm
+from tigon.parts.relu2 import recognize_relu2, relu2_forward
+from tigon.parts.residual_norm import Sums, is_rms_norm
+from tigon.parts.rotary import Clones
+
+REPLACED = "its forward is already replaced on this instance (a device hook, another library?)"
+FUSED_BEFORE = "fused before, by another tigon.fuse"
+
+
+def fuse(
+    model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
+    experts: bool = True, recompute: str = "cheap", offload: bool = False,
+) -> Fusion:  # fmt: skip
+    """Make a model train faster and smaller, in place and reversibly.
+
+    Args:
+        model: a transformers model, plain or inside PEFT or a wrapper. Other modules: what is recognised in them.
+        head: the loss is computed without building the logits, when labels are given.
+        norms, mlp, rotary: RMS and layer norms, gated MLPs and relu², and rotary embeddings run as one kernel each.
+        experts: the experts of a mixture run together, without a loop or a copy of their tokens; the router stays.
+        recompute: which activations the backward pass computes again instead of keeping them. "none"; "product": the
+            product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
+            1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step.
+        offload: what the forward pass saves lies in host memory until the backward pass, as far as no checkpoint has
+            it: with gradient checkpointing, the inputs of the layers. On a GPU.
+    Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
+        also a context manager. A model that is fused already is left as it is, and its Fusion returned, with a warning
+        where options were given that it was not fused with.
+    Raises: TypeError for what is not a module; ValueError for an unknown level of recompute.
+
+    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
+    pickled model is plain when loaded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if recompute not in LEVELS:
+        raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {recompute!r}.")
+    parts = {"head": head, "norms": norms, "mlp": mlp, "rotary": rotary, "experts": experts}
+    options = parts | {"recompute": recompute, "offload": offload}
+    present = vars(model).get("_tigon_fusion")
+    if present is not None:
+        return _as_it_is(present, options)
+    fusion = Fusion(model, recompute, offload)
+    fusion._options = options
+    fusion._fuse(**parts)
+    if not fusion._modules:
+        # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
+        patches = (vars(m).get("_tigon") for m in model.modules())
+        others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.ledger.fusion) is not None}
+        if len(others) == 1:
+            return _as_it_is(others.popitem()[1], options)
+    vars(model)["_tigon_fusion"] = fusion
+    return fusion
+
+
+def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
+    """What was fused before. Defaults ask for nothing: hosts call fuse without options on models that may be fused."""
+    defaults = {name: p.default for name, p in inspect.signature(fuse).parameters.items()}
+    unlike = {name: x for name, x in options.items() if x not in (defaults[name], fusion._options.get(name, x))}
+    if unlike:
+        asked = ", ".join(f"{name}={x!r}" for name, x in unlike.items())
+        has = ", ".join(f"{name}={fusion._options[name]!r}" for name in unlike)
+        warnings.warn(
+            f"fuse: the model is fused already, with {has}, and stays so; for {asked}, call remove() of its Fusion "
+            "first.",
+            stacklevel=3,
+        )
+    return fusion
+
+
+class Fusion:
+    """What tigon.fuse did to one model."""
+
+    def __init__(self, model: nn.Module, recompute: str = "cheap", offload: bool = False) -> None:
+        self.model = model
+        self._ledger = Ledger(model, Recompute(recompute, offload))
+        self._ledger.fusion = self
+        self._options: dict[str, Any] = {}  # of fuse
+        self._modules: list[nn.Module] = []
+        self._rows: Counter[tuple[str, str, bool, str]] = Counter()
+        self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
+
+    def report(self) -> Report:
+        """What was replaced, how often it ran in the last step, what was left, and what to do about that."""
+        ledger = self._ledger
+        totals: Counter[str] = Counter()
+        for (kind, _), calls in ledger.calls.items():
+            totals[kind] += calls
+        rows = []
+        for row, count in self._rows.items():
+            kind, name, fused, what = row
+            calls = ledger.calls[kind, self._keys.get(row, row)] if kind != "head" else totals[kind]
+            rows.append(Row(kind, name, count, fused, what, calls, "" if fused else advice_on(what)))
+        return Report(
+            type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
+            dict(totals), dict(ledger.built_by), ledger.recompute.level, ledger.recompute.tensors,
+            ledger.recompute.bytes, 0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
+            dict(ledger.plain_heads),
+        )  # fmt: skip
+
+    def remove(self) -> None:
+        """Put the model back as it was. A second call does nothing."""
+        self._ledger.active = False
+        for module in self._modules:
+            restore(module)
+        if vars(self.model).get("_tigon_fusion") is self:
+            del vars(self.model)["_tigon_fusion"]
+
+    def __enter__(self) -> Fusion:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<Fusion of {self.report().headline()}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
+        # Reached when the whole model is copied: its modules have been, and their bound forwards with them.
+        model = memo.get(id(self.model))
+        if model is None:
+            return None
+        copied = memo[id(self)] = Fusion(model)
+        copied._ledger = copy.deepcopy(self._ledger, memo)
+        copied._ledger.fusion = copied
+        copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
+        copied._options = dict(self._options)
+        copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
+        clones = Clones(copied._ledger)
+        for module in copied._modules:
+            patch = vars(module).get("_tigon")
+            if patch is not None and patch.kind == "rotary" and patch.installed_on(module):
+                install(module, clones.of(type(module).forward), patch)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return nothing, ()  # forwards are not pickled: the loaded model is plain, and can be fused again
+
+    # ------------------------------------------------------------------------------------------------------- finding
+
+    def _fuse(self, *, head: bool, norms: bool, mlp: bool, rotary: bool, experts: bool) -> None:
+        modules = list(dict.fromkeys(self.model.modules()))
+        taken: set[int] = set()
+        owners = self._fuse_heads(modules, taken) if head else []
+        if not owners and "forward" not in vars(self.model) and (norms or mlp or rotary or experts):
+            owners = [self.model]
+        known: dict[Any, Any] = {}
+        clones = Clones(self._ledger)
+        for module in modules:
+            if id(module) in taken:
+                continue
+            if rotary:
+                self._fuse_rotary(module, clones)
+            for kind, wanted, recognize, forward in (
+                ("norm", norms, recognize_norm, norm_forward),
+                ("mlp", mlp, recognize_mlp, mlp_forward),
+                ("mlp", mlp, recognize_relu2, relu2_forward),
+                ("experts", experts, recognize_experts, experts_forward),
+            ):
+                if wanted:
+                    key = recognize, *signature_of(module)
+                    if key not in known:
+                        known[key] = recognize(module)
+                    self._replace(module, kind, known[key], forward)
+                    if kind == "experts" and getattr(known[key], "act_module", None) is not None:
+                        taken.add(id(getattr(module, known[key].act_module)))  # part of the experts' own pass
+        if norms:
+            sums = Sums()
+            for module in modules:
+                self._fuse_sums(module, sums)
+                self._fuse_head_norms(module, clones)
+        if self._modules:
+            for owner in owners:
+                if not any(owner is m for m in self._modules):  # the model may itself be a norm
+                    self._wrap_model(owner)
+
+    def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
+        if formula is None:
+            return
+        reason = formula.reason if isinstance(formula, Unknown) else _why_not(module)
+        if reason is not None:
+            self._left(kind, module, reason)
+            return
+        act = getattr(formula, "act_module", None)
+        install(module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act)))
+        self._done(kind, module, str(formula))
+
+    def _done(self, kind: str, module: nn.Module, what: str, key: Any = None) -> None:
+        """key: by which its calls are counted, where its forward does not know the module it belongs to."""
+        self._modules.append(module)
+        vars(module)["_tigon"].key = row = (kind, type(module).__name__, True, what)
+        self._rows[row] += 1
+        if key is not None:
+            self._keys[row] = key
+
+    def _left(self, kind: str, module: nn.Module, reason: str) -> None:
+        self._rows[kind, type(module).__name__, False, reason] += 1
+
+    def _fuse_heads(self, modules: list[nn.Module], taken: set[int]) -> list[nn.Module]:
+        """Find heads by get_output_embeddings(). Returns the models whose labels they wait for."""
+        owners: list[nn.Module] = []
+        around: list[nn.Module] = []
+        seen: set[int] = set()
+        for owner in modules:
+            if not callable(getattr(type(owner), "get_output_embeddings", None)):
+                continue
+            try:
+                head = owner.get_output_embeddings()  # type: ignore[operator]
+            except (AttributeError, NotImplementedError):
+                head = None
+            if not isinstance(head, nn.Module) or not any(m is head for m in owner.modules()):
+                # It may take the labels, and the logits from a model inside, as NemotronH Omni does.
+                around += [owner] if _labels_at(owner) is not None else []
+                continue
+            if id(head) in seen:
+                continue
+            seen.add(id(head))
+            takes = _labels_at(owner)
+            reason = "its model's forward takes no labels" if takes is None else None
+            layers = list(_linear_layers(head))
+            if not layers:
+                reason = _why_no_linear(head)
+            fused = False
+            for layer in layers:
+                why = reason or _why_not_head(layer)
+                if why is None:
+                    before = vars(layer).get("forward")
+                    install(layer, head_forward, Patch("head", self._ledger, None, before=before))
+                    biased = " + b" if layer.bias is not None else ""
+                    self._done("head", layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
+                    taken.add(id(layer))
+                    fused = True
+                else:
+                    self._left("head", layer, why)
+            if not layers:
+                self._left("head", head, reason or "")
+            if fused:
+                owners.append(owner)
+        if not seen:
+            self._left("head", self.model, "it has no get_output_embeddings() that returns a head")
+        return owners + [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
+
+    def _wrap_model(self, owner: nn.Module) -> None:
+        before = vars(owner).get("forward")
+        patch = Patch("model", self._ledger, None, before=before, labels_at=_labels_at(owner))
+        install(owner, model_forward(type(owner).forward if before is None else before), patch)
+        self._modules.append(owner)
+
+    def _fuse_rotary(self, module: nn.Module, clones: Clones) -> None:
+        for name, formula in clones.found(type(module).forward).items():
+            if isinstance(formula, Unknown):
+                self._left("rotary", module, f"{name}: {formula.reason}")
+                continue
+            patch = vars(module).get("_tigon")
+            if patch is not None and patch.ledger is self._ledger:
+                continue  # one clone serves all rotary functions that a forward calls
+            forward = clones.of(type(module).forward)
+            reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+            if reason is not None:
+                self._left("rotary", module, reason)
+            else:
+                install(module, forward, Patch("rotary", self._ledger, formula))
+                self._done("rotary", module, str(formula), key=name_of(forward))
+
+    def _fuse_sums(self, module: nn.Module, sums: Sums) -> None:
+        found = [name for name in sums.found(type(module).forward) if is_rms_norm(getattr(module, name, None))]
+        patch = vars(module).get("_tigon")
+        if not found or (patch is not None and patch.ledger is self._ledger):
+            return
+        forward = sums.of(type(module).forward)
+        reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+        if reason is not None:
+            self._left("add_norm", module, reason)
+            return
+        install(module, forward, Patch("add_norm", self._ledger, None))
+        what = f"the residual sum and {', '.join(found)} in one pass"
+        self._done("add_norm", module, what, key=name_of(type(module).forward))
+
+    def _fuse_head_norms(self, module: nn.Module, clones: Clones) -> None:
+        """Let the norms of q and k wait for the rotation, in a module that rotates and norms the heads before."""
+        patch = vars(module).get("_tigon")
+        if patch is None or patch.kind != "rotary" or patch.ledger is not self._ledger:
+            return
+        norms = [(n, p) for n in clones.before(type(module).forward) if (p := _head_norm(module, n)) is not None]
+        if len(norms) != 2 or norms[0][1].formula != norms[1][1].formula:
+            return
+        for _, norm in norms:
+            norm.heads = True
+        row = "qk_norm", type(module).__name__, True, f"{norms[0][0]}, {norms[1][0]} and the rotation in one pass"
+        self._rows[row] += 1
+        self._keys[row] = name_of(type(module).forward)
+
+
+# -------------------------------------------------------------------------------------------- what is left, and why
+
+
+def _head_norm(module: nn.Module, name: str) -> Patch | None:
+    """The patch of an RMS norm with a weight of one head's width."""
+    norm = getattr(module, name, None)
+    if not is_rms_norm(norm):
+        return None
+    patch = vars(norm)["_tigon"]
+    weight = patch.formula.weight
+    width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
+    return patch if weight is not None and shape_of(getattr(norm, weight)).numel() == width else None
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why this instance must be left alone, whatever it computes."""
+    patch = vars(module).get("_tigon")
+    if patch is not None and patch.ledger.active:
+        return FUSED_BEFORE
+    forward = vars(module).get("forward")
+    # An unpickled model has its class's own forward in its place.
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return REPLACED
+    return None
+
+
+def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
+    """The head itself, or those that PEFT's modules_to_save chooses from."""
+    if _is_linear(head):
+        yield head
+    elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
+        for module in (getattr(head, "original_module", None), *choices.children()):
+            if _is_linear(module):
+                yield module
+
+
+def _is_linear(module: Any) -> TypeGuard[nn.Linear]:
+    # FSDP2 gives what it wraps a class of its own, below nn.Linear.
+    wrapped = hasattr(type(module), "unshard") and type(module).__mro__[2:3] == (nn.Linear,)
+    return type(module) is nn.Linear or wrapped
+
+
+def _why_no_linear(head: nn.Module) -> str:
+    if hasattr(head, "lora_A"):
+        return "an adapter is on the head: it runs as it is, with real logits"
+    return "it is not a plain torch.nn.Linear (quantised, parallel, or the model's own kind)"
+
+
+def _why_not_head(layer: nn.Linear) -> str | None:
+    if layer.weight.dtype not in DTYPES:
+        return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
+    why = _why_not(layer)
+    return None if why == REPLACED and is_gathering_forward(vars(layer)["forward"]) else why
+
+
+def _labels_at(model: nn.Module) -> int | None:
+    """The position of `labels` in the model's forward; None if it takes none."""
+    try:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return None
+    return names.index("labels") if "labels" in names else None

@@ -1,0 +1,140 @@
+"""The report of what a fusion replaced, left, and ran."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# What to do about what is left, by a part of the reason. Of the rest: nothing, it runs as it is.
+ADVICE = {
+    "takes no labels": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
+    "no get_output_embeddings": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
+    "an adapter is on the head": "leave the head out of target_modules, or name it in modules_to_save",
+    "not a plain torch.nn.Linear": "keep the head out of quantisation",
+    "its weight is float64": "load the model in float32, bfloat16 or float16",
+    "already replaced on this instance": "fuse before the hooks are put on, or take the other replacement off",
+    "fused before": "remove() the other Fusion first",
+    "the source of its forward": "import the model from a file that is still as it was imported",
+}
+
+
+KINDS = ("head", "norm", "add_norm", "mlp", "experts", "rotary", "qk_norm")
+
+
+def advice_on(reason: str) -> str:
+    return next((advice for part, advice in ADVICE.items() if part in reason), "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of module: replaced, with the formula found, or left, with the reason.
+
+    calls: how often these modules ran in the last step, in whatever form. advice: what to do about one that was left.
+    """
+
+    kind: str
+    name: str
+    count: int
+    fused: bool
+    what: str
+    calls: int = 0
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What tigon.fuse replaced, what it left and why, and what ran in the last step.
+
+    str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
+    """
+
+    model: str
+    active: bool
+    rows: list[Row]
+    steps: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    logits_built_by: dict[str, int] = field(default_factory=dict)
+    recompute: str = "none"
+    tensors_not_kept: int = 0
+    bytes_not_kept: int = 0
+    bytes_offloaded: int = 0
+    plain_heads: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> list[Row]:
+        return [row for row in self.rows if row.fused]
+
+    @property
+    def left(self) -> list[Row]:
+        return [row for row in self.rows if not row.fused]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def headline(self) -> str:
+        parts = sum(row.count for row in self.fused)
+        if not parts:
+            return f"{self.model}: nothing to fuse"
+        noun = "part" if parts == 1 else "parts"
+        return f"{self.model}: {parts} {noun} fused" + ("" if self.active else ", removed again")
+
+    def last_step(self) -> str:
+        """One sentence on what ran."""
+        if not self.fused:
+            return ""
+        if not self.steps:
+            return "No step seen yet (calls inside torch.compile are not counted)."
+        ran = ", ".join(
+            f"{kind} {self.calls.get(kind, 0)}" for kind in KINDS if any(r.kind == kind for r in self.fused)
+        )
+        text = f"Ran in the last step: {ran}."
+        if self.logits_built_by:
+            text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
+        if self.plain_heads:
+            text += " The head had real logits: " + "; ".join(self.plain_heads) + "."
+        if self.tensors_not_kept:
+            size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
+            text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."
+        if self.bytes_offloaded:
+            text += f" Kept in host memory: {self.bytes_offloaded / 2**20:,.1f} MiB."
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        width = max((len(row.name) for row in self.rows), default=0)
+        for row in self._shown():
+            mark = "fused" if row.fused else "left "
+            ran = f"{self._ran(row):<7} " if self.steps else ""
+            lines.append(f"  {row.kind:<8} {mark} {row.count:>4} × {row.name:<{width}}  {ran}{self._told(row)}")
+        hidden = len(self.rows) - len(self._shown())
+        if hidden:
+            lines.append(f"  … and {hidden} more: to_dict() has them all")
+        return "\n".join([*lines, self.last_step()]).rstrip()
+
+    @staticmethod
+    def _ran(row: Row) -> str:
+        return f"ran {row.calls}" if row.fused else ""
+
+    @staticmethod
+    def _told(row: Row) -> str:
+        return f"{row.what} → {row.advice}" if row.advice else row.what
+
+    def _shown(self) -> list[Row]:
+        return self.rows[:20]
+
+    def to_rich(self) -> Any:
+        try:
+            from rich.table import Table
+        except ImportError:
+            raise ImportError("Report.to_rich needs rich: pip install rich.") from None
+        table = Table(title=self.headline(), caption=self.last_step() or None, title_justify="left")
+        columns = ("part", "", "count", "class", *(["ran"] if self.steps else []), "formula or reason")
+        for column in columns:
+            table.add_column(column, justify="right" if column in ("count", "ran") else "left")
+        for row in self.rows:
+            ran = [str(row.calls) if row.fused else ""] if self.steps else []
+            table.add_row(
+                row.kind, "fused" if row.fused else "left", str(row.count), row.name, *ran, self._told(row),
+                style=None if row.fused else "dim",
+            )  # fmt: skip
+        return table

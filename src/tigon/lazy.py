@@ -1,0 +1,45 @@
+"""Packages whose public names are imported on first use, and declared in one place: the package's `__init__.pyi`.
+
+Type checkers and editors read the stub. `attach` reads it too, so that no name can stand in one place and be missing in
+another.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for a package, from the imports in the stub beside its `__init__.py`.
+
+    Args:
+        package: the package's `__name__`. Its stub holds lines `from MODULE import name as name`, absolute; a module of
+            the package's own is `from PACKAGE import module as module`.
+    """
+    module = sys.modules[package]
+    homes = homes_of(package)
+
+    def __getattr__(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = importlib.import_module(f"{package}.{name}" if home == package else home)
+        if home != package:
+            value = getattr(value, name)
+        setattr(module, name, value)
+        return value
+
+    names = sorted(homes)
+    return __getattr__, lambda: sorted({*vars(module), *names}), names
+
+
+def homes_of(package: str) -> dict[str, str]:
+    """The public names of a package that uses `attach`, each with the module that it is imported from."""
+    stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

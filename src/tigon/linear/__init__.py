@@ -1,0 +1,1 @@
+"""A linear head and its loss in chunks: between the operators and the losses."""

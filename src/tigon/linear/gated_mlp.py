@@ -1,0 +1,249 @@
+"""A gated MLP that keeps its input alone, and computes a tile of tokens at a time: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
+
+Gate, up and their product are the widest activations of a transformer layer, 3.5 times the hidden width each in Llama.
+The backward pass computes gate and up again, with the two products that make them (the MLP's step has nine), tile by
+tile: no more of them exists at once than a tile has, however long the sequence. The weights' gradients are summed over
+the tiles in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.linear import weight_gradient
+from tigon.linear.chunks import chunk_budget, chunk_rows
+from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
+from tigon.ops.gated_linear import ACTS
+from tigon.runtime import autocast_dtype, differentiable, launcher, use_triton
+
+# What a tile holds at once in the backward pass: gate, up, and the product's gradient.
+HELD = 3
+
+
+def gated_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, *, gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu", tile_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """(act(x gate_weightᵀ + gate_bias) · (x up_weightᵀ + up_bias)) down_weightᵀ + down_bias, keeping x alone.
+
+    Args:
+        x: (..., H).
+        gate_weight: (N, H), or (2N, H) holding gate and up one after the other when up_weight is None.
+        up_weight: (N, H), or None.
+        down_weight: (M, N).
+        gate_bias, up_bias, down_bias: of the width of their weight's rows, or None.
+        act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        tile_bytes: of gate, up and one gradient of their width, together. By default TIGON_CHUNK_BYTES, else 1 GiB
+            (32 MiB on a CPU).
+    All tensors have x's dtype; under autocast they are cast as `F.linear` casts them.
+    Returns: (..., M) in x's dtype.
+    Raises: ValueError for shapes, dtypes or an act that do not fit.
+
+    Replaces::
+
+        y = F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
+    """
+    if act not in ACTS:
+        raise ValueError(f"gated_mlp: act must be one of {ACTS}, got {act!r}.")
+    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    device = x.device.type
+    dtype = autocast_dtype(device)
+    if dtype is not None and x.dtype != torch.float64:
+        cast = [t if t is None else t.to(dtype) for t in tensors]
+        with torch.autocast(device, enabled=False):
+            return _checked(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
+    return _checked(*tensors, act, tile_bytes)
+
+
+def _checked(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
+    up_bias: Tensor | None, down_bias: Tensor | None, act: str, tile_bytes: int | None,
+) -> Tensor:  # fmt: skip
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        raise ValueError(f"gated_mlp: x must be (..., H) floats, got {tuple(x.shape)} {x.dtype}.")
+    H, rows = x.shape[-1], gate_weight.shape[0] if gate_weight.dim() == 2 else -1
+    if up_weight is None and rows % 2:
+        raise ValueError(
+            f"gated_mlp: gate_weight must be (2N, {H}) where up_weight is None, got {tuple(gate_weight.shape)}."
+        )
+    N = rows if up_weight is not None else rows // 2
+    M = down_weight.shape[0]
+    for name, weight, shape in (
+        ("gate_weight", gate_weight, (rows, H)), ("up_weight", up_weight, (N, H)),
+        ("down_weight", down_weight, (M, N)), ("gate_bias", gate_bias, (rows,)), ("up_bias", up_bias, (N,)),
+        ("down_bias", down_bias, (M,)),
+    ):  # fmt: skip
+        if weight is not None and (tuple(weight.shape) != shape or weight.dtype != x.dtype):
+            raise ValueError(
+                f"gated_mlp: {name} must be {shape} {x.dtype}, to fit x {tuple(x.shape)}, got {tuple(weight.shape)} "
+                f"{weight.dtype}."
+            )
+    if up_weight is None and up_bias is not None:
+        raise ValueError("gated_mlp: up_bias must be None where up_weight is: gate_bias holds both.")
+    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    if not use_triton(*tensors):
+        return gated_mlp_reference(*tensors, act)
+    return _gated_mlp(*tensors, act, chunk_budget(x.device, tile_bytes))
+
+
+def is_one_tile(x: Tensor, width: int) -> bool:
+    """Whether gate and up of all tokens, and a gradient of their width, fit the budget."""
+    tokens = x.numel() // max(1, x.shape[-1])
+    return tokens * HELD * width * x.element_size() <= chunk_budget(x.device)
+
+
+def gated_mlp_reference(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
+    up_bias: Tensor | None, down_bias: Tensor | None, act: str,
+) -> Tensor:  # fmt: skip
+    gate = F.linear(x, gate_weight, gate_bias)
+    up = None if up_weight is None else F.linear(x, up_weight, up_bias)
+    return F.linear(gated_reference(gate, up, act), down_weight, down_bias)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _tiles(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, budget: int) -> list[slice]:
+    N = gate_weight.shape[0] if up_weight is not None else gate_weight.shape[0] // 2
+    rows = chunk_rows(x.shape[0], HELD * N * x.element_size(), budget)
+    return [slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows)]
+
+
+def _gate_and_up(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return F.linear(x, gate_weight, gate_bias), None if up_weight is None else F.linear(x, up_weight, up_bias)
+
+
+def _gated_mlp_fwd_fake(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act, budget):
+    return x.new_empty((*x.shape[:-1], down_weight.shape[0]))
+
+
+@launcher(
+    "(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias,"
+    " Tensor? down_bias, str act, int budget) -> Tensor",
+    _gated_mlp_fwd_fake,
+)
+def _gated_mlp_fwd(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
+    up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
+) -> Tensor:  # fmt: skip
+    rows = x.reshape(-1, x.shape[-1])
+    y = x.new_empty((*x.shape[:-1], down_weight.shape[0]))
+    out = y.view(-1, down_weight.shape[0])
+    for tile in _tiles(rows, gate_weight, up_weight, budget):
+        product = _gated_fwd(*_gate_and_up(rows[tile], gate_weight, up_weight, gate_bias, up_bias), act, 1.0, 1.0)
+        if down_bias is None:
+            torch.mm(product, down_weight.t(), out=out[tile])
+        else:
+            torch.addmm(down_bias, product, down_weight.t(), out=out[tile])
+    return y
+
+
+def _gated_mlp_bwd_fake(
+    dy, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act, budget, need
+):  # fmt: skip
+    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    return [
+        x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, tensors, strict=True)
+    ]  # fmt: skip
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
+    " Tensor? up_bias, Tensor? down_bias, str act, int budget, bool[] need) -> Tensor[]",
+    _gated_mlp_bwd_fake,
+)
+def _gated_mlp_bwd(
+    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
+    need: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = need
+    rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, down_weight.shape[0])
+    dx = torch.empty_like(rows) if need_x else x.new_empty(0)
+    tiles = _tiles(rows, gate_weight, up_weight, budget)
+    sums = [
+        _Sum(weight, wanted and weight is not None, wide=len(tiles) > 1)
+        for weight, wanted in ((gate_weight, need_gate), (up_weight, need_up), (down_weight, need_down))
+    ]
+    gate_sum, up_sum, down_sum = sums
+    acc = torch.promote_types(x.dtype, torch.float32)
+    biases = [
+        None if not wanted or bias is None else torch.zeros_like(bias, dtype=acc)
+        for bias, wanted in ((gate_bias, need_gate_bias), (up_bias, need_up_bias))
+    ]
+    above = any((need_x, need_gate, need_up, need_gate_bias, need_up_bias))
+    for tile in tiles:
+        rows_here, dy_here = rows[tile], dy[tile]
+        gate, up = _gate_and_up(rows_here, gate_weight, up_weight, gate_bias, up_bias)
+        if above:
+            scratch = torch.mm(dy_here, down_weight)
+            # In place: an element of gate and up, and of the product's gradient, is read before it is written.
+            gated_backward(scratch, gate, up, act, 1.0, 1.0, gate, up, scratch if need_down else None)
+        elif need_down:
+            scratch = _gated_fwd(gate, up, act, 1.0, 1.0)
+        if need_down:
+            down_sum.add(dy_here, scratch)
+        if need_x:
+            torch.mm(gate, gate_weight, out=dx[tile])
+            if up is not None and up_weight is not None:
+                dx[tile].addmm_(up, up_weight)
+        for grad, total, bias in ((gate, gate_sum, biases[0]), (up, up_sum, biases[1])):
+            if grad is not None:
+                total.add(grad, rows_here)
+                if bias is not None:
+                    bias += grad.sum(0, dtype=bias.dtype)
+    return [
+        dx.view(x.shape) if need_x else dx, *(total.result(x) for total in sums),
+        *(x.new_empty(0) if b is None else b.to(x.dtype) for b in biases),
+        dy.sum(0) if need_down_bias and down_bias is not None else x.new_empty(0),
+    ]  # fmt: skip
+
+
+class _Sum:
+    """The gradient of one weight: a product of all rows, or a sum of tiles, in fp32 and rounded at the end."""
+
+    def __init__(self, weight: Tensor | None, wanted: bool, wide: bool) -> None:
+        self.wanted = wanted and weight is not None
+        self.first = True
+        if weight is not None:
+            self.dtype = weight.dtype
+            self.dw, self.more = weight_gradient.places(weight, weight.dtype, wide, 0, self.wanted)
+
+    def add(self, grad: Tensor, x: Tensor) -> None:
+        if self.wanted:
+            weight_gradient.accumulate(weight_gradient.parts(self.dw, self.more), grad, x, self.first)
+            self.first = False
+
+    def result(self, x: Tensor) -> Tensor:
+        if not self.wanted:
+            return x.new_empty(0)
+        if self.first:  # no token
+            return torch.zeros_like(self.dw, dtype=self.dtype)
+        return weight_gradient.narrowed(self.dw, self.more) if self.more.numel() else self.dw.to(self.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    *tensors, ctx.act, ctx.budget = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 9
+    saved = ctx.saved_tensors
+    need = [n and t is not None for n, t in zip(ctx.needs_input_grad[:7], saved, strict=True)]
+    grads = _gated_mlp_bwd(dy, *saved, ctx.act, ctx.budget, need)
+    return *(g if n else None for g, n in zip(grads, need, strict=True)), None, None
+
+
+_gated_mlp = differentiable(_gated_mlp_fwd, _setup_context, _backward)

@@ -1,0 +1,62 @@
+"""Gradients that the forward pass of a loss has computed, and what the backward pass still does to them.
+
+A loss at the end of the graph has upstream gradient 1: nothing is left to do. Otherwise each gradient is multiplied, in
+fp32, and rounded once; in place where the memory is nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.linear.weight_gradient import narrowed
+from tigon.runtime import cdiv, graph_is_kept, is_traced, launch, tl, triton, use_triton
+
+
+def scaled_gradients(
+    gradients: Sequence[Tensor | tuple[Tensor, Tensor]], factor: Tensor, dtypes: Sequence[torch.dtype | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Each gradient that is needed, times the 0-d factor, in its dtype. To be called in a backward pass.
+
+    A pair is a dW and what else of it there is, as `weight_gradient.places` gave them.
+    """
+    # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
+    ours = not is_traced(factor) and not graph_is_kept()
+    return [
+        _scaled(gradient, factor, dtype, ours) if need and dtype is not None else None
+        for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
+    ]
+
+
+@triton.jit
+def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    # A loss at the end of the graph has upstream gradient 1. In place that is one load, and nothing to do.
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if not IN_PLACE or factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, N, tl.num_programs(0).to(tl.int64) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+    """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
+    if isinstance(gradient, tuple):
+        gradient, more = gradient
+        if more.numel():
+            return narrowed(gradient, more, factor, ours)
+    in_place = ours and gradient.dtype == dtype
+    if is_traced(gradient) or not use_triton(gradient):
+        if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
+            return gradient
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+    n = gradient.numel()
+    plan = min(2048, cdiv(n, 4096)), (n, in_place, 4096), {"num_warps": 8}
+    key = (n, in_place, gradient.dtype, dtype, factor.dtype)
+    launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
+    return out

@@ -1,0 +1,249 @@
+"""A head whose classes lie on several devices: vocabulary-parallel losses.
+
+Each device of a group holds some consecutive rows of the weight, and of all tokens x; what it computes of their logits
+stays there. Between the devices go
+
+    once a chunk of tokens     3 to 5 numbers a token: what tigon.ops.shard_statistics says of their logits; of
+                               distillation others, twice (tigon.losses.distillation.parts)
+    once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
+
+The gradient of the weight needs nothing from the others. `linear_logprob` sends the numbers of all its tokens at once,
+5 in fp32 from each device, and a token loss those of a part: they read all of them before they go on.
+
+Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tigon.linear.head import Head, product_into
+from tigon.ops.shard_statistics import local_labels
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Sizes of the shards of the weights that were seen: asking the others for theirs waits for the device.
+_sizes_of: Any = WeakTensorKeyDictionary()
+
+
+class Arriving(NamedTuple):
+    """A tensor that a collective operation is filling. Both are kept until it is waited for."""
+
+    value: Tensor
+    work: Any
+    source: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor, for what is queued from now on. The host waits only where it is the device."""
+        self.work.wait()
+        return self.value
+
+
+class Shards(NamedTuple):
+    """Which classes this device holds, and how it talks to those that hold the others.
+
+    sizes: classes of each device, in their order. wide: dx is summed over them in fp32, and rounded once.
+    """
+
+    group: ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+    wide: bool = True
+
+    @property
+    def classes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def widest(self) -> int:
+        """What sizes chunks: they have to be the same everywhere."""
+        return max(self.sizes)
+
+    @property
+    def first(self) -> int:
+        """Of all classes the first that is here."""
+        return sum(self.sizes[: self.rank])
+
+    def where(self) -> str:
+        """For sentences: which ranks have how many classes."""
+        import torch.distributed as dist
+
+        return f"{self.sizes} classes on ranks {tuple(dist.get_process_group_ranks(self.group))}"
+
+    def labels(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Global targets as this device's labels (`tigon.ops.shard_statistics`)."""
+        return local_labels(target, ignore_index, self.first, self.sizes[self.rank], self.classes)
+
+    def gather(self, own: Tensor) -> Arriving:
+        """(M, K) of this device, dense, as (devices, M, K) of all."""
+        world = len(self.sizes)
+        parts = own.new_empty(world * own.shape[0], *own.shape[1:])
+        work = _all_gather(parts, own, group=self.group, async_op=True)
+        return Arriving(parts.view(world, *own.shape), work, own)
+
+    def sum(self, t: Tensor) -> Arriving:
+        """t, dense, which becomes the sum over the devices."""
+        import torch.distributed as dist
+
+        return Arriving(t, dist.all_reduce(t, group=self.group, async_op=True))
+
+
+class InputGradient:
+    """dx (N, H), of rows whose dlogits are there some at a time: a product, and its sum over the devices.
+
+    The sum of some rows is on its way until the next ones come: meanwhile their share of dw is computed.
+    """
+
+    def __init__(self, head: Head, shards: Shards | None) -> None:
+        self.head, self.shards = head, shards
+        self._on_the_way: tuple[Arriving, Tensor | slice, Tensor] | None = None
+
+    def add(
+        self, dx: Tensor, rows: Tensor | slice, dlogits: Tensor, more: tuple[Tensor, Tensor, float] | None = None
+    ) -> None:
+        """dx[rows] = dlogits W, and with `more` = (a, b, alpha): + alpha · a b."""
+        dtype, apart = dx.dtype, isinstance(rows, Tensor)
+        if self.shards is not None and self.shards.wide:
+            dtype = torch.promote_types(dtype, torch.float32)
+        own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
+        self.head.input_gradient(dlogits, own)
+        if more is not None and dtype == dx.dtype:
+            own.addmm_(more[0], more[1], alpha=more[2])
+        elif more is not None:
+            product_into(own, more[0] * more[2], more[1], first=False)
+        if self.shards is not None:
+            self.arrive()
+            self._on_the_way = self.shards.sum(own), rows, dx
+        elif isinstance(rows, Tensor):
+            dx.index_copy_(0, rows, own)
+
+    def arrive(self) -> None:
+        """To be called at the end of a walk."""
+        if self._on_the_way is None:
+            return
+        sum_, rows, dx = self._on_the_way
+        here = sum_.wait()
+        if isinstance(rows, Tensor):
+            dx.index_copy_(0, rows, here.to(dx.dtype))
+        elif here.dtype != dx.dtype:
+            dx[rows].copy_(here)
+        self._on_the_way = None
+
+
+def is_sharded(weight: Any, group: Any) -> bool:
+    return group is not None or hasattr(weight, "device_mesh")
+
+
+def shards_of(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, group: Any, accumulate: str
+) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
+    """The plain tensors of this device, and the shards they are of; None where one device holds all classes.
+
+    Args:
+        weight, bias: DTensors that are Shard(0) on a mesh of one dimension; or plain tensors, with `group`.
+        x: replicated; or a DTensor on the same mesh, Replicate, or Shard of a dimension of tokens.
+        target: as x, but whole everywhere.
+        group: a ProcessGroup or a DeviceMesh of one dimension.
+        accumulate: "fp32" or "weight", in which dx is summed over the devices.
+    """
+    if not is_sharded(weight, group):
+        return x, weight, bias, target, None
+    if torch.compiler.is_compiling():  # which breaks its graph at the call, or passes this on with fullgraph=True
+        raise ValueError(f"{name}: collective operations are not traced: call it outside of torch.compile.")
+    wide = accumulate == "fp32"
+    if hasattr(weight, "device_mesh"):
+        return _of_dtensors(name, x, weight, bias, target, group, wide)
+    for argument, t in (("x", x), ("bias", bias), ("target", target)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"{name}: {argument} must be a plain tensor beside a plain weight, got a DTensor.")
+    group = _process_group(name, group)
+    import torch.distributed as dist
+
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: weight must be (V, H), got {tuple(weight.shape)}.")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"{name}: this process must be a member of the group, which it is not.")
+    sizes = _sizes(weight, group)
+    return x, weight, bias, target, Shards(group, rank, sizes, wide) if len(sizes) > 1 else None
+
+
+def _of_dtensors(
+    name: str, x: Any, weight: Any, bias: Any, target: Any, group: Any, wide: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
+    from torch.distributed.tensor import Replicate
+
+    mesh = weight.device_mesh
+    if mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        raise ValueError(
+            f"{name}: weight must be Shard(0), rows of classes, on a mesh of one dimension, got "
+            f"{tuple(weight.placements)} on {mesh.ndim}: gather it with full_tensor()."
+        )
+    if group is not None and _process_group(name, group) is not mesh.get_group():
+        raise ValueError(f"{name}: group must be left out beside a DTensor, which says where its shards are.")
+    if bias is not None and (not hasattr(bias, "device_mesh") or bias.placements != weight.placements):
+        raise ValueError(f"{name}: bias must be a DTensor that is Shard(0), as the weight is.")
+    if hasattr(x, "device_mesh"):
+        if x.device_mesh != mesh or x.placements[0].is_shard(x.dim() - 1):
+            raise ValueError(
+                f"{name}: x must be on the weight's mesh, whole or split by tokens, got {tuple(x.placements)} on "
+                f"{x.device_mesh}."
+            )
+        # dx is the whole sum here: of a sequence that is split, each device takes its own tokens of it.
+        x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+    if hasattr(target, "device_mesh"):
+        target = target.full_tensor()
+    world, V = mesh.size(), weight.shape[0]
+    chunk = -(-V // world)
+    sizes = tuple(max(0, min(V, (r + 1) * chunk) - r * chunk) for r in range(world))  # as torch.chunk
+    local, rank = weight.to_local(), mesh.get_local_rank()
+    if local.shape[0] != sizes[rank]:
+        raise ValueError(f"{name}: weight must be split as torch.chunk splits {V} rows, got {local.shape[0]} of them.")
+    bias = None if bias is None else bias.to_local()
+    return x, local, bias, target, Shards(mesh.get_group(), rank, sizes, wide) if world > 1 else None
+
+
+def adapter_of(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
+    """An adapter's factors on this device: A is whole, of B there are the head's rows."""
+    if hasattr(a, "device_mesh"):
+        from torch.distributed.tensor import Replicate
+
+        if any(not placement.is_replicate() for placement in a.placements):
+            raise ValueError(f"{name}: lora A must be whole on every device, got {tuple(a.placements)}.")
+        a = a.to_local(grad_placements=[Replicate()] * a.device_mesh.ndim)
+    return a, b.to_local() if hasattr(b, "device_mesh") else b
+
+
+def _process_group(name: str, group: Any) -> ProcessGroup:
+    if not hasattr(group, "get_group"):
+        return group  # type: ignore[no-any-return]
+    if group.ndim != 1:
+        raise ValueError(f"{name}: group must be a mesh of one dimension, got {group.ndim}: take one of them.")
+    return group.get_group()  # type: ignore[no-any-return]
+
+
+def _sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
+    """Classes of each device, asked for when a weight is seen for the first time."""
+    import torch.distributed as dist
+
+    known = _sizes_of.get(weight)
+    if known is not None and known[0] is group and known[1] == weight.shape[0]:
+        return known[2]  # type: ignore[no-any-return]
+    world = dist.get_world_size(group)
+    found = torch.empty(world, dtype=torch.int64, device=weight.device)
+    _all_gather(found, torch.full((1,), weight.shape[0], device=weight.device), group=group)
+    sizes = tuple(found.tolist())
+    _sizes_of[weight] = group, weight.shape[0], sizes
+    return sizes
+
+
+def _all_gather(out: Tensor, own: Tensor, **options: Any) -> Any:
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return gather(out, own, **options)

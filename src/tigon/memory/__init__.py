@@ -1,0 +1,1 @@
+"""What a training step keeps in memory for its backward pass, and how it keeps less."""

@@ -1,0 +1,309 @@
+"""Activations that are computed again in the backward pass instead of being kept: results of norms, rotated heads.
+
+A linear layer keeps its input for the gradient of its weight. Where that input is the result of a norm, the norm keeps
+what it was made of as well, and making it once more costs one pass over the memory. So while a fused model runs
+forward, `torch.autograd.graph.saved_tensors_hooks` put a recipe in the place of such a tensor, whoever saves it: a
+projection, an adapter, a router, attention. The backward pass finds the same bits.
+
+    saved by the norm          x
+    saved by q, k and v        norm(x)        → the recipe "norm, of x", computed once for the three of them
+    … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; of adapters in fp32 as well
+    saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
+
+What a checkpoint saves, what other hooks handle (those that offload) and what torch.compile traces is left to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from tigon.memory.offload import VIEWS, Away, Offload, check_unwritten
+from tigon.runtime import autocast_dtype
+from tigon.runtime.autocast import autocast_as
+
+LEVELS = ("none", "product", "cheap", "mlp")
+# So many computations hold their results at a time, per device. The last of those that saved a result drops it; this
+# bounds what is held where a backward pass does not reach all of them.
+HELD = 2
+
+# torch has no public way to ask either.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+
+
+class Recompute:
+    """What one fused model computes again, by level, each of which includes the ones before.
+
+    none: nothing. product: act(gate) · up, by `gated_linear`. cheap: also results of norms, and heads that are normed
+    and rotated. mlp: also gate and up themselves, with the projections that make them.
+    """
+
+    def __init__(self, level: str, offload: bool = False) -> None:
+        self.level = level
+        self.product, self.cheap, self.mlp = (LEVELS.index(level) >= at for at in (1, 2, 3))
+        # What is saved goes to host memory, and a recipe's inputs would be kept for it: one or the other.
+        self.offload = Offload() if offload else None
+        self.cheap = self.cheap and not offload
+        # Of the last forward pass: how many tensors were not kept, and their bytes.
+        self.tensors = self.bytes = 0
+        self._results: dict[int, _Result] = {}  # by the address of their memory
+        self._nodes: dict[Any, _Result] = {}  # by the node that made them, and the number of its output
+        self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works that have their results now
+
+    def __deepcopy__(self, memo: Any) -> Recompute:
+        return Recompute(self.level, self.offload is not None)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass of the model: recipes in the place of what `note` was told of."""
+        # Other hooks: a model around this one, or somebody with plans of their own for all that is saved.
+        wanted = self.cheap or self.offload is not None
+        if not wanted or not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
+            yield
+            return
+        self.tensors = self.bytes = 0
+        if self.offload is not None:
+            self.offload.begin()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._results.clear()
+            self._nodes.clear()
+
+    def note(
+        self,
+        results: Tensor | tuple[Tensor, ...],
+        again: Callable[..., Any],
+        *inputs: Tensor | None,
+        where_known: bool = False,
+    ) -> None:
+        """again(*inputs) gives the same results, bit for bit, of inputs that their operator keeps in any case.
+
+        where_known: the operator does not keep its inputs. Take note only if a tensor among them has a recipe itself.
+        """
+        if not self.cheap or torch.compiler.is_compiling():
+            return
+        running = _running()
+        if running is not self:  # the fusion of a model around this one, a checkpoint, or none
+            if running is not None:
+                running.note(results, again, *inputs, where_known=where_known)
+            return
+        results = results if isinstance(results, tuple) else (results,)
+        if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
+            return
+        # Inputs that nobody differentiates are kept by nobody.
+        if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
+            return
+        if where_known and not any(t is not None and self._result_of(t) for t in inputs):
+            return
+        work = _Work(again, [t if t is None else self._stand_in(t) for t in inputs], results[0].device)
+        for index, y in enumerate(results):
+            self._remember(y, work, index)
+
+    @staticmethod
+    def is_running() -> bool:
+        """Whether it is hooks of ours that see what is saved here: not in a checkpoint, and not without forward()."""
+        return _running() is not None
+
+    @staticmethod
+    def is_elsewhere() -> bool:
+        """Whether somebody else's hooks see it: a checkpoint's, or those of offloading."""
+        return _top_hooks(False) is not None and _running() is None
+
+    @staticmethod
+    def checkpoint_hooks() -> tuple[Any, Any] | None:
+        """What a checkpoint saves by, of those that stop early, where it is one that sees what is saved here."""
+        hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
+        return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
+
+    def _remember(self, y: Tensor, work: _Work, index: int) -> None:
+        address, results = y.untyped_storage().data_ptr(), self._results
+
+        def gone(reference: Any) -> None:
+            found = results.get(address)
+            if found is not None and found.tensor is reference:
+                results.pop(address, None)  # this memory may soon be another tensor's
+
+        result = results[address] = _Result(y, ref(y, gone), work, index)
+        self._nodes[y.grad_fn, y.output_nr] = result
+
+    def _result_of(self, t: Tensor) -> _Result | None:
+        if not _is_plain(t):
+            return None
+        storage = t.untyped_storage()
+        result = self._results.get(storage.data_ptr())
+        if result is None or (result.version, result.dtype) != (t._version, t.dtype) or t.is_neg():
+            return None  # the versions differ where somebody wrote into it since
+        y = result.tensor()
+        # Who gives a tensor other memory (`y.data = …`) leaves the old address to the next one.
+        return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
+
+    def _cast(self, t: Tensor) -> _Work | None:
+        """How to make t if it is a result in another dtype: each projection narrows its input for itself under
+        autocast, and each adapter in fp32 widens it."""
+        node, _ = _behind_views(t.grad_fn, 0)
+        if node is None or node.name() != "ToCopyBackward0":
+            return None
+        result = self._nodes.get(node.next_functions[0]) or self._nodes.get(_behind_views(*node.next_functions[0]))
+        if result is None or t.device != result.work.device or not result.lies_like(t):
+            return None
+        y = result.tensor()
+        if t._version or (y is not None and y._version != result.version):
+            return None  # written into since, before it was cast or after
+        if t.dtype not in result.casts:
+            given = _Again(result.work, result.index, result.size, result.stride, 0)
+            result.casts[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [given], t.device)
+        return result.casts[t.dtype]
+
+    # --------------------------------------------------------------------------------------------- what autograd calls
+
+    def _pack(self, t: Tensor) -> _Kept | _Again | Away:
+        away = None if self.offload is None else self.offload.send(t)
+        if away is not None:
+            return away
+        packed = self._stand_in(t)
+        if isinstance(packed, _Again):
+            work = packed.work
+            work.wanted += 1
+            if packed.index not in work.left_out:
+                work.left_out.add(packed.index)
+                self.tensors += 1
+                self.bytes += t.untyped_storage().nbytes()
+        return packed
+
+    def _unpack(self, packed: _Kept | _Again | Away) -> Tensor:
+        if isinstance(packed, Away):
+            return packed.tensor()
+        if isinstance(packed, _Again):
+            packed.work.given += 1
+        return self._value(packed)
+
+    def _stand_in(self, t: Tensor) -> _Kept | _Again:
+        if t.dim() > 1:
+            result = self._result_of(t)
+            if result is not None:
+                return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
+            if self._nodes and t.grad_fn is not None and _is_plain(t) and t.storage_offset() == 0:
+                cast = self._cast(t)
+                if cast is not None:
+                    return _Again(cast, 0, t.size(), t.stride(), 0)
+        return _Kept(t)
+
+    def _value(self, packed: _Kept | _Again) -> Tensor:
+        if isinstance(packed, _Kept):
+            return packed.tensor_as_it_was()
+        work = packed.work
+        results = work.results or self._compute(work)  # another thread may drop them in the meantime
+        value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
+        if not work.wanted or work.given % work.wanted == 0:  # a graph that is kept is walked again
+            self._drop(work)
+        return value
+
+    def _compute(self, work: _Work) -> tuple[Tensor, ...]:
+        inputs = [t if t is None else self._value(t) for t in work.inputs]
+        if any(t is not None and t.numel() and not t.untyped_storage().nbytes() for t in inputs):
+            raise RuntimeError(
+                "tigon: a norm's input or weight was released before the backward pass of the layer behind it, so "
+                "that it cannot be computed again. Shard it with that layer, or fuse with recompute='product'."
+            )
+        with torch.no_grad(), autocast_as(work.device.type, work.autocast):
+            made = work.again(*inputs)
+        results = work.results = made if isinstance(made, tuple) else (made,)
+        held = self._held.setdefault(work.device, [])
+        held[:] = [r for r in held if r() is not None]
+        if len(held) >= HELD:
+            self._drop(held[0]())
+        held.append(ref(work))
+        return results
+
+    def _drop(self, work: Any) -> None:
+        work.results = None
+        held = self._held[work.device]
+        held[:] = [r for r in held if r() is not work]
+
+
+def _running() -> Recompute | None:
+    """Whose hooks see what is saved here, if they are ours."""
+    hooks = _top_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, Recompute) else None
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether it has memory of its own to go by: no DTensor, nested or sparse tensor."""
+    return type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_mkldnn
+
+
+class _Kept:
+    """A tensor as it was saved."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, t: Tensor) -> None:
+        # Without its node, which may be the one that saves it, and would keep itself alive.
+        self.tensor = t if t.is_leaf else t.detach()
+        self.version = -1 if t.is_inference() else t._version
+
+    def tensor_as_it_was(self) -> Tensor:
+        t = self.tensor
+        if self.version != -1:
+            check_unwritten(t, self.version)
+        return t
+
+
+class _Again:
+    """A view of one of the results of a computation."""
+
+    __slots__ = ("index", "offset", "size", "stride", "work")
+
+    def __init__(self, work: _Work, index: int, size: Any, stride: Any, offset: Any) -> None:
+        self.work, self.index, self.size, self.stride, self.offset = work, index, size, stride, offset
+
+
+class _Work:
+    """A computation that stands for its results. wanted: how often they were saved; given: how often handed out."""
+
+    __slots__ = (
+        "__weakref__", "again", "autocast", "device", "given", "inputs", "left_out", "results", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, again: Callable[..., Any], inputs: list[Any], device: torch.device) -> None:
+        self.again, self.inputs, self.device = again, inputs, device
+        self.autocast = autocast_dtype(device.type)
+        self.results: tuple[Tensor, ...] | None = None
+        self.left_out: set[int] = set()
+        self.wanted = self.given = 0
+
+
+class _Result:
+    """What is known of a tensor that `note` was told of, while it lives."""
+
+    __slots__ = ("casts", "contiguous", "dtype", "index", "size", "stride", "tensor", "version", "work")
+
+    def __init__(self, y: Tensor, tensor: ref[Tensor], work: _Work, index: int) -> None:
+        self.tensor, self.work, self.index = tensor, work, index
+        self.dtype, self.version, self.size, self.stride = y.dtype, y._version, y.size(), y.stride()
+        self.contiguous = y.is_contiguous()
+        self.casts: dict[torch.dtype, _Work] = {}
+
+    def lies_like(self, t: Tensor) -> bool:
+        """Whether the elements of t, a cast of views of it, stand in its order."""
+        if self.contiguous:
+            return t.is_contiguous() and t.numel() == self.size.numel()
+        return (t.size(), t.stride()) == (self.size, self.stride)
+
+
+def _behind_views(node: Any, index: int) -> tuple[Any, int]:
+    """The node, and the number of its output, that views were taken of."""
+    while node is not None and node.name() in VIEWS:
+        node, index = node.next_functions[0]
+    return node, index

@@ -1,1 +1,0 @@
-"""Fused training of any Hugging Face model, and the shapes of real ones."""

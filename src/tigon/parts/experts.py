@@ -1,0 +1,283 @@
+"""Experts of a mixture, stacked in one module: what they compute, found out by running them, and their forward.
+
+transformers has a registry of experts' implementations, by name. It belongs to the process, and what it is asked by is
+a field of the configuration, which several models may share. Here the forward of one module is replaced, as everywhere
+in tigon.fuse: nothing outside of the instance changes, and `set_experts_implementation` means what it meant once
+remove() has been called. A module that is set to an implementation other than transformers' general ones keeps it.
+
+The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.fusion.probe import Unknown, _parameters_of, probe_of, probing, run, same_numbers
+from tigon.logits.recipe import DTYPES
+from tigon.ops.experts import ACTS, moe_mlp
+from tigon.ops.experts.options import Options
+from tigon.ops.experts.reference import moe_mlp_reference
+from tigon.parts.mlp import _act_is_known
+from tigon.runtime import autocast_dtype, use_triton
+
+GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, of the same formula
+ROUNDINGS = 32  # of fp32, of a row's largest result: sums of products in another order
+
+
+@dataclass(frozen=True)
+class Experts:
+    """y = Σ_k w_k · down(act(gate) · up) of stacked experts, as `moe_mlp` computes it.
+
+    gate_up, down, gate_up_bias, down_bias: names of the module's parameters. by_columns: stored as (E, D, 2I).
+    inputs: the names of what its forward takes. alpha, limit: attributes that hold these options, or None.
+    act_module: the child that computes the activation. held: attributes that do something else, and the values with
+    which it is nothing.
+    """
+
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    by_columns: bool
+    inputs: tuple[str, str, str]
+    act_module: str | None
+    act: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: str | None = None
+    limit: str | None = None
+    up_offset: float = 0.0
+    held: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        up = " · up" if not self.up_offset else " · (up + 1)"
+        limits = ", held to a limit" if self.limit else ""
+        return f"{self.act}({'gate' if self.gated else 'up'}){up if self.gated else ''} of experts in one pass{limits}"
+
+    def options(self, module: nn.Module) -> Options:
+        alpha = 1.0 if self.alpha is None else float(getattr(module, self.alpha))
+        limit = None if self.limit is None else float(getattr(module, self.limit))
+        return Options(self.act, self.gated, self.interleaved, alpha, limit, self.up_offset)
+
+    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        first, second = getattr(module, self.gate_up), getattr(module, self.down)
+        if self.by_columns:
+            first, second = first.transpose(1, 2), second.transpose(1, 2)
+        biases = (None if n is None else getattr(module, n) for n in (self.gate_up_bias, self.down_bias))
+        return first, second, next(biases), next(biases)
+
+
+@probing()
+def recognize_experts(module: nn.Module) -> Experts | Unknown | None:
+    """The formula of stacked experts; Unknown for what is called so and is none that Tigon has; None for the rest."""
+    given = {k: p for k, p in module._parameters.items() if p is not None}
+    if sum(p.dim() == 3 for p in given.values()) == 0:
+        return None
+    named = "expert" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
+
+    def left(reason: str) -> Unknown | None:
+        return Unknown(reason) if named else None
+
+    inputs = tuple(_parameters_of(module))
+    if len(inputs) != 3:
+        return left("its forward takes something else than tokens, their experts and weights")
+    if any(not p.is_floating_point() or p.element_size() == 1 for p in given.values()):
+        return left("its weights are quantised")
+    layouts = list(_layouts({k: tuple(p.shape) for k, p in given.items()}))
+    if not layouts:
+        return left("its parameters are not two stacked matrices, with or without biases")
+    children = dict(module.named_children())
+    if len(children) > 1 or any(_has_state(c) for c in children.values()) or any(module.buffers()):
+        return left(f"it has other modules: {', '.join(children)}")
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if implementation not in GENERAL:
+        return left(f"it is set to run by {implementation!r}")
+    for layout in layouts:
+        found = _of_layout(module, layout, inputs, next(iter(children), None))  # type: ignore[arg-type]
+        if found is not None:
+            return found
+    return left("its numbers fit no formula of moe_mlp")
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    by_columns: bool
+    gated: bool
+    experts: int
+
+
+def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
+    """Which parameter may be which, by their shapes."""
+    matrices = [k for k, s in shapes.items() if len(s) == 3]
+    vectors = [k for k, s in shapes.items() if len(s) == 2]
+    if len(matrices) != 2 or len(vectors) not in (0, 2) or len(matrices) + len(vectors) != len(shapes):
+        return
+    for gate_up, down in (matrices, matrices[::-1]):
+        for by_columns, factor in itertools.product((False, True), (2, 1)):
+            E, *first = shapes[gate_up]
+            E_down, *second = shapes[down]
+            if by_columns:
+                first, second = first[::-1], second[::-1]
+            (width, D), (D_down, inner) = first, second
+            if E_down != E or D_down != D or width != factor * inner or min(E, D, inner) < 1:
+                continue
+            if not vectors:
+                yield _Layout(gate_up, down, None, None, by_columns, factor == 2, E)
+            for first_bias, second_bias in (vectors, vectors[::-1]) if vectors else ():
+                if shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D):
+                    yield _Layout(gate_up, down, first_bias, second_bias, by_columns, factor == 2, E)
+
+
+def _of_layout(
+    module: nn.Module, layout: _Layout, inputs: tuple[str, str, str], act_module: str | None
+) -> Experts | None:
+    numbers = [k for k, v in vars(module).items() if type(v) is float]
+    # An attribute may be an option; or be what makes the module another one, unless it keeps the value that it has.
+    for attributes in [numbers, []] if numbers else [[]]:
+        probes = _Probes(module, layout, attributes)
+        held = tuple((k, getattr(module, k)) for k in numbers) if not attributes else ()
+        for changes in _formulas(layout.gated, attributes):
+            formula = Experts(
+                layout.gate_up, layout.down, layout.gate_up_bias, layout.down_bias, layout.by_columns, inputs,
+                act_module, held=held, **changes,
+            )  # fmt: skip
+            if probes.fit(formula):
+                return formula
+    return None
+
+
+def _formulas(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
+    if not gated:
+        yield from ({"act": act, "gated": False} for act in ACTS)
+        return
+    choices = [None, *attributes]
+    for interleaved, up_offset in itertools.product((False, True), (0.0, 1.0)):
+        for act, limit, alpha in itertools.product(ACTS, choices, choices):
+            if alpha is None or (act == "silu" and alpha != limit):
+                yield {"act": act, "interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
+
+
+class _Probes:
+    """Copies of a module with small random weights, run once in each dtype, in training and not."""
+
+    D, INNER, TOKENS = 12, 20, 12
+
+    def __init__(self, module: nn.Module, layout: _Layout, attributes: list[str]) -> None:
+        E, K = layout.experts, min(2, layout.experts)
+        width = self.INNER * (2 if layout.gated else 1)
+        generator = torch.Generator().manual_seed(0)
+        shapes: dict[str, tuple[int, ...]] = {
+            layout.gate_up: (E, width, self.D),
+            layout.down: (E, self.D, self.INNER),
+        }
+        shapes |= {n: s for n, s in ((layout.gate_up_bias, (E, width)), (layout.down_bias, (E, self.D))) if n}
+        drawn = {k: torch.randn(s, generator=generator) / (3.0 if len(s) == 3 else 1.0) for k, s in shapes.items()}
+        # Both ends of the experts, and every token to different ones.
+        some = torch.tensor([0, 1, 2, E // 2, E - 2, E - 1]).clamp(0, E - 1).unique()
+        order = torch.rand(self.TOKENS, len(some), generator=generator).argsort(-1)[:, :K]
+        self.index = some[order]
+        # Weights that tell whether they multiply the result or what goes in; tokens of all sizes, to reach any limit.
+        self.weights = torch.rand(self.TOKENS, K, generator=generator) + 0.5
+        x = torch.randn(self.TOKENS, self.D, generator=generator)
+        self.inputs = {torch.float32: x * torch.logspace(-2, 1, self.TOKENS)[:, None], torch.bfloat16: x}
+        self.probes: dict[torch.dtype, nn.Module] = {}
+        self.results: list[tuple[torch.dtype, bool, Any]] = []
+        for dtype, training in itertools.product(self.inputs, (True, False)):
+            stored = {
+                k: (w.transpose(1, 2).contiguous() if layout.by_columns and w.dim() == 3 else w).to(dtype)
+                for k, w in drawn.items()
+            }
+            probe = self.probes[dtype] = probe_of(module, stored)
+            vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(attributes)})
+            config = vars(probe).get("config")
+            if config is not None:  # each expert by itself, whatever the model is set to
+                vars(probe)["config"] = config = copy.copy(config)
+                vars(config)["_experts_implementation_internal"] = "eager"
+            for part in (probe, *probe.children()):
+                part.training = training
+            self.results.append((dtype, False, run(probe, *self._arguments(dtype, self.index))))
+        # What another rank's experts are marked by: nothing, or an error.
+        self.beyond = self.index.clone()
+        self.beyond[::3, 0] = E
+        self.results.append(
+            (torch.float32, True, run(self.probes[torch.float32], *self._arguments(torch.float32, self.beyond)))
+        )
+
+    def _arguments(self, dtype: torch.dtype, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs[dtype].to(dtype), index, self.weights.to(dtype)
+
+    def fit(self, formula: Experts) -> bool:
+        """Whether it computes this formula: the same numbers in fp32; in bf16, no better than Tigon by half."""
+        for dtype, beyond, y in self.results:
+            if beyond and y is None:
+                continue
+            probe = self.probes[dtype]
+            arguments = (*self._arguments(dtype, self.beyond if beyond else self.index), *formula.weights(probe))
+            options = formula.options(probe)
+            ours = moe_mlp_reference(*arguments, options)
+            if dtype == torch.float32:
+                size = ours.abs().amax(-1, keepdim=True).expand_as(ours) * (ROUNDINGS / 8)
+                if not same_numbers(y, ours, size=size):
+                    return False
+                continue
+            if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != ours.shape:
+                return False
+            wide = (t if t is None or not t.is_floating_point() else t.double() for t in arguments)
+            exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc,arg-type]
+            error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
+            if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
+                return False
+        return True
+
+
+# ----------------------------------------------------------------------------------------------------------- forward
+
+
+def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Experts = patch.formula
+    if not patch.ledger.active or transformed() or not _act_is_known(self, patch):
+        return _plain(self, *args, **kwargs)
+    given = dict(zip(formula.inputs, args, strict=False)) | kwargs
+    if len(args) > 3 or len(given) != len(args) + len(kwargs) or given.keys() != set(formula.inputs):
+        return _plain(self, *args, **kwargs)
+    x, index, weights = (given[name] for name in formula.inputs)
+    if any(getattr(self, name, None) != value for name, value in formula.held):
+        return _plain(self, *args, **kwargs)
+    experts = formula.weights(self)
+    if not _fits(x, index, weights, experts):
+        return _plain(self, *args, **kwargs)
+    # In a graph the reference would have to take every token through every expert.
+    if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
+        return _plain(self, *args, **kwargs)
+    patch.ledger.count("experts", patch.key)
+    return moe_mlp(x, index, weights, *experts, **formula.options(self)._asdict())
+
+
+def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
+    """Plain tensors of one device; weights of x's dtype, unless autocast makes them so."""
+    floats = (x, weights, *(t for t in experts if t is not None))
+    if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
+        return False
+    if x.dim() != 2 or index.dim() != 2 or weights.shape != index.shape or index.shape[0] != x.shape[0]:
+        return False
+    if index.dtype not in (torch.int64, torch.int32) or any(t.device != x.device for t in (index, *floats)):
+        return False
+    same = autocast_dtype(x.device.type) is not None or all(t.dtype == x.dtype for t in experts if t is not None)
+    return same and all(t.dtype in DTYPES for t in floats)

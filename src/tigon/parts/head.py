@@ -1,0 +1,98 @@
+"""The language-model head: lazy logits in place of logits, and the model's forward that tells when labels are given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor
+
+from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.logits.compiled import CompiledLogits
+from tigon.logits.freed import regather_of
+from tigon.logits.lazy import LazyLogits
+from tigon.logits.recipe import Recipe
+from tigon.logits.split import is_gathered, is_split
+from tigon.parts.sharded_rows import is_dtensor
+
+
+def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's forward, which also tells the head whether labels are given.
+
+    before: the forward that it stands for: the class's, or one of the instance's own, bound.
+    """
+
+    # Dynamo puts a CrossEntropyLoss that is made in the forward into its graph unseen, and takes tensors alone for it.
+    code = getattr(inspect.unwrap(before), "__code__", None)
+    makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
+
+    @functools.wraps(before)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch | None = getattr(self, "_tigon", None)
+        if patch is None or patch.function is not forward:
+            # Removed, but kept in use by a wrapper, around which the model was fused again.
+            own = () if isinstance(before, types.MethodType) else (self,)
+            return before(*own, *args, **kwargs)
+        run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
+        ledger = patch.ledger
+        if not ledger.active:
+            return run(*args, **kwargs)
+        at = patch.labels_at
+        labels = kwargs.get("labels")
+        if labels is None and at is not None and len(args) > at:
+            labels = args[at]
+        shifted = kwargs.get("shift_labels")
+        outer = ledger.lazy
+        if not outer:  # a model inside a model is part of the same step
+            ledger.new_step()
+            ledger.see_labels(labels, shifted)
+        ledger.lazy = outer or labels is not None or shifted is not None
+        if makes_loss_module and torch.compiler.is_compiling():
+            ledger.lazy = False
+        try:
+            if torch.compiler.is_compiling():  # its partitioner decides what is kept
+                return run(*args, **kwargs)
+            with ledger.recompute.forward():
+                return run(*args, **kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                raise RuntimeError(f"{error} Fuse with recompute='product', which needs none.") from error
+            raise
+        finally:
+            ledger.lazy = outer
+            if not outer:
+                ledger.valid = None
+
+    return forward
+
+
+def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    ledger, plain = patch.ledger, patch.before or functools.partial(_plain, self)
+    if not (ledger.active and ledger.lazy) or args or kwargs:
+        return plain(input, *args, **kwargs)
+    compiling = torch.compiler.is_compiling()
+    regather = regather_of(self)
+    if regather is not None and compiling:
+        return plain(input)
+    # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
+    if transformed() or (compiling and not torch.is_grad_enabled()):
+        return plain(input)
+    known = not is_split(self.weight) or (is_gathered(self) and not compiling)
+    recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None
+    if recipe is None:
+        ledger.plain_head(_why_plain(self))
+        return plain(input)
+    return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
+
+
+def _why_plain(head: Any) -> str:
+    if is_dtensor(head.weight):
+        return "its weight is a DTensor, and its logits are not gathered in a way that is known"
+    if hasattr(head.weight, "ds_id"):
+        return "its weight is partitioned by DeepSpeed's ZeRO-3"
+    return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not fit the hidden states it was given"

@@ -1,0 +1,366 @@
+"""Gated feed-forward units, act(gate(x)) · up(x) through down: recognised by their numbers, run fused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.fusion.probe import HOOKS, Unknown, linear_widths, probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.linear.gated_mlp import gated_mlp, is_one_tile
+from tigon.ops.gated import gated_reference, geglu, reglu, swiglu
+from tigon.ops.gated_linear import gated_linear
+from tigon.runtime import autocast_dtype
+
+
+def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Gated = patch.formula
+    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not _act_is_known(self, patch):
+        return _plain(self, *args, **kwargs)
+    if any(getattr(self, name, None) != value for name, value in formula.held):
+        return _plain(self, *args)
+    x = args[0]
+    if formula.between is not None and not _same_dtype(getattr(self, formula.gate), getattr(self, formula.down)):
+        return _plain(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
+    recompute = patch.ledger.recompute
+    if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tiled = _tiled_mlp(self, patch, x)
+        if tiled is not None:
+            return _after_mlp(self, formula, tiled)
+        if recompute.is_running():  # an adapter, a hook: what they make takes part, and is not kept either
+            run = functools.partial(_mlp, self, patch)
+            return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    return _mlp(self, patch, x)
+
+
+def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
+    formula: Gated = patch.formula
+    gate, down = getattr(self, formula.gate), getattr(self, formula.down)
+    up = None if formula.up is None else getattr(self, formula.up)
+    if formula.between is not None or formula.gate_scale is not None or not isinstance(x, Tensor):
+        return None
+    if not all(_is_plain_linear(layer, x) for layer in (gate, up, down) if layer is not None):
+        return None
+    width = gate.out_features if up is not None else gate.out_features // 2
+    if patch.ledger.recompute.is_elsewhere() and is_one_tile(x, width):
+        return None  # a checkpoint computes it all again as it is; only what is too wide for that is cut into tiles
+    patch.ledger.count("mlp", patch.key)
+    return gated_mlp(
+        x, gate.weight, None if up is None else up.weight, down.weight, gate_bias=gate.bias,
+        up_bias=None if up is None else up.bias, down_bias=down.bias, act=formula.act,
+    )  # fmt: skip
+
+
+def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
+    formula: Gated = patch.formula
+    # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.
+    if formula.up is None:
+        gate, up = getattr(self, formula.gate)(x), None
+    elif formula.up_first:
+        up = getattr(self, formula.up)(x)
+        gate = getattr(self, formula.gate)(x)
+    else:
+        gate = getattr(self, formula.gate)(x)
+        up = getattr(self, formula.up)(x)
+    down = getattr(self, formula.down)
+    plain = formula.between is None and formula.gate_scale is None
+    recompute = patch.ledger.recompute
+    if plain and recompute.product and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
+        patch.ledger.count("mlp", patch.key)
+        # What two plain layers have just made is seen by nobody else, and may be written over in the end.
+        makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
+        own = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
+        y = gated_linear(
+            gate, up, down.weight, down.bias, act=formula.act, inplace=own, saved_by=recompute.checkpoint_hooks()
+        )
+    else:
+        product = _gated_product(self, patch, gate, up)
+        if formula.between is not None:
+            product = getattr(self, formula.between)(product)
+        y = down(product)
+    return _after_mlp(self, formula, y)
+
+
+def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:
+    if formula.scale is not None:
+        y = y * getattr(self, formula.scale)
+    if formula.dropout is not None:
+        y = F.dropout(y, getattr(self, formula.dropout), self.training)
+    return y if formula.after is None else getattr(self, formula.after)(y)
+
+
+def _is_plain_linear(layer: Any, x: Tensor) -> bool:
+    """Whether calling the layer does no more than F.linear: then its input need not be kept for its backward pass.
+
+    Anything on it (an adapter, a hook, another forward, a sharded weight) needs the call itself. So does torch.compile,
+    whose partitioner decides what is kept.
+    """
+    if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
+        return False
+    state = vars(layer)
+    if "forward" in state or any(state.get(name) for name in HOOKS):
+        return False
+    weight = layer.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
+    return plain and (weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None)
+
+
+def _same_dtype(one: Any, other: Any) -> bool:
+    return getattr(getattr(one, "weight", None), "dtype", None) == getattr(
+        getattr(other, "weight", None), "dtype", None
+    )
+
+
+def _act_is_known(self: Any, patch: Patch) -> bool:
+    if patch.act is None:
+        return True
+    act = getattr(self, patch.formula.act_module)
+    return act is patch.act and not any(vars(act).get(name) for name in HOOKS)
+
+
+def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
+    if not gate.dtype.is_floating_point or gate.dim() == 0:
+        return False
+    if up is None:
+        return gate.shape[-1] % 2 == 0
+    return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
+
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": functools.partial(geglu, approximate="none"),
+    "relu": reglu,
+    "relu2": functools.partial(reglu, squared=True),
+}
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
+    formula: Gated = patch.formula
+    scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
+    if _fit_each_other(gate, up):
+        patch.ledger.count("mlp", patch.key)
+        unit = functools.partial(OPERATORS[formula.act], gate_multiplier=scale)
+        product = unit(gate, up)
+        patch.ledger.recompute.note(product, unit, gate, up)
+        return product
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return ACTIVATIONS[formula.act](gate if scale == 1.0 else gate * scale) * up
+
+
+ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+
+
+@dataclass(frozen=True)
+class Gated:
+    """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
+
+    act: "silu", "gelu_tanh", "gelu" (the error function), "relu" or "relu2". act_module: the child that computes it.
+    up_first: the order in which the module calls them, which random numbers and hooks can tell.
+    between, after: children that the product and the result go through: dropout, a norm.
+    gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
+        dropped in training.
+    held: attributes that do something else, and the values with which it is nothing.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    act_module: str | None
+    up_first: bool = False
+    between: str | None = None
+    after: str | None = None
+    gate_scale: str | None = None
+    scale: str | None = None
+    dropout: str | None = None
+    held: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        gate = "gate" if self.gate_scale is None else "s · gate"
+        return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
+
+
+@probing()
+def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
+    """The formula of a gated MLP; Unknown for what is built like one and computes something else; None for the rest."""
+    children = dict(module.named_children())
+    widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
+    others = [k for k in children if k not in widths]
+    roles = list(_roles(widths)) if len(widths) in (2, 3) else []
+    if not roles:
+        return None
+    # Three square layers are also every attention: not to be mentioned.
+    silent = all(before == after for before, after in widths.values())
+    mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
+    if module._parameters or module._buffers:
+        return None if mixer else Unknown("it has parameters of its own")
+    if len(others) > 3:
+        return None if mixer else Unknown(f"it has other modules: {', '.join(others)}")
+    if not takes_one_argument(module):
+        return None if mixer else Unknown("its forward takes more than one input")
+    none: list[str | None] = [None]
+    acts: list[str | None] = [
+        k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
+    ]
+    for act_module in acts or none:
+        rest = [k for k in others if k != act_module]
+        for gate, up, down in roles:
+            for act in ACTS:
+                formula = Gated(gate, up, down, act, act_module)
+                # A number among the attributes may scale something; or be what makes the module another one.
+                numbers = {k: v for k, v in vars(module).items() if type(v) is float}
+                found = _gated(module, formula, rest, list(numbers))
+                if found is not None:
+                    return found
+                # A probability of 0, or a factor of 1, where nothing looks for one: right as long as it stays so.
+                found = _gated(module, formula, rest, []) if numbers else None
+                if found is not None:
+                    return replace(found, held=tuple(numbers.items()))
+    if silent:
+        return None
+    if len(others) > 1:
+        return Unknown(f"it has other modules: {', '.join(others)}")
+    name = type(children[others[0]]).__name__ if others else "its own activation"
+    return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
+    """(gate, up, down) that fit together; up None for two layers of which the first is twice as wide."""
+    if len(widths) == 2:
+        for gate in widths:
+            down = next(k for k in widths if k != gate)
+            if widths[gate] == (widths[down][1], 2 * widths[down][0]):
+                yield gate, None, down
+        return
+    for gate in widths:
+        for up in widths:
+            for down in widths:
+                if len({gate, up, down}) == 3 and widths[gate] == widths[up] == widths[down][::-1]:
+                    yield gate, up, down
+
+
+class _Recorder(nn.Linear):
+    """A linear layer that remembers its inputs, and its turn."""
+
+    name: str
+    seen: list[Tensor]
+    order: list[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.order.append(self.name)
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Mark(nn.Module):
+    """In place of a dropout or a norm: multiplies by a power of two, which shows where it stands and rounds nothing."""
+
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
+    """The formula with the places of the other children and of the scales; None where the numbers differ."""
+    factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
+    scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
+    found: set[Gated] = set()
+    dropouts: set[str | None] = set()
+    generator = torch.Generator().manual_seed(0)
+    narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
+    gate, up, down = formula.gate, formula.up, formula.down
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            layers: dict[str, _Recorder] = {}
+            order: list[str] = []
+            for name in (gate, up, down):
+                if name is None:
+                    continue
+                size = (wide, narrow) if name == down else (narrow, 2 * wide if up is None else wide)
+                layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
+                for k, p in layer.named_parameters():
+                    setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
+                layer.name, layer.seen, layer.order = name, [], order
+            marks = {k: _Mark() for k in rest}
+            for k, mark in marks.items():
+                mark.factor = factors[k]
+            probe = probe_of(module, {}, {**layers, **marks})
+            vars(probe).update(scales)
+            probe.training = training
+            for child in probe.children():
+                child.training = training
+            # Small and large numbers: a limit that gate or up is held to shows.
+            x = torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
+            x = x.view(2, 8, narrow).to(dtype)
+            y = run(probe, x)
+            inputs = layers[down].seen
+            if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
+                return None
+            last = F.linear(inputs[0], layers[down].weight, layers[down].bias)
+            after = next((k for k, f in {"": 1.0, **factors, **scales}.items() if torch.equal(y, last * f)), None)
+            dropout = next(
+                (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
+            )
+            if after is None and dropout is None:
+                return None  # something else follows the last layer
+            dropouts |= {dropout} if training else set()
+            g = F.linear(x, layers[gate].weight, layers[gate].bias)
+            u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
+            here = None
+            for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
+                expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
+                # gelu is a difference of numbers as large as gate, to which fp32 rounding is relative, and in bf16 too
+                # where it is written out. Modules round act(gate) and the product, Tigon the product alone.
+                written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
+                share = 0.5 if dtype == torch.float32 or written_out else 2**-15
+                terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
+                if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
+                    here = between or None, gate_scale or None
+                    break
+            if here is None:
+                return None
+            places = here[0], after if after in factors else None, here[1], after if after in scales else None
+            found.add(replace(formula, up_first=order[0] == up, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in found for k in (f.between, f.after) if k is not None}
+    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+        return None
+    return replace(found.pop(), dropout=dropouts.pop())
+
+
+_PLACES = ("between", "after", "gate_scale", "scale")
+
+
+def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
+    kept = y != 0
+    return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
+
+
+def _product(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return (gate * up).abs()

@@ -1,0 +1,226 @@
+"""RMS and layer norms: recognised by their numbers, run as one kernel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.fusion.probe import (
+    Unknown,
+    _numbers,
+    _parameters_of,
+    probe_of,
+    probing,
+    run,
+    same_numbers,
+    shape_of,
+    takes_one_argument,
+)
+from tigon.logits.recipe import DTYPES
+from tigon.ops.gated import gated_reference, swiglu
+from tigon.ops.layer_norm import layer_norm, layer_norm_reference
+from tigon.ops.rms_norm import rms_norm, rms_norm_reference
+from tigon.parts.mlp import _fit_each_other
+from tigon.parts.qk_norm import HeadNorm
+from tigon.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
+from tigon.runtime import autocast_dtype
+
+
+def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Norm = patch.formula
+    if not patch.ledger.active or kwargs or len(args) != 1 + formula.gated or transformed():
+        return _plain(self, *args, **kwargs)
+    x = args[0]
+    weight = None if formula.weight is None else getattr(self, formula.weight)
+    bias = None if formula.bias is None else getattr(self, formula.bias)
+    if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
+        return _plain(self, *args)
+    if formula.gated and not (isinstance(args[1], Tensor) and _fit_each_other(args[1], x)):
+        return _plain(self, *args)
+    eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
+        return HeadNorm(x, weight, eps, formula.offset, formula.cast, patch)
+    split = is_dtensor(x) or is_dtensor(weight)
+    if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
+        return _plain(self, *args)
+    patch.ledger.count("norm", patch.key)
+    if formula.centered:
+        if formula.offset and weight is not None:
+            weight = weight + formula.offset
+        norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=eps)
+        inputs: tuple[Tensor | None, ...] = x, weight, bias
+    else:
+        norm = functools.partial(rms_norm, eps=eps, offset=formula.offset, cast=formula.cast)
+        inputs = x, weight
+    y = on_own_rows(norm, *inputs) if split else norm(*inputs)
+    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
+        patch.ledger.recompute.note(y, norm, *inputs)
+    return swiglu(args[1], y) if formula.gated else y
+
+
+def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:
+    """Whether the formula was shown for inputs such as x, of this dtype instead of its own."""
+    if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
+        return False
+    if formula.native and autocast_dtype(x.device.type) is not None:
+        return False
+    if weight is None:
+        return formula.width in (None, x.shape[-1])
+    if weight.dtype != (dtype or x.dtype) and not (formula.mixed and weight.dtype == torch.float32):
+        return False
+    return weight.device == x.device and weight.shape == x.shape[-1:]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it; where `centered`, the same of
+    x − mean(x), plus bias, as `tigon.layer_norm` does; where `gated`, the result times silu(gate), its second input.
+
+    weight, bias, eps: names of the module's attributes; None for a norm without them; eps a number if it has no name.
+    mixed: holds also for an fp32 weight beside a narrower x.
+    native: it calls torch's own norm, which autocast runs in fp32. width: the only one it takes, without weight.
+    ranks: how many dimensions x may have: those that it was shown for.
+    """
+
+    weight: str | None
+    eps: str | float
+    offset: float
+    cast: str
+    mixed: bool
+    native: bool
+    width: int | None = None
+    centered: bool = False
+    bias: str | None = None
+    gated: bool = False
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
+        weight += " · silu(gate)" if self.gated else ""
+        if self.centered:
+            return f"(x − mean) / std{weight}{'' if self.bias is None else ' + b'}, rounded once"
+        rounds = {"llama": "rounded before w", "gemma": "rounded once", "none": "not rounded to x's dtype"}[self.cast]
+        return f"x / rms(x){weight}, {rounds}"
+
+
+# Where no attribute holds eps, it is a number in the code.
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+# Of x: a norm over another dimension than the last one, or one that counts them from the first, shows in one of these.
+RANKS = (2, 3, 4)
+FREE_WIDTH = 96  # of the probe of a norm without a weight
+
+
+@probing()
+def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
+    """The formula of a norm over the last dimension; Unknown for what is called a norm and is none that Tigon has;
+    None for the rest."""
+    named = "norm" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
+        return Unknown("it has modules or buffers of its own") if named and small else None
+    vectors = {k: p for k, p in module._parameters.items() if p is not None}
+    if len(vectors) > 2:
+        return Unknown("it has more parameters than a weight and a bias") if named else None
+    shapes = [shape_of(p) for p in vectors.values()]
+    if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in vectors.values()):
+        return Unknown("its weight is not a vector") if named else None
+    epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        epsilons = [torch.finfo(torch.float32).eps]
+    gated = named and _parameters_of(module)[1:] == ["gate"]
+    if not (epsilons or named) or not (gated or takes_one_argument(module)):
+        return Unknown("it is no norm over one input") if named else None
+    # A norm without a weight may still be made for one width.
+    widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *_numbers(module)]
+    found = None
+    for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
+        for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
+            formula = replace(formula, gated=gated)
+            if not _is_norm(module, formula, width):
+                continue
+            others = {rank: _is_norm(module, formula, width, rank=rank) for rank in RANKS if rank != 3}
+            if False in others.values():
+                continue
+            formula = replace(formula, ranks=tuple(rank for rank in RANKS if others.get(rank, True)))
+            # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU, and swiglu an fp32 factor.
+            own = gated or (formula.centered and formula.native)
+            mixed = not own and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
+            found = replace(formula, mixed=mixed)
+            if mixed or formula.centered or gated:  # "gemma" and "none" differ only where x and weight do
+                return found
+    if found is not None:
+        return found
+    return Unknown("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm") if named else None
+
+
+def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:
+    """All formulas that these parameters may be those of."""
+    called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+    native = "rms_norm" in called or "layer_norm" in called
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        native = native or "forward" in called  # that of its base class, by super()
+    if len(vectors) < 2:
+        weight = vectors[0] if vectors else None
+        for offset in (0.0, 1.0) if vectors else (0.0,):
+            for cast in ("llama", "gemma", "none") if vectors else ("gemma",):
+                yield Norm(weight, eps, offset, cast, False, native, width)
+    choices: list[tuple[str | None, ...]] = [(*vectors, None, None)[:2], (None, None, *vectors)[-2:]]
+    for weight, bias in dict.fromkeys([*choices, *(c[::-1] for c in choices if len(vectors) == 2)]):
+        for offset in (0.0, 1.0) if weight is not None else (0.0,):
+            yield Norm(weight, eps, offset, "gemma", False, native, width, centered=True, bias=bias)
+
+
+def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool = False, rank: int = 3) -> bool | None:
+    """Whether it computes this formula of inputs of this rank, in training and not; None if it refuses them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 4 * max(2, 512 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
+    x = torch.randn(rows, width, generator=generator) + 0.5
+    # Rows as small as any eps.
+    x = (x * torch.logspace(-6, 2, rows)[:, None]).view(*(2,) * (rank - 2), -1, width)
+    w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
+    eps = formula.eps
+    dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
+    # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
+    values = (None, 0.05) if isinstance(eps, str) else (None,)
+    for (x_dtype, w_dtype), value, training in itertools.product(dtypes, values, (True, False)):
+        here = x.to(x_dtype)
+        weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
+        given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
+        probe = probe_of(module, given)
+        probe.training = training
+        if value is not None and isinstance(eps, str):
+            vars(probe)[eps] = value
+        added = vars(probe)[eps] if isinstance(eps, str) else eps
+        gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
+        y = run(probe, here, gate) if formula.gated else run(probe, here)
+        if y is None:
+            return None
+        size = None
+        if formula.centered:
+            scale = weight if weight is None or not formula.offset else weight + formula.offset
+            expected = layer_norm_reference(here, scale, bias, eps=added)
+            # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
+            wide = here.float()
+            size = wide.abs() + wide.mean(-1, keepdim=True).abs()
+            size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + added)
+            size = size * (1.0 if scale is None else scale.float().abs()) + (
+                0.0 if bias is None else bias.float().abs()
+            )
+        else:
+            expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
+        if formula.gated:
+            expected = gated_reference(gate, expected, "silu")
+        # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
+        if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
+            return False
+    return True

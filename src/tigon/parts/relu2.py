@@ -1,0 +1,51 @@
+"""relu(x)²: recognised by its numbers, run as one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.ledger import Ledger
+from tigon.fusion.patch import _plain, transformed
+from tigon.fusion.probe import probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.logits.recipe import DTYPES
+from tigon.ops.relu2 import relu2, relu2_reference
+from tigon.parts.mlp import _has_state
+
+
+def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ledger: Ledger = self._tigon.ledger
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
+        return _plain(self, *args, **kwargs)
+    ledger.count("mlp", self._tigon.key)
+    y = relu2(x)
+    ledger.recompute.note(y, relu2, x)
+    return y
+
+
+@dataclass(frozen=True)
+class Squared:
+    """y = relu(x)², an activation by itself, as `tigon.relu2` computes it."""
+
+    def __str__(self) -> str:
+        return "relu(x)²"
+
+
+@probing()
+def recognize_relu2(module: nn.Module) -> Squared | None:
+    if next(module.children(), None) is not None or _has_state(module) or not takes_one_argument(module):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            probe = probe_of(module, {})
+            probe.training = training
+            y = run(probe, x.to(dtype))
+            if not same_numbers(y, relu2_reference(x.to(dtype))):
+                return None
+    return Squared()

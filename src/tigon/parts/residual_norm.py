@@ -1,0 +1,249 @@
+"""Layers whose sum and norm run as one: clones of their forward in which `add_rms_norm` stands for both steps.
+
+A decoder layer writes the residual stream and norms what it wrote:
+
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.post_attention_layernorm(hidden_states)
+
+The clone is made from the layer's own source. Where the norm of a sum follows the sum, the two statements become
+
+    hidden_states, _tigon_norm = _tigon_add_norm(self.post_attention_layernorm, residual, hidden_states)
+    residual = hidden_states
+    hidden_states = _tigon_norm
+
+which is the same by construction, whatever the layer does elsewhere: `_tigon_add_norm` adds and calls the module where
+`add_rms_norm` does not apply. All else keeps its line numbers, its globals and its decorators.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.clones import clone, name_of, rebuilt
+from tigon.fusion.patch import Patch, transformed
+from tigon.fusion.probe import Unknown
+from tigon.logits.recipe import DTYPES
+from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.parts.norm import Norm, norm_fits
+
+_CALL, _RESULT = "_tigon_add_norm", "_tigon_norm"
+
+
+class Sums:
+    """The forwards that norm a sum, and their clones, one per forward."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[str, ...]] = {}
+        self._clones: dict[Any, Any] = {}
+
+    def found(self, forward: Any) -> tuple[str, ...]:
+        """The names of the norms that a forward calls on what it has just added up, in order."""
+        inner = inspect.unwrap(forward) if callable(forward) else None
+        if inner not in self._found:
+            tree = _tree_of(inner) if isinstance(inner, types.FunctionType) and _may_add(inner.__code__) else None
+            self._found[inner] = () if tree is None else tuple(norm for _, _, _, norm in _sites(tree.body[0]))
+        return self._found[inner]
+
+    def of(self, forward: Any) -> Any:
+        """What stands for a forward: its clone, behind the decorators that the instance's class has when it is called.
+
+        transformers wraps the forward of a layer class, and of every class made from it, in the function that
+        checkpoints. FSDP2 makes such a class, after fuse(), of layers that are fused already.
+        """
+        first = self._clone(forward)
+        if isinstance(first, Unknown):
+            return first
+
+        def layer_forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            now = type(self_).forward
+            run = first if now is forward else self._clone(now)
+            return (now if isinstance(run, Unknown) else run)(self_, *args, **kwargs)
+
+        return layer_forward
+
+    def _clone(self, forward: Any) -> Any:
+        if forward not in self._clones:
+            self._clones[forward] = clone(forward, _with_sums)
+        return self._clones[forward]
+
+
+def is_rms_norm(norm: Any) -> bool:
+    """Whether a layer's attribute is a norm that `add_rms_norm` can stand for."""
+    patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
+    return isinstance(patch, Patch) and patch.kind == "norm" and _is_rms(patch.formula)
+
+
+def _is_rms(formula: Norm) -> bool:
+    return not formula.centered and not formula.gated
+
+
+def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
+    """one + other, and norm(one + other). layer: whose sum it is, for the report."""
+    patch: Patch | None = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
+    if patch is None or not patch.ledger.active or not _is_plain_sum(one, other) or transformed():
+        total = one + other
+        return total, norm(total)
+    formula = patch.formula
+    weight = None if formula.weight is None else getattr(norm, formula.weight)
+    dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
+    if not patch.is_all_of(norm) or not norm_fits(one, weight, formula, dtype):
+        total = one + other
+        return total, norm(total)
+    patch.ledger.count("norm", patch.key)
+    patch.ledger.count("add_norm", layer)
+    eps = getattr(norm, formula.eps) if isinstance(formula.eps, str) else formula.eps
+    options = {"eps": eps, "offset": formula.offset, "cast": formula.cast}
+    normed, total = add_rms_norm(other, one, weight, **options)
+    patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
+    return total, normed
+
+
+def _is_plain_sum(one: Any, other: Any) -> bool:
+    plain = (Tensor, nn.Parameter)
+    if type(one) not in plain or type(other) not in plain or one.shape != other.shape or one.device != other.device:
+        return False
+    return one.dtype in DTYPES and other.dtype in DTYPES
+
+
+# ------------------------------------------------------------------------------------------------------- the source
+
+
+def _may_add(code: types.CodeType) -> bool:
+    # A closure (super() is one) cannot be compiled on its own, and a private name not outside its class.
+    return not code.co_freevars and not any(n.startswith("__") and not n.endswith("__") for n in code.co_names)
+
+
+def _tree_of(fn: types.FunctionType) -> ast.Module | None:
+    """The syntax tree of a function, without decorators, defaults and annotations; None where the source is not its."""
+    try:
+        lines, first = inspect.getsourcelines(fn)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        return None
+    ast.increment_lineno(tree, first - 1)
+    function = tree.body[0]
+    function.decorator_list, function.returns = [], None
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    # The defaults themselves are taken from the function: here they only have to be as many.
+    none = ast.Constant(None)
+    function.args.defaults = [none for _ in function.args.defaults]
+    function.args.kw_defaults = [d if d is None else none for d in function.args.kw_defaults]
+    ast.fix_missing_locations(tree)
+    code = _compiled(tree, fn)
+    # A file that was edited since it was imported, or a function that was made from another one's source.
+    return tree if (code.co_code, code.co_names) == (fn.__code__.co_code, fn.__code__.co_names) else None
+
+
+def _compiled(tree: ast.Module, fn: types.FunctionType) -> types.CodeType:
+    module = compile(tree, fn.__code__.co_filename, "exec", fn.__code__.co_flags & _FUTURES, dont_inherit=True)
+    return next(c for c in module.co_consts if isinstance(c, types.CodeType))
+
+
+_FUTURES = __import__("__future__").annotations.compiler_flag
+
+
+def _with_sums(fn: types.FunctionType) -> types.FunctionType | Unknown:
+    tree = _tree_of(fn) if _may_add(fn.__code__) else None
+    if tree is None:
+        return Unknown("the source of its forward is not to be had")
+    function = tree.body[0]
+    for statements, at, until, norm in list(_sites(function)):
+        before, after = statements[at], statements[until]
+        assert isinstance(before, ast.Assign)
+        assert isinstance(before.value, ast.BinOp)
+        name = before.targets[0]
+        call = ast.Call(
+            ast.Name(_CALL, ast.Load()),
+            [ast.Attribute(ast.Name("self", ast.Load()), norm, ast.Load()), before.value.left, before.value.right],
+            [],
+        )
+        pair = ast.Tuple([name, ast.Name(_RESULT, ast.Store())], ast.Store())
+        statements[at] = ast.copy_location(ast.Assign([pair], call), before)
+        statements[until] = _Result(norm).visit(after)
+    ast.fix_missing_locations(tree)
+    scope = dict(fn.__globals__)
+    scope[_CALL] = functools.partial(add_norm, name_of(fn))
+    # Dynamo guards a global by the name of its module, where this one is not.
+    scope.pop("__name__", None)
+    return rebuilt(fn, scope, None, code=_compiled(tree, fn))
+
+
+class _Result(ast.NodeTransformer):
+    """Puts the result in the place of the call."""
+
+    def __init__(self, norm: str) -> None:
+        self.norm = norm
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if _normed_name(node) is not None and node.func.attr == self.norm:  # type: ignore[attr-defined]
+            return ast.copy_location(ast.Name(_RESULT, ast.Load()), node)
+        return self.generic_visit(node)
+
+
+def _sites(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
+    """Where a name is assigned a sum, and the next statement that does more than rename it norms it."""
+    for node in ast.walk(function):
+        for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if isinstance(statements, list):
+                for at, statement in enumerate(statements):
+                    found = _norm_after(statements, at) if _is_sum(statement) else None
+                    if found is not None:
+                        yield statements, at, *found
+
+
+def _is_sum(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.BinOp)
+        and isinstance(statement.value.op, ast.Add)
+    )
+
+
+def _norm_after(statements: list[ast.stmt], at: int) -> tuple[int, str] | None:
+    names = {statements[at].targets[0].id}  # type: ignore[attr-defined]
+    for until in range(at + 1, len(statements)):
+        statement = statements[until]
+        if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
+            return None
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(statement.value, ast.Name):
+            (names.add if statement.value.id in names else names.discard)(targets[0].id)
+            continue
+        calls = [call for call in _always_evaluated(statement.value) if _normed_name(call) in names]
+        return (until, calls[0].func.attr) if len(calls) == 1 else None  # type: ignore[attr-defined]
+    return None
+
+
+def _always_evaluated(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls in an expression, but for those that it may skip, or make more than once."""
+    if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return
+    if isinstance(node, ast.Call):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _always_evaluated(child)
+
+
+def _normed_name(node: ast.AST) -> str | None:
+    """x, of a call `self.name(x)`."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
+        return None
+    func = node.func
+    of_self = isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self"
+    return node.args[0].id if of_self else None

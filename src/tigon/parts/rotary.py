@@ -1,0 +1,163 @@
+"""Attention forwards that call tigon.rope: clones of the original code, with another function under that name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, MutableMapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tigon.fusion.clones import clone, name_of, rebuilt
+from tigon.fusion.ledger import Ledger
+from tigon.fusion.patch import transformed
+from tigon.fusion.probe import Unknown
+from tigon.logits.recipe import DTYPES, version_of
+from tigon.ops.rope import rope
+from tigon.parts.qk_norm import as_tensor, bare, rope_of
+from tigon.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
+
+
+class Clones:
+    """Copies of attention forwards that see tigon.rope where their module has a rotary function, one per forward."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._found: dict[Any, dict[str, Rotary | Unknown]] = {}
+        self._clones: dict[Any, Any] = {}
+
+    def found(self, forward: Any) -> dict[str, Rotary | Unknown]:
+        """The rotary functions that a forward calls by a global name."""
+        if forward not in self._found:
+            inner = inspect.unwrap(forward) if callable(forward) else None
+            names = getattr(getattr(inner, "__code__", None), "co_names", ())
+            candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
+            # A name decides what the report mentions, nothing else.
+            self._found[forward] = {
+                n: recognize_rotary(g) for n, g in candidates.items() if arguments_of(g) or _sounds_rotary(g)
+            }
+        return self._found[forward]
+
+    def before(self, forward: Any) -> tuple[str, ...]:
+        """The names that a forward reads before it calls its rotary function."""
+        names = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+        first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
+        return names[:first]
+
+    def of(self, forward: Any) -> Any:
+        if forward not in self._clones:
+            self._clones[forward] = clone(forward, self._with_rope)
+        return self._clones[forward]
+
+    def _with_rope(self, fn: types.FunctionType) -> types.FunctionType:
+        scope = dict(fn.__globals__)
+        # Dynamo guards a global by the name of its module, where the plain function still is.
+        scope.pop("__name__", None)
+        for name, formula in self.found(fn).items():
+            if isinstance(formula, Rotary):
+                scope[name] = _rotary(fn.__globals__[name], formula, self.ledger, name_of(fn))
+        return rebuilt(fn, scope, fn.__closure__)
+
+
+def _sounds_rotary(fn: Any) -> bool:
+    name = getattr(fn, "__name__", "").lower()
+    return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
+
+
+def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
+    turn = formula.turn
+    # All layers of a model are handed the same cos and sin.
+    spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+    def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
+        if turn.angles == "whole" and not turn.back:
+            return cos, sin
+        # Of complex angles cos and sin are views, made anew at each call.
+        first, second = (cos, sin) if freqs is None else (freqs, freqs)
+        if not _may_keep(first, second):
+            return turn.spread(cos, sin)
+        kept = spread.get(first)
+        if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
+            # A value that holds its own key would keep it alive: what is not changed is left out.
+            made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
+            kept = ref(second), (version_of(first), version_of(second)), made
+            spread[first] = kept
+        wide_cos, wide_sin = kept[2]
+        return cos if wide_cos is None else wide_cos, sin if wide_sin is None else wide_sin
+
+    def plain_rope(*tensors: Tensor, **options: Any) -> Any:
+        run = functools.partial(rope, **options)
+        turned = run(*tensors)
+        # `rope` keeps angles alone; heads that a norm has made can be made once more.
+        ledger.recompute.note(turned, run, *tensors, where_known=True)
+        return turned
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
+        heads = () if bound is None else tuple(bare(x) for x in bound[0])
+        if bound is None or not _tensors_fit(*heads, *bound[1:3]):
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        waiting, cos, sin, dim = bound
+        flat = formula.flat and cos.dim() == 2 and all(x.dim() == 3 for x in heads) and "unsqueeze_dim" not in kwargs
+        four, angles = heads, (cos, sin)
+        if flat:
+            four, angles, dim = tuple(x[None] for x in heads), (cos[None], sin[None]), 2
+        if not _shapes_fit(four, *angles, dim, formula):
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        rotate = (
+            rope_of(*waiting) if len(waiting) == 2 and turn.whole_heads(cos.shape[-1], heads[0].shape[-1]) else None
+        )
+        ledger.count("rotary", key)
+        if rotate is not None:
+            ledger.count("qk_norm", key)
+        if rotate is None and any(x is not y for x, y in zip(heads, waiting, strict=True)):
+            heads = as_tensor(waiting)
+            four = tuple(x[None] for x in heads) if flat else heads
+        wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
+        if flat:
+            wide = wide[0][None], wide[1][None]
+        turned = turn.of(rotate or plain_rope, four, *wide, dim)
+        if flat:
+            turned = tuple(y[0] for y in turned)
+        if formula.keeps:
+            turned = tuple(y.to(x.dtype) for x, y in zip(heads, turned, strict=True))
+        return turned if len(heads) == 2 else turned[0]
+
+    return apply
+
+
+def _may_keep(*angles: Tensor) -> bool:
+    """Whether what is made of them now serves later calls too."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False  # an inference tensor is of no use to a backward pass
+    if any(t.is_inference() for t in angles):
+        return False  # these do not count what is written into them
+    return not _capturing(angles[0])  # a replay must spread the angles of its own step
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _tensors_fit(*tensors: Any) -> bool:
+    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors[-2:]))
+
+
+def _shapes_fit(heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, formula: Rotary) -> bool:
+    q = heads[0]
+    if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    batch, time, width = q.shape[0], q.shape[3 - dim], q.shape[3]
+    if any(x.dim() != 4 or (x.shape[0], x.shape[3 - dim], x.shape[3]) != (batch, time, width) for x in heads):
+        return False
+    rotated = cos.shape[2] * (2 if formula.turn.angles == "half" else 1)
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != time or not formula.turn.fits(rotated, width):
+        return False
+    return formula.full if rotated == width else formula.partial

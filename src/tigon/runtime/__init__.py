@@ -1,0 +1,65 @@
+"""What every kernel file is written with: which backend runs, how a launch becomes an operator, how it is launched.
+
+dispatch    Triton kernels or the torch reference, decided per call
+autograd    a launch function as a torch.library op and as an autograd.Function
+launches    launching a compiled kernel without Triton's dispatch
+device      what a device can do, as far as launches depend on it
+rows        how the rows of a tensor lie in memory
+autocast    which dtype autocast casts to
+"""
+
+from tigon.runtime.autocast import autocast_as, autocast_dtype
+from tigon.runtime.autograd import (
+    differentiable,
+    differentiable_directly,
+    first_order,
+    graph_is_kept,
+    is_traced,
+    launcher,
+)
+from tigon.runtime.device import can_describe, describe, has_copy_engine, multiprocessors, shared_memory
+from tigon.runtime.dispatch import (
+    BACKENDS,
+    DTYPES,
+    HAS_TRITON,
+    INTERPRET,
+    tl,
+    triton,
+    use_backend,
+    use_triton,
+    why_not_triton,
+)
+from tigon.runtime.launches import launch
+from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of
+
+__all__ = [
+    "BACKENDS",
+    "DTYPES",
+    "HAS_TRITON",
+    "INTERPRET",
+    "autocast_as",
+    "autocast_dtype",
+    "can_describe",
+    "cdiv",
+    "describe",
+    "differentiable",
+    "differentiable_directly",
+    "empty_rows",
+    "first_order",
+    "graph_is_kept",
+    "has_copy_engine",
+    "is_traced",
+    "launch",
+    "launcher",
+    "memory_order",
+    "multiprocessors",
+    "next_power_of_2",
+    "row_groups",
+    "rows_of",
+    "shared_memory",
+    "tl",
+    "triton",
+    "use_backend",
+    "use_triton",
+    "why_not_triton",
+]

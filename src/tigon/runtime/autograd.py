@@ -1,0 +1,167 @@
+"""How a launch becomes an operator: a torch.library op when traced, an autograd.Function in eager mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.runtime.dispatch import _PLAIN
+
+_library = torch.library.Library("tigon", "DEF")
+
+
+@functools.cache
+def _gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def is_traced(x: Tensor) -> bool:
+    """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward pass: whether there may be another one, so that what was saved for it has to stay as it is."""
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if kept is None else kept()
+
+
+def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
+
+    Args:
+        schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
+        fake: same arguments; returns empty outputs of the right shape, dtype and strides.
+    The first argument of the launch function is a tensor, and its device becomes the current one. Called with keyword
+    arguments, which the schema does not have, it runs directly.
+    """
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        name = fn.__name__.lstrip("_")
+
+        def on_device(*args: Any, **own: Any) -> Any:
+            x = args[0]
+            # get_device() is -1 on a CPU. With one GPU in the process there is nothing to switch, nor to ask.
+            if x.is_cuda and _gpus() > 1 and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return fn(*args, **own)
+            return fn(*args, **own)
+
+        _library.define(name + schema)
+        _library.impl(name, on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", fake, lib=_library)
+        op = getattr(torch.ops.tigon, name).default
+
+        @functools.wraps(fn)
+        def launch(*args: Any, **own: Any) -> Any:
+            return op(*args) if not own and is_traced(args[0]) else on_device(*args, **own)
+
+        launch.op, launch.direct = op, on_device  # type: ignore[attr-defined]
+        return launch
+
+    return register
+
+
+def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """What backward gives; where it is differentiated itself, as a graph that says what is missing.
+
+    torch's `once_differentiable` says so only where the incoming gradient requires one; that of a plain sum does not,
+    and all would be lost. It costs 5 µs, and only where there is need.
+    """
+    if not torch.is_grad_enabled():
+        return backward(ctx, *gradients)
+    with torch.no_grad():
+        found = backward(ctx, *gradients)
+    error = torch._C._functions.DelayedError(
+        b"tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own.", 1
+    )
+    return tuple(g if g is None else error(g.detach().requires_grad_()) for g in found)
+
+
+def differentiable(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+) -> Callable[..., Any]:
+    """Give a launch function its gradient, and return the function to call.
+
+    Args:
+        launch: what `@launcher` made; its first `outputs` results are the operator's, the others are for the backward.
+        setup_context: (ctx, inputs, output) → None; saves what the backward needs.
+        backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
+
+    In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
+    same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
+    given twice, and fails on a float option that it has made symbolic (torch 2.13, dynamic=True).
+    """
+    op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+
+    def visible(result: Any) -> Any:
+        if not isinstance(result, (tuple, list)):
+            return result
+        return result[0] if outputs == 1 else tuple(result[:outputs])
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = direct(*args) if type(args[0]) in _PLAIN else op(*args)
+            ctx.set_materialize_grads(False)
+            ctx.hides = True  # what is beyond `outputs`: nobody but the backward pass ever sees it
+            setup_context(ctx, args, result)
+            return visible(result)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return first_order(backward, ctx, *gradients)
+
+    _name(Eager, launch)
+    torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
+    # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
+    bare_apply = super(torch.autograd.Function, Eager).apply
+    transformed = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return visible(op(*args))
+        return Eager.apply(*args) if transformed() else bare_apply(*args)
+
+    return apply
+
+
+def differentiable_directly(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+) -> Callable[..., Any]:
+    """As `differentiable`, of calls with what no op of torch.library can be given: apply(*args, own).
+
+    own: keyword arguments of the launch function; `ctx.own` in the other two.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            *args, own = given
+            result = launch(*args, **own)
+            ctx.set_materialize_grads(False)
+            ctx.hides, ctx.own = True, own
+            setup_context(ctx, tuple(args), result)
+            return result[0] if outputs == 1 else tuple(result[:outputs])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *first_order(backward, ctx, *gradients), None
+
+    _name(Direct, launch)
+    return Direct.apply  # type: ignore[no-any-return]
+
+
+def _name(function: Any, launch: Callable[..., Any]) -> None:
+    """The node in the graph, which profilers show and grad_fn prints: RmsNormBackward."""
+    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
+    function.__name__ = function.__qualname__ = "".join(part.title() for part in name.split("_"))
+    function._backward_cls.__name__ = f"{function.__name__}Backward"

@@ -1,0 +1,51 @@
+"""What a device can do, as far as launches depend on it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.runtime.dispatch import TensorDescriptor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a device: what a persistent grid is sized by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 if device.type == "cpu" else 132  # cpu: the interpreter runs programs one after another
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use: what bounds the tiles in flight."""
+    if device.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536))
+    return 232448  # of Hopper
+
+
+@functools.cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the device brings tiles of tensors into shared memory by itself: NVIDIA's, from Hopper on."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return True
+
+
+def can_describe(*tensors: Tensor) -> bool:
+    """Whether tensors can be handed to a kernel as descriptors, of which it loads tile by tile."""
+    return has_copy_engine(tensors[0].device) and all(
+        t.stride(-1) == 1
+        and t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def describe(t: Tensor, block: tuple[int, ...]) -> Any:
+    """A descriptor of a tensor that `can_describe` accepts: what its copy engine loads tiles of shape `block` by."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))

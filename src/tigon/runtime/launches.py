@@ -1,0 +1,61 @@
+"""Launching a Triton kernel; from the second time on without Triton's dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.runtime.dispatch import triton
+
+# (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).
+_plans: dict[tuple, tuple[Any, Any, Any, int, tuple]] = {}
+_PLANS_KEPT = 4096
+
+
+def launch(
+    kernel: Any, key: tuple, tensors: tuple[Any, ...], plan: Callable[[], tuple[int, tuple, dict[str, int]]]
+) -> None:
+    """Launch a Triton kernel on the current device; from the second time on without Triton's dispatch.
+
+    Args:
+        kernel: the jitted function; its first arguments are `tensors`.
+        key: all that the launch depends on but the tensors' addresses: shapes, strides, dtypes, options.
+        tensors: tensors, None, or from the second on what `describe` made of one.
+        plan: () → (grid, arguments after the tensors, Triton's options); asked once a key.
+
+    Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
+    30 for a long signature. The key finds it at once. Addresses matter only in that kernels are compiled for those
+    that 16 divides, so others take the ordinary way; so does the interpreter, and so do launches under a profiler's
+    hooks. Addresses are handed over as numbers: of a tensor Triton asks the driver whether the GPU can see it.
+    """
+    pointers = []
+    address = 0
+    for t in tensors:
+        if isinstance(t, Tensor):
+            t = t.data_ptr()
+            address |= t
+        pointers.append(t)
+    device = tensors[0].get_device()
+    key = (kernel, device, key)
+    found = _plans.get(key)
+    if found is None or address & 15 or _hooked():
+        grid, arguments, options = plan()
+        compiled = kernel[(grid,)](*tensors, *arguments, **options)
+        if compiled is not None and not address & 15:
+            if len(_plans) >= _PLANS_KEPT:
+                _plans.clear()
+            _plans[key] = compiled.run, compiled.function, compiled.packed_metadata, grid, arguments
+        return
+    run, function, metadata, grid, arguments = found
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *arguments)
+
+
+def _hooked() -> bool:
+    """Whether somebody, Triton's profiler for one, wants to see every launch."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    # Up to Triton 3.4 a function or None, since then a chain of functions.
+    return hook is not None and bool(getattr(hook, "calls", True))

@@ -1,0 +1,197 @@
+"""The chunk loop's arithmetic: how many rows, in which order, how many of them."""
+
+import importlib
+
+import pytest
+import torch
+
+import tigon
+from tigon.linear.chunks import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
+from tigon.linear.head import Head, class_blocks, empty_logits, with_bias
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 1000, 8192, 32768, 100_003])
+@pytest.mark.parametrize("row_bytes", [2, 256_512, 10**9])
+@pytest.mark.parametrize("budget", [1, 2**20, 2**30])
+def test_chunks_keep_the_budget_and_are_balanced(rows, row_bytes, budget):
+    size = chunk_rows(rows, row_bytes, budget)
+    assert 1 <= size <= max(rows, 1)
+    assert size * row_bytes <= budget or size <= 128
+    if 0 < size < rows:
+        assert size % 128 == 0
+        count = -(-rows // size)
+        # No more chunks than the budget asks for, and a last one that is not a sliver.
+        most = max(128, budget // row_bytes // 128 * 128)
+        assert count <= -(-rows // most)
+        assert count * size - rows < count * 128
+
+
+def test_llama_3_takes_four_chunks_of_8192_rows():
+    """1 GiB of bf16 logits: 4185 rows of 128256, rounded down to a multiple of 128 and balanced."""
+    assert chunk_rows(8192, 128256 * 2, 2**30) == 4096
+    assert chunk_rows(32768, 128256 * 2, 2**30) == 4096
+
+
+def test_budget(monkeypatch):
+    monkeypatch.delenv("TIGON_CHUNK_BYTES", raising=False)
+    assert chunk_budget(CPU) == CPU_CHUNK_BYTES
+    assert chunk_budget(torch.device("cuda")) == CHUNK_BYTES
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", "12345")
+    assert chunk_budget(CPU) == 12345
+    assert chunk_budget(CPU, 99) == 99
+    monkeypatch.setenv("TIGON_CHUNK_BYTES", "1G")
+    with pytest.raises(ValueError, match="TIGON_CHUNK_BYTES must be a whole number of bytes, got '1G'"):
+        chunk_budget(CPU)
+
+
+def walk(num_valid, budget=1, rows=300):
+    x, weight = torch.randn(rows, 8), torch.randn(11, 8)
+    target = torch.randint(0, 11, (rows,))
+    target[::3] = -100
+    chunks = Chunks(Head(x, weight, None), target, -100, num_valid, budget)
+    return x, weight, target, chunks
+
+
+@pytest.mark.parametrize("num_valid", [None, 200])
+def test_every_valid_row_is_visited_once_with_its_logits(num_valid):
+    x, weight, target, chunks = walk(num_valid)
+    seen = torch.zeros(chunks.visited, dtype=torch.long)
+    for chunk in chunks:
+        torch.testing.assert_close(chunk.logits, chunk.x @ weight.t())
+        seen[chunk.rows] += 1
+    assert seen.min() == seen.max() == 1
+    order = torch.arange(300) if chunks.index is None else chunks.index
+    assert set(order.tolist()) >= set((target != -100).nonzero().flatten().tolist())
+    assert torch.equal(x[order], torch.cat([c.x for c in chunks]))
+    assert torch.equal(chunks.in_batch_order(torch.ones(chunks.visited)) == 1, (target != -100) | (num_valid is None))
+
+
+def test_ignored_rows_are_left_out():
+    *_, chunks = walk(200)
+    assert chunks.visited == 200
+    assert sum(len(c.x) for c in chunks) == 200
+
+
+def test_the_logits_buffer_is_one():
+    *_, chunks = walk(None)
+    assert len({chunk.logits.data_ptr() for chunk in chunks}) == 1
+    assert chunks.count == 3
+
+
+def test_valid_count(device):
+    labels = torch.tensor([[1, -100, 3], [-100, 5, 6]], device=device)
+    assert int(ValidCount(labels)) == 4
+    assert int(ValidCount(labels, shift=True)) == 3
+    assert int(ValidCount(labels, ignore_index=5)) == 5
+    assert list(range(6))[: ValidCount(labels)] == [0, 1, 2, 3]
+
+
+NUMBERS = [
+    *(2, 0.3, float("inf"), torch.tensor(2), torch.tensor([0.3])),
+    *(torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.3, requires_grad=True)),
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+def test_scalar(value, device):
+    expected = torch.as_tensor(value, dtype=torch.float32).item()
+    given = [value]
+    if isinstance(value, torch.Tensor):
+        given.append(value.to(device))
+    for number in given:
+        found = scalar(number, device, torch.float32)
+        assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device.type)
+        assert not found.requires_grad
+        assert found.item() == expected
+
+
+@pytest.mark.gpu
+def test_a_scalar_of_the_host_does_not_wait(device):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in NUMBERS:
+            scalar(value, device, torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_starting_a_count_does_not_wait(device):
+    labels = torch.randint(0, 9, (64, 64), device=device)
+    ValidCount(labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ValidCount(labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("V", [1, 8, 100, 257, 1025])
+def test_rows_of_logits_begin_where_wide_loads_do(V, dtype):
+    logits = empty_logits(3, V, torch.empty(0), dtype)
+    assert logits.shape == (3, V)
+    assert logits.dtype == dtype
+    assert logits.stride(1) == 1
+    assert logits.stride(0) * dtype.itemsize % 16 == 0 or V * dtype.itemsize < 16
+    assert logits.stride(0) < V + (64 if V >= 1024 else 16 // dtype.itemsize)
+
+
+def test_classes_that_no_wide_load_reads_are_multiplied_apart():
+    for V, dtype in ((50304, torch.bfloat16), (50257, torch.float64), (1001, torch.bfloat16)):
+        blocks = class_blocks(V, dtype)
+        assert blocks[0].start == 0
+        assert blocks[-1].stop == V
+    assert len(class_blocks(50304, torch.bfloat16)) == 1
+    first, last = class_blocks(50257, torch.bfloat16)
+    assert first.stop == last.start == 50240
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "logprob", "grpo", "distill"])
+def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, device, monkeypatch):
+    """Against one product, with a bias and an adapter; the last classes are targets, too."""
+    S, T, H, V = 2, 70, 16, 1029
+    x = torch.randn(S, T, H, device=device, requires_grad=True)
+    weight = torch.randn(V, H, device=device, requires_grad=True)
+    bias = torch.randn(V, device=device, requires_grad=True)
+    target = torch.randint(0, V, (S, T), device=device)
+    target[:, ::3] = V - 1
+    lora = torch.ones(2, H, device=device), torch.randn(V, 2, device=device), 0.1
+
+    def call():
+        if loss == "cross entropy":
+            return tigon.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
+        if loss == "logprob":
+            return tigon.linear_logprob(x, weight, target, bias=bias, lora=lora, chunk_bytes=1).logprob.square().sum()
+        if loss == "grpo":
+            advantages = torch.arange(S, device=device) - 1.0
+            return tigon.losses.grpo(x, weight, target, bias=bias, advantages=advantages, chunk_bytes=1)[0]
+        teacher = x.detach() * 1.1, weight.detach()
+        return tigon.losses.distill(x, weight, *teacher, bias=bias, teacher_bias=bias.detach(), chunk_bytes=1)[0]
+
+    def results():
+        value = call()
+        return value.detach(), *torch.autograd.grad(value, (x, weight, bias))
+
+    assert len(class_blocks(V, x.dtype)) == 2
+    apart = results()
+    for name in ("linear.head", "losses.linear_logprob", "linear.weight_gradient"):
+        module = importlib.import_module(f"tigon.{name}")
+        monkeypatch.setattr(module, "class_blocks", lambda V, dtype: [slice(0, V)])
+    for a, b in zip(apart, results(), strict=True):
+        # A GPU's library multiplies matrices of other sizes in another order: squares of sums differ by more than sums.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("V", [1000, 2500, 1001, 30, 5])
+def test_logits_with_a_bias_are_rounded_once(V, device):
+    """Of any number of classes. A product and a bias that are rounded one after the other differ in a third of them."""
+    x, weight = (torch.randn(n, 24, device=device).bfloat16() for n in (50, V))
+    bias = torch.randn(V, device=device).bfloat16()
+    exact = (x.double() @ weight.double().t() + bias.double()).bfloat16()
+    head = Head.of(x, weight, bias, torch.bfloat16)
+    for of in (head, head._replace(both=with_bias(weight, bias))):
+        out = empty_logits(50, V, x, torch.bfloat16)
+        assert (of.logits(x, out) != exact).float().mean() < 0.02
