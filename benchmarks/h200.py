@@ -4,6 +4,7 @@
     python benchmarks/h200.py --output results --record memory --part 1/3    the long list of shapes and dtypes, a third
     python benchmarks/h200.py --output results --record memory --resume results/h200-memory.json       what is missing
     python benchmarks/h200.py --output results --merge results/h200-memory-*.json
+    python benchmarks/h200.py --output results --only linear_cross_entropy:32768x4096x128256,dpo   one of its shapes
     python benchmarks/h200.py --output results --host                        microseconds of the host per call
 
 Needs torch, triton and tigon alone; peers and transformers where they are there. The result file is written after every
@@ -92,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
-    parser.add_argument("--only", help="operators, separated by commas; default: all")
+    parser.add_argument("--only", help="operators, separated by commas, also OPERATOR:SHAPE; default: all")
     parser.add_argument("--shape", help="one shape instead of the operator's own")
     parser.add_argument(
         "--peers", help="implementations besides tigon, separated by commas; default: all that are there"
@@ -122,8 +123,10 @@ def cases_of(options: argparse.Namespace, done: Collection[tuple[Any, ...]] = ()
         missing = [case for case in record(options.record) if case.op.name in names and case.key not in done]
         return part_of(missing, options.part)
     cases = []
-    for op in (OPS[name] for name in names):
-        shapes = [parse_shape(op, options.shape)] if options.shape else op.small if options.small else op.shapes
+    for name in names:
+        name, _, shape = name.partition(":")
+        op, shape = OPS[name], shape or options.shape
+        shapes = [parse_shape(op, shape)] if shape else op.small if options.small else op.shapes
         cases += [Case(op, shape, options.dtype) for shape in shapes]
     return [case for case in cases if case.key not in done]
 

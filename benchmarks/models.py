@@ -4,7 +4,7 @@
     python benchmarks/models.py --output results --profile                  and where the device's time goes
     python benchmarks/models.py --output results --only llama-3.2-1b --sides hf,liger,tigon
     python benchmarks/models.py --output results --resume results/h200-models.json            what is missing
-    python benchmarks/models.py --output results --memory-over-sequence     peak memory of Llama-3-8B over the length
+    python benchmarks/models.py --output results --memory-over-sequence     Llama-3-8B over the length
 
 Every side trains in a process of its own, the next of which imports meanwhile. The result file is written after every
 side. Sides that compile come last: they take a minute each, and a budget that is too small leaves them out.
@@ -71,6 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further side is begun")
     parser.add_argument("--memory-over-sequence", action="store_true", help="peak memory over the sequence's length")
     parser.add_argument("--longest", type=int, default=131072, help="tokens, with --memory-over-sequence")
+    parser.add_argument("--profile-at", type=int, help="tokens, with --memory-over-sequence: the length to profile")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=N", help="of every model's configuration")
     parser.add_argument("--shape", help="BATCHxSEQ instead of every row's own")
@@ -117,8 +118,12 @@ def run(options: argparse.Namespace) -> None:
             if side == "floor":
                 request = {"task": "floor"}
             elif kind == "sequence":
-                request = {"task": "lengths", "longest": options.longest}
+                request = {"task": "lengths", "longest": options.longest, "steps": options.steps or 1}
+                request["profile_at"] = None if side == "tigon-offload" else options.profile_at
             new = processes.run(row_of(case, side, options), device=str(device), overrides=overrides, **request)
+            here = report.result(kind, [], device=device)
+            for row in new:
+                row.date, row.command = here["date"], here["command"]
             replaced = {key(row) for row in new}
             rows = ordered([row for row in rows if key(row) not in replaced] + new)
             save(options, kind, rows, device)

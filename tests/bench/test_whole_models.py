@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tigon.bench import floor, kernels, plots, report
 from tigon.bench import models as bench_models
+from tigon.bench.clocks import Clocks
 from tigon.bench.models import Processes, Side, Trainer, measure_lengths
 from tigon.presets import PRESETS
 
@@ -176,7 +177,7 @@ def test_the_second_of_two_steps_is_recorded(monkeypatch):
 def test_a_recording_that_the_profiler_halted_is_not_taken(monkeypatch):
     for halted in (0, 1):
         found = iter({"matmul": 3.0 + i, "idle": 100.0 if i == halted else 2.0} for i in range(2))
-        monkeypatch.setattr(kernels, "_recorded", lambda step, device, found=found: next(found))
+        monkeypatch.setattr(kernels, "recorded", lambda step, device, found=found: next(found))
         assert kernels.profile_step(lambda: None, CUDA) == {"matmul": 4.0 - halted, "idle": 2.0}
 
 
@@ -197,6 +198,26 @@ def test_lengths_double_until_one_does_not_fit(monkeypatch):
     assert heard == [1, 2, 3, 4], "a process that is killed leaves what it has measured"
     assert rows[0].losses != rows[1].losses
     assert [row.seq for row in measure_lengths(side, CPU, 16, TINY, lambda text: None)] == [16]
+
+
+def test_a_length_is_timed_after_a_step_that_warms_up_and_a_long_one_without(monkeypatch):
+    monkeypatch.setattr(bench_models, "WARM_LENGTH", 8)
+    times = iter([5.0, 4.0, 3.0, 6e3, 7e3, 8e3, 30e3])  # the last is longer than LONG_STEP_MS
+    monkeypatch.setattr(Trainer, "timed_step", lambda self, inputs: (0.0, next(times)))
+    rows = measure_lengths(Side("llama-tiny", "hf", 1, 16, False, "float32"), CPU, 64, TINY, lambda text: None, steps=2)
+    assert [row.steps_ms for row in rows] == [[4.0, 3.0], [7e3, 8e3], [30e3]]
+    assert [row.step_ms for row in rows] == [3.5, 7.5e3, 30e3]
+    assert rows[0].tokens_per_s == pytest.approx(16 / 3.5e-3)
+
+
+def test_clocks_are_the_medians_of_what_nvidia_smi_says():
+    clocks = Clocks(CPU)
+    with clocks:
+        assert clocks.medians() == (None, None)
+        for line in ("1980, 687.5\n", "[N/A], [N/A]\n", "1500, 700\n", "1400, 699.0\n"):
+            clocks.add(line)
+    assert clocks.medians() == (1500, 699.0)
+    assert clocks.medians(since=2) == (1400, 699.0)
 
 
 def test_a_process_that_dies_leaves_a_row_and_the_next_one_works(monkeypatch):

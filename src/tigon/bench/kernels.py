@@ -61,13 +61,13 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
 
     Emptying the profiler's own buffers can halt the device, for a tenth of a second, in one of them.
     """
+    return min((recorded(step, device) for _ in range(2)), key=lambda ms: ms.get("idle", 0.0))
+
+
+def recorded(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Run a step twice and record the second. Empty on a device without kernels."""
     if device.type != "cuda":
         return {}
-    return min((_recorded(step, device) for _ in range(2)), key=lambda ms: ms.get("idle", 0.0))
-
-
-def _recorded(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Run a step twice and record the second."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         with torch.profiler.profile(

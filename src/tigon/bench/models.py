@@ -31,12 +31,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tigon.bench.clocks import Clocks
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WARMUP_STEPS = 3
 LEARNING_RATE = 1e-5
 WARM_LENGTH = 64  # of the step before the first that memory is measured in
+LONG_STEP_MS = 10e3  # of a step that needs no other before it to be timed
 
 
 @dataclass
@@ -62,6 +65,12 @@ class Side:
     times_floor: float | None = None
     # Milliseconds of the device in one step by kind of kernel, "idle" among them (see kernels.py).
     profile_ms: dict[str, float] = field(default_factory=dict)
+    # Median SM clock and power while the timed steps ran; None where nobody asked nvidia-smi.
+    sm_mhz: float | None = None
+    watts: float | None = None
+    # When and by which command this row was measured; "" where that was not recorded.
+    date: str = ""
+    command: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -218,30 +227,56 @@ def measure_lengths(
     overrides: dict[str, Any],
     say: Callable[[str], None] = print,
     done: Callable[[list[Side]], None] = lambda rows: None,
+    steps: int = 1,
+    profile_at: int | None = None,
 ) -> list[Side]:
-    """Peak memory of one training step over the length of the sequences: side.seq doubled until it no longer fits.
+    """Time and peak memory of a training step over the length of the sequences: side.seq doubled until it does not fit.
 
     Between the last length that fits and the first that does not, the one in the middle is tried as well. The
     optimizer's states are there before the first length is measured. `done` gets the rows so far after each length.
 
+    The first step of a length is not counted, unless it is longer than LONG_STEP_MS or the only one that is wanted.
+
     Args:
         longest: no length beyond it is tried, in tokens.
+        steps: timed at each length, at most; once they have taken LONG_STEP_MS together, no further one is begun.
+        profile_at: the length of which one further step is recorded by kind of kernel.
     """
     trainer = Trainer(side, device, overrides)
     trainer.step(trainer.batch(side.batch, WARM_LENGTH))
     rows: list[Side] = []
 
-    def fits(seq: int) -> bool:
+    def time_steps(row: Side, clocks: Clocks) -> None:
+        for step in range(steps + 1):
+            since = len(clocks.samples)
+            loss, ms = trainer.timed_step(trainer.batch(side.batch, row.seq))
+            row.losses.append(loss)
+            say(f"{side.side}: step of {row.seq} tokens, {ms:.0f} ms")
+            if step == 0 and steps > 1 and ms < LONG_STEP_MS:
+                continue
+            if not row.steps_ms:
+                first = since
+            row.steps_ms.append(ms)
+            if len(row.steps_ms) == steps or sum(row.steps_ms) >= LONG_STEP_MS:
+                break
+        row.sm_mhz, row.watts = clocks.medians(first)
+
+    def fits(seq: int, clocks: Clocks) -> bool:
         row = replace(side, seq=seq, losses=[], steps_ms=[])
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            loss, row.step_ms = trainer.timed_step(trainer.batch(side.batch, seq))
-            row.losses, row.tokens_per_s = [loss], 1e3 * side.batch * seq / row.step_ms
+            time_steps(row, clocks)
+            row.step_ms = statistics.median(row.steps_ms)
+            row.tokens_per_s = 1e3 * side.batch * seq / row.step_ms
             row.peak_gib = peak_gib(device)
-            say(f"{side.side}: step of {seq} tokens, {row.step_ms:.0f} ms")
+            if seq == profile_at:
+                from tigon.bench.kernels import recorded
+
+                inputs = trainer.batch(side.batch, seq)
+                row.profile_ms = recorded(lambda: trainer.step(inputs), device)
         except torch.OutOfMemoryError:
             row.status, row.reason = "failed", "out of memory"
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -249,11 +284,12 @@ def measure_lengths(
         done(rows)
         return row.status == "ok"
 
-    seq = side.seq
-    while seq <= longest and fits(seq):
-        seq *= 2
-    if len(rows) > 1 and rows[-1].status == "failed":
-        fits(seq // 4 * 3)
+    with Clocks(device) as clocks:
+        seq = side.seq
+        while seq <= longest and fits(seq, clocks):
+            seq *= 2
+        if len(rows) > 1 and rows[-1].status == "failed":
+            fits(seq // 4 * 3, clocks)
     return sorted(rows, key=lambda row: row.seq)
 
 

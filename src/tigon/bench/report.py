@@ -231,6 +231,14 @@ def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
     return f"{row[key]:,.{digits}f}{more}"
 
 
+def _step(row: dict[str, Any]) -> str:
+    """The median step, and half the range of the timed ones in per cent of it."""
+    if row["step_ms"] is None or len(row["steps_ms"]) < 2:
+        return _number(row["step_ms"])
+    low, high = min(row["steps_ms"]), max(row["steps_ms"])
+    return f"{_number(row['step_ms'])} ±{50 * (high - low) / row['step_ms']:.1f}%"
+
+
 def _remark(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['status'].upper()}: {row['reason']}"
@@ -280,8 +288,11 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "model": lambda r: r["model"] + (", checkpointing" if r["checkpointing"] else ""),
         "sequence": lambda r: f"{r['seq']:,}",
         "by": lambda r: r["side"],
+        "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
         "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
-        "step ms": lambda r: _number(r["step_ms"]),
+        "step ms": _step,
+        "SM MHz": lambda r: _number(r.get("sm_mhz"), 4),
+        "W": lambda r: _number(r.get("watts")),
         "loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
         "remark": _remark,
     },

@@ -3,7 +3,11 @@ preference, policy and distillation. Their floor is the matrix products alone, t
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -358,6 +362,87 @@ def _load_quack_linear_cross_entropy() -> Callable[..., Any]:
     return run
 
 
+def _trl(kernel: str) -> Any:
+    """An autograd function of `trl.kernels`, the fused head of TRL's trainers.
+
+    Its backward imports `trl.trainer.utils` to ask whether DeepSpeed holds the head. That module needs datasets and
+    pandas: where they are missing, the answer, no, is given in its place.
+    """
+    import trl.kernels.chunked_logprob as kernels
+
+    try:
+        importlib.import_module("trl.trainer.utils")
+    except ImportError:
+        answers: Any = types.ModuleType("trl.trainer.utils")
+        answers.maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
+        sys.modules["trl.trainer.utils"] = answers
+    if kernel == "ChunkedDivergenceFunction":
+        import trl.kernels.chunked_divergence as kernels
+    return getattr(kernels, kernel)
+
+
+def _trl_logprob(outputs: tuple[str, ...]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Log-probabilities of the tokens that count, as `add_fused_lm_head` takes them from hidden states and labels.
+
+    outputs: what the trainer has computed in the same pass, for the loss or for its metrics.
+    """
+    apply = _trl("ChunkedLogProbFunction").apply
+    columns = 32768  # trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def logprob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        mask = target != -100
+        found = apply(x[mask], weight, None, target[mask], 1.0, columns, None, 1.0, outputs)[0]
+        return found.new_zeros(mask.shape).masked_scatter(mask, found)
+
+    return logprob
+
+
+def _load_trl_sft() -> Callable[..., Any]:
+    logprob = _trl_logprob(("log_probs", "entropy", "is_top1"))
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
+        return -logprob(x, weight, target).sum() / (target != -100).sum().clamp(min=1)
+
+    return run
+
+
+def _load_trl_logprob() -> Callable[..., Any]:
+    logprob = _trl_logprob(("log_probs",))
+    return lambda x, weight, target, num_valid: logprob(x, weight, target)
+
+
+def _load_trl_dpo() -> Callable[..., Any]:
+    policy = _trl_logprob(("log_probs", "entropy", "mean_logits", "is_top1"))
+    reference = _trl_logprob(("log_probs",))
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor, **_: Any) -> Tensor:
+        with torch.no_grad():
+            given = reference(ref_x, ref_weight, target)
+        return _dpo(policy(x, weight, target), given)
+
+    return run
+
+
+def _load_trl_grpo() -> Callable[..., Any]:
+    logprob = _trl_logprob(("log_probs", "entropy"))
+    return lambda x, weight, target, **given: _grpo(logprob(x, weight, target), None, **given)
+
+
+def _load_trl_distill() -> Callable[..., Any]:
+    apply = _trl("ChunkedDivergenceFunction").apply
+
+    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+        divergence, _ = apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)
+        return divergence.sum() / x.shape[0]
+
+    return run
+
+
+def _trl_peer(load: Loader, trainer: str) -> dict[str, Implementation]:
+    note = f"the fused head of TRL's {trainer}, with what it computes for its metrics"
+    return {"trl": Implementation(load, note=note, gpu_only=True, where_installed=True)}
+
+
 # -------------------------------------------------------------------------------------------------------------- floor
 
 
@@ -415,6 +500,8 @@ PEERS = {
         _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
     ),
     "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
+    **quack(_load_quack_linear_cross_entropy),
+    **_trl_peer(_load_trl_sft, "SFTTrainer"),
 }
 
 OPS = (
@@ -437,7 +524,6 @@ OPS = (
                 _tigon_linear_cross_entropy(compact=True), note="ignored rows left out", on_request=True
             ),
             **PEERS,
-            **quack(_load_quack_linear_cross_entropy),
         },
     ),
     _head_op(
@@ -503,6 +589,7 @@ OPS = (
                 _tigon_linear_logprob(keep_bytes=2**36), note="logits kept for the backward pass"
             ),
             **plain(_eager_linear_logprob),
+            **_trl_peer(_load_trl_logprob, "trainers"),
         },
     ),
     _head_op(
@@ -528,6 +615,7 @@ OPS = (
                 ),
                 beta=BETA,
             ),
+            **_trl_peer(_load_trl_dpo, "DPOTrainer"),
         },
     ),
     _head_op(
@@ -566,6 +654,7 @@ OPS = (
             ),
             **plain(_eager_of(_grpo)),
             **_liger_chunked("LigerFusedLinearGRPOLoss", _liger_grpo, beta=KL, loss_type="grpo"),
+            **_trl_peer(_load_trl_grpo, "GRPOTrainer"),
         },
     ),
     _head_op(
@@ -591,6 +680,7 @@ OPS = (
                 weight_hard_loss=0.0,
                 weight_soft_loss=1.0,
             ),
+            **_trl_peer(_load_trl_distill, "DistillationTrainer"),
         },
     ),
 )
