@@ -34,7 +34,7 @@ import families
 import tigon
 from tigon.bench import converge, plots, report, sam
 from tigon.bench.cases import KINDS, OPS
-from tigon.bench.matrix import MATRICES, to_matrix
+from tigon.bench.matrix import MATRICES, bold, leaders, to_matrix
 from tigon.bench.page import ORDER
 from tigon.lazy import homes_of
 
@@ -368,13 +368,15 @@ def memory_of(name: str) -> dict[str, Any] | None:
 
 
 def times_floor(name: str) -> str:
-    """Ours and the best peer's on the first shape that was measured."""
+    """Ours and the best peer's on the first shape that was measured; who leads is bold."""
     for _, rows in rows_of(name):
-        by = {r["implementation"]: r["times_floor"] for r in rows if r["status"] == "ok" and r["times_floor"]}
+        by = {r["implementation"]: r for r in rows if r["status"] == "ok" and r["times_floor"]}
         ours = by.get("tigon")
-        peers = {peer: value for peer, value in by.items() if not peer.startswith("tigon")}
+        peers = {who: row["times_floor"] for who, row in by.items() if not who.startswith("tigon")}
         if ours is None:
             continue
-        best = min(peers, key=lambda peer: peers[peer]) if peers else None
-        return f"**{ours:.2f}**" + (f" ({best} {peers[best]:.2f})" if best else "")
+        best = min(peers, key=lambda who: peers[who]) if peers else ""
+        first, _ = leaders({who: by[who] for who in ("tigon", best) if who})
+        shown = bold(f"{ours['times_floor']:.2f}", first == "tigon")
+        return shown + (" (" + bold(f"{best} {peers[best]:.2f}", first == best) + ")" if best else "")
     return ""

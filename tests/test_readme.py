@@ -1,18 +1,63 @@
 """The figures of the README are those of the recorded run."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tigon.bench import report
-from tigon.bench.matrix import to_matrix
+from tigon.bench.runner import Row
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["h200-4gpus.json", "h200-models.json"])
-def test_the_tables_of_models_are_the_result_files(name):
-    assert to_matrix(report.load(ROOT / "benchmarks" / "results" / name)).strip() in (ROOT / "README.md").read_text()
+@pytest.fixture(scope="module")
+def readme():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_table_is_there_and_is_what_the_result_files_say(readme):
+    text = (ROOT / "README.md").read_text()
+    for name in readme.TABLES:
+        assert f"<!-- table: {name} -->" in text
+    assert readme.filled(text) == text, "python benchmarks/readme.py --write renews the tables"
+    changed = text.replace("46,752", "46,753", 1)
+    assert changed != text
+    assert readme.filled(changed) == text
+
+
+def losses(**totals):
+    rows = [
+        Row("orpo", (1, 8, 4, 16), "bfloat16", name, total_ms=ms, total_range_ms=(ms, ms), peak_mib=mib, **more)
+        for name, (ms, mib, more) in totals.items()
+    ]
+    return report.result("ops", rows)
+
+
+def shown(readme, monkeypatch, **totals):
+    monkeypatch.setattr(readme.report, "load", lambda path: losses(**totals))
+    columns = ("tigon", "liger", "quack", "trl")
+    return readme.operators("x.json", {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", columns, 1).splitlines()
+
+
+def test_speed_and_memory_are_bold_apart_and_not_within_noise(readme, monkeypatch):
+    header, _, line, *_ = shown(readme, monkeypatch, tigon=(1.0, 2048, {}), liger=(1.1, 1024, {}), trl=(2.0, 4096, {}))
+    assert header == "| loss, forward + backward | Tigon | Liger | TRL |"
+    assert line == "| ORPO | **1.0 ms**, 2.0 GiB | 1.1 ms, **1.0 GiB** | 2.0 ms, 4.0 GiB |"
+    _, _, line, *_ = shown(readme, monkeypatch, tigon=(1.0, 1000, {}), liger=(1.01, 1010, {}))
+    assert "**" not in line
+
+
+def test_wrong_results_are_marked_and_lead_nothing(readme, monkeypatch):
+    wrong = {"status": "wrong", "reason": "relative error above 0.01 in dx"}
+    _, _, line, _, notes = shown(
+        readme, monkeypatch, tigon=(2.0, 2048, {}), liger=(1.0, 1024, wrong), trl=(3.0, 4096, {})
+    )
+    assert line == "| ORPO | **2.0 ms**, **2.0 GiB** | 1.0 ms, 1.0 GiB¹ | 3.0 ms, 4.0 GiB |"
+    assert "¹ Wrong by our bound: relative error above 0.01 in dx." in notes
 
 
 def test_its_pictures_and_links_are_there():
@@ -21,18 +66,3 @@ def test_its_pictures_and_links_are_there():
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert links
     assert not missing
-
-
-def test_the_figures_of_experts_are_the_result_files():
-    rows = report.load(ROOT / "benchmarks" / "results" / "h200-matmul.json")["rows"]
-    text = (ROOT / "README.md").read_text()
-    for name, op, experts in (
-        ("Mixtral-8x7B", "moe_mlp", 8),
-        ("Qwen3-30B-A3B", "moe_mlp", 128),
-        ("gpt-oss-20b", "moe_mlp-gpt-oss", 32),
-    ):
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-        by = {row["implementation"]: row for row in rows if row["op"] == op and row["shape"][3] == experts}
-        cells = [by.get(who) for who in ("tigon", "liger", "transformers", "eager")]
-        shown = ["–" if c is None else f"{c['total_ms']:.1f} ms, {c['peak_mib'] / 1024:.2f} GiB" for c in cells]
-        assert line == f"| {name} | **{shown[0]}** | " + " | ".join(shown[1:]) + " |"

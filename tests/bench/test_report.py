@@ -9,7 +9,7 @@ import pytest
 
 from tigon.bench import report
 from tigon.bench.host import HostRow
-from tigon.bench.matrix import to_matrix
+from tigon.bench.matrix import leader, to_matrix
 from tigon.bench.models import Side
 from tigon.bench.runner import Row
 
@@ -151,21 +151,39 @@ def test_a_matrix_of_models_compares_them_with_the_plain_one():
     lines = to_matrix(report.result("model", [floor, SIDES[0], plain, *other]), ["hf", "floor"]).splitlines()
     assert lines[0] == "| model | batch×seq | hf | floor | tigon | liger |"
     assert lines[2] == (
-        "| llama-3-8b | 16×512 | 10,000, 100.0 GiB | 14,000 | **13,000 (+30.0 %)**, 69.0 GiB (−31.0 %) | – |"
+        "| llama-3-8b | 16×512 | 10,000, 100.0 GiB | 14,000 | **13,000 (+30.0 %)**, **69.0 GiB (−31.0 %)** | – |"
     )
     assert lines[3] == (
-        "| other | 16×512 | **20,000**, 100.0 GiB | – | 13,000 (−35.0 %), 69.0 GiB (−31.0 %) | out of memory |"
+        "| other | 16×512 | **20,000**, 100.0 GiB | – | 13,000 (−35.0 %), **69.0 GiB (−31.0 %)** | out of memory |"
     )
-    assert lines[4] == "| mean |  | – |  | −2.5 %, memory −31.0 % | – |"
+    assert lines[4] == "| mean of 2 |  |  |  | −2.5 %, memory −31.0 % |  |"
 
 
-def test_a_matrix_of_lengths_ends_with_the_longest():
+def test_means_are_over_equal_sets_of_models():
+    plain = [replace(SIDES[0], side="hf", model=f"m{n}", tokens_per_s=100.0, peak_gib=10.0) for n in range(4)]
+    fused = [replace(row, side="tigon", tokens_per_s=110.0 + 10 * n, peak_gib=5.0) for n, row in enumerate(plain)]
+    peer = [replace(row, side="liger", tokens_per_s=150.0, peak_gib=8.0) for row in plain[:2]]
+    _, _, *lines = to_matrix(report.result("model", [*plain, *fused, *peer])).splitlines()
+    assert lines[4:] == [
+        "| mean of 4 |  |  | +25.0 %, memory −50.0 % |  |",
+        "| mean of 2 | m0 16×512 and m1 16×512 |  | +15.0 %, memory −50.0 % | +50.0 %, memory −20.0 % |",
+    ]
+
+
+def test_who_is_ahead_within_noise_does_not_lead():
+    assert leader({"a": 1.0, "b": 1.03}) == "a"
+    assert leader({"a": 1.0, "b": 1.01}) is None
+    assert leader({"a": 1.0, "b": 1.03}, {"a": 0.02, "b": 0.02}) is None, "their rounds overlap"
+    assert leader({"a": 1.0}) is leader({"a": 1.0, "b": None}) is None, "nobody to be ahead of"
+
+
+def test_a_matrix_of_lengths_has_speed_and_memory_and_ends_with_the_longest():
     rows = [replace(SIDES[1], seq=2048), *(replace(SIDES[0], seq=seq) for seq in (1024, 2048))]
     _, _, *lines = to_matrix(report.result("sequence", rows)).splitlines()
     assert lines == [
-        "| 1,024 | – | 69.0 GiB |",
-        "| 2,048 | out of memory | 69.0 GiB |",
-        "| longest | **0** | **2,048** |",
+        "| 1,024 | – | 13,000, 69.0 GiB |",
+        "| 2,048 | out of memory | 13,000, 69.0 GiB |",
+        "| longest | 0 | 2,048 |",
     ]
 
 
@@ -248,5 +266,13 @@ def test_models_are_compared_with_the_plain_one():
 
 def test_memory_over_the_length_is_shown():
     line = report.to_text(lengths()).splitlines()[-1].split()
-    assert line[:4] == ["llama-3-8b", "2,048", "tigon", "69.0"]
+    assert line[:5] == ["llama-3-8b", "2,048", "tigon", "13,000", "69.0"]
+    timed = replace(SIDES[0], seq=8, step_ms=10.0, steps_ms=[9.0, 11.0], sm_mhz=1710.0, watts=698.6)
+    assert report.to_text(report.result("sequence", [timed])).split()[-5:] == [
+        "10.0",
+        "±10.0%",
+        "1,710",
+        "699",
+        "12.12500",
+    ]
     assert report.file_name({**lengths(), "environment": {"device": "NVIDIA H200"}}) == "h200-sequence.json"

@@ -1,25 +1,37 @@
-"""Results of `tigon bench` with one line per case and one column per implementation, as Markdown and as cells."""
+"""Results of `tigon bench` with one line per case and one column per implementation, as Markdown and as cells.
+
+Bold is what leads its line by more than NOISE, and by more than the two measurements scatter: speed and memory each for
+themselves, so that a line may have two, one or none.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tigon.bench.report import _number, _shape, case_of
 
 Cells = tuple[list[str], list[list[str]]]
+By = dict[str, dict[str, Any]]  # the rows of one case by implementation or side
+
+NOISE = 0.02
+CAPTION = "Bold leads its line by more than 2 % and by more than the scatter of the measurements."
 
 
 def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:
     """Markdown. Numbers to the right, what names a case to the left."""
-    header, rows = matrix(content, order)
+    return to_markdown(matrix(content, order))
+
+
+def to_markdown(cells: Cells) -> str:
+    header, rows = cells
     align = [":--" if name in LEFT else "--:" for name in header]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *rows)) + "\n"
 
 
 def matrix(content: dict[str, Any], order: Sequence[str] = ()) -> Cells:
-    """Header and lines of a result of one of the kinds in MATRICES. The best of a line stands between asterisks.
+    """Header and lines of a result of one of the kinds in MATRICES. What leads a line stands between asterisks.
 
     Args:
         order: implementations that come first; the others follow as they appear.
@@ -27,81 +39,152 @@ def matrix(content: dict[str, Any], order: Sequence[str] = ()) -> Cells:
     by = "implementation" if content["kind"] == "ops" else "side"
     present = list(dict.fromkeys(row[by] for row in content["rows"]))
     names = [n for n in order if n in present] + [n for n in present if n not in order]
-    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in content["rows"]:
+    return MATRICES[content["kind"]](names, cases_of(content["rows"], by))
+
+
+def cases_of(rows: Sequence[dict[str, Any]], by: str) -> list[By]:
+    """The rows by case, those of a case by implementation ("implementation") or side ("side")."""
+    cases: dict[tuple[Any, ...], By] = {}
+    for row in rows:
         cases.setdefault(case_of(row), {})[row[by]] = row
-    return MATRICES[content["kind"]](names, list(cases.values()))
+    return list(cases.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- noise
+
+
+def leader(values: Mapping[str, float | None], scatter: Mapping[str, float] | None = None) -> str | None:
+    """Whose value is lowest, if it is so beyond noise; None where another is as good, or nobody else has one.
+
+    Args:
+        scatter: how far the measurements of each lie apart, as a share of the value.
+    """
+    known = sorted((value, name) for name, value in values.items() if value is not None)
+    if len(known) < 2:
+        return None
+    (best, name), *others = known
+    scatter = scatter or {}
+    for value, other in others:
+        if value <= best * (1 + max(NOISE, scatter.get(name, 0.0) + scatter.get(other, 0.0))):
+            return None
+    return name
+
+
+def scatter_of(row: dict[str, Any]) -> float:
+    """Half of the range of the rounds, or half of the distance of the steps' quartiles, as a share of the median."""
+    if row.get("total_range_ms"):
+        low, high = row["total_range_ms"]
+        return float(high - low) / 2 / row["total_ms"]
+    if len(row.get("steps_ms", ())) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(row["steps_ms"])
+    return float(high - low) / 2 / middle
+
+
+def leaders(by: By) -> tuple[str | None, str | None]:
+    """Who leads in time and who in memory, among those whose results are right."""
+    right = {name: row for name, row in by.items() if row["status"] == "ok" and name != "floor"}
+    scatter = {name: scatter_of(row) for name, row in right.items()}
+    memory = "peak_gib" if any("peak_gib" in row for row in right.values()) else "peak_mib"
+    return (
+        leader({name: _time(row) for name, row in right.items()}, scatter),
+        leader({name: row[memory] for name, row in right.items()}),
+    )
+
+
+def _time(row: dict[str, Any]) -> float | None:
+    if "tokens_per_s" in row:
+        return 1 / row["tokens_per_s"] if row["tokens_per_s"] else None
+    return row["total_ms"]  # type: ignore[no-any-return]
+
+
+def bold(text: str, really: bool) -> str:
+    return f"**{text}**" if really else text
 
 
 # ---------------------------------------------------------------------------------------------------------- operators
 
 
-def _ops(names: list[str], cases: list[dict[str, dict[str, Any]]]) -> Cells:
+def _ops(names: list[str], cases: list[By]) -> Cells:
     """Milliseconds (× floor)."""
     lines = []
     for by in cases:
         row = next(iter(by.values()))
         floor = next((r["floor_ms"] for r in by.values() if r["floor_ms"] is not None), None)
-        fastest = min(
-            (r["total_ms"] for r in by.values() if r["total_ms"] is not None and r["status"] == "ok"), default=0
-        )
-        cells = [_ops_cell(by.get(name), fastest) for name in names]
+        fastest, _ = leaders(by)
+        cells = [_ops_cell(by.get(name), name == fastest) for name in names]
         lines.append([row["op"], _shape(row), row["dtype"], _number(floor), *cells])
     return ["op", "shape", "dtype", "floor ms", *names], lines
 
 
-def _ops_cell(row: dict[str, Any] | None, fastest: float) -> str:
+def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
     if row is None or row["status"] != "ok" or row["total_ms"] is None:
         return "–" if row is None or row["status"] == "ok" else row["status"]
     floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
-    text = f"{_number(row['total_ms'])}{floor}"
-    return f"**{text}**" if row["total_ms"] == fastest else text
+    return bold(f"{_number(row['total_ms'])}{floor}", leads)
 
 
 # ------------------------------------------------------------------------------------------------------- whole models
 
 
-def _models(names: list[str], cases: list[dict[str, dict[str, Any]]]) -> Cells:
-    """Tokens/s and peak GiB, with what they are more or less than Hugging Face's; their mean over the models below."""
-    lines = []
-    for by in cases:
-        row = next(iter(by.values()))
-        size = f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")
-        sides = [r for r in by.values() if r["side"] != "floor" and r["status"] == "ok"]
-        fastest = max((r["tokens_per_s"] for r in sides), default=0)
-        lines.append([row["model"], size, *(_model_cell(by.get(name), by.get("hf"), fastest) for name in names)])
-    pairs = {name: [(by[name], by["hf"]) for by in cases if _both(by, name)] for name in names}
-    if any(len(found) > 1 for found in pairs.values()):
-        lines.append(["mean", "", *(_mean(found) if name != "floor" else "" for name, found in pairs.items())])
-    return ["model", "batch×seq", *names], lines
+def _models(names: list[str], cases: list[By]) -> Cells:
+    """Tokens/s and peak GiB, with what they are more or less than Hugging Face's; their means below."""
+    lines = [[*_model_and_size(next(iter(by.values()))), *_model_cells(names, by)] for by in cases]
+    return ["model", "batch×seq", *names], [*lines, *_means(names, cases)]
 
 
-def _both(by: dict[str, dict[str, Any]], name: str) -> bool:
-    return name != "hf" and all(side in by and by[side]["status"] == "ok" for side in (name, "hf"))
+def _model_and_size(row: dict[str, Any]) -> list[str]:
+    return [row["model"], f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")]
 
 
-def _model_cell(row: dict[str, Any] | None, plain: dict[str, Any] | None, fastest: float) -> str:
+def _model_cells(names: list[str], by: By) -> list[str]:
+    fastest, smallest = leaders(by)
+    return [_model_cell(by.get(name), by.get("hf"), name == fastest, name == smallest) for name in names]
+
+
+def _model_cell(row: dict[str, Any] | None, plain: dict[str, Any] | None, fastest: bool, smallest: bool) -> str:
     if row is None:
         return "–"
     if row["status"] != "ok":
         return row["reason"] if len(row["reason"]) <= 30 else "failed"
     if plain is None or plain["status"] != "ok" or row["side"] in ("hf", "floor"):
         plain = None
-    rate = f"{row['tokens_per_s']:,.0f}" + _change(row, plain, "tokens_per_s")
-    rate = f"**{rate}**" if row["tokens_per_s"] == fastest else rate
-    return rate if row["peak_gib"] is None else f"{rate}, {row['peak_gib']:.1f} GiB" + _change(row, plain, "peak_gib")
+    rate = bold(f"{row['tokens_per_s']:,.0f}" + _change(row, plain, "tokens_per_s"), fastest)
+    if row["peak_gib"] is None:
+        return rate
+    return f"{rate}, " + bold(f"{row['peak_gib']:.1f} GiB" + _change(row, plain, "peak_gib"), smallest)
 
 
 def _change(row: dict[str, Any], plain: dict[str, Any] | None, key: str) -> str:
     return "" if plain is None else f" ({_percent(row[key] / plain[key])})"
 
 
+def _means(names: list[str], cases: list[By]) -> list[list[str]]:
+    """A line for each set of models that some side has run, over all sides that have run the whole of it.
+
+    Means over different models say nothing about each other: a side that ran two of five models has its mean beside
+    those of the others over the same two.
+    """
+    plain = [by for by in cases if "hf" in by and by["hf"]["status"] == "ok"]
+    sides = [name for name in names if name not in ("hf", "floor")]
+    ran = {name: [n for n, by in enumerate(plain) if name in by and by[name]["status"] == "ok"] for name in sides}
+    lines = []
+    for chosen in sorted({tuple(found) for found in ran.values() if len(found) > 1}, key=len, reverse=True):
+        members = [plain[n] for n in chosen]
+        cells = [
+            _mean([(by[n], by["hf"]) for by in members]) if set(chosen) <= set(ran.get(n, ())) else "" for n in names
+        ]
+        left = [by for by in cases if by not in members]
+        named, word = (left, "all but ") if len(left) < len(members) else (members, "")
+        which = " and ".join(" ".join(_model_and_size(next(iter(by.values())))) for by in named)
+        lines.append([f"mean of {len(chosen)}", word + which if which else "", *cells])
+    return lines
+
+
 def _mean(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     def mean(key: str) -> str:
         return _percent(statistics.fmean(row[key] / plain[key] for row, plain in pairs))
 
-    if not pairs:
-        return "–"
     return mean("tokens_per_s") + (f", memory {mean('peak_gib')}" if all(row["peak_gib"] for row, _ in pairs) else "")
 
 
@@ -109,25 +192,15 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %".replace("-", "−")
 
 
-def _sequence(names: list[str], cases: list[dict[str, dict[str, Any]]]) -> Cells:
-    """Peak GiB, and the longest sequence of which a step was made."""
-    lines = []
+def _sequence(names: list[str], cases: list[By]) -> Cells:
+    """Tokens/s and peak GiB over the length, and the longest sequence of which a step was made."""
     cases = sorted(cases, key=lambda by: next(iter(by.values()))["seq"])
-    for by in cases:
-        row = next(iter(by.values()))
-        cells = [_length_cell(by.get(name)) for name in names]
-        lines.append([f"{row['seq']:,}", *cells])
+    lines = [[f"{next(iter(by.values()))['seq']:,}", *_model_cells(names, by)] for by in cases]
     longest = [max((by[n]["seq"] for by in cases if n in by and by[n]["status"] == "ok"), default=0) for n in names]
-    return ["tokens", *names], [*lines, ["longest", *(f"**{length:,}**" for length in longest)]]
+    return ["tokens", *names], [*lines, ["longest", *(f"{length:,}" for length in longest)]]
 
 
-def _length_cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "–"
-    return f"{row['peak_gib']:.1f} GiB" if row["status"] == "ok" and row["peak_gib"] else row["reason"] or "–"
-
-
-MATRICES: dict[str, Callable[[list[str], list[dict[str, dict[str, Any]]]], Cells]] = {
+MATRICES: dict[str, Callable[[list[str], list[By]], Cells]] = {
     "ops": _ops,
     "model": _models,
     "sequence": _sequence,

@@ -1,0 +1,177 @@
+"""The README's tables, made from the result files.
+
+    python benchmarks/readme.py            say which of them are not what the files say
+    python benchmarks/readme.py --write    write them into the README
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, NAME one of TABLES. `tests/test_readme.py` holds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tigon.bench import report
+from tigon.bench.matrix import CAPTION, By, bold, cases_of, leaders, to_matrix
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RAISED = "¹²³⁴⁵⁶⁷⁸⁹"
+
+# What a line is called, and the case that it is.
+LOSSES = {
+    "`linear_cross_entropy`, 32,768 tokens": ("linear_cross_entropy", (32768, 4096, 128256)),
+    "the same, half of the labels ignored": ("linear_cross_entropy-ignored50", (32768, 4096, 128256)),
+    "`losses.dpo` with a reference head": ("dpo", (16, 1024, 4096, 128256)),
+    "`losses.orpo`": ("orpo", (16, 1024, 4096, 128256)),
+    "`losses.grpo`": ("grpo", (16, 1024, 4096, 128256)),
+    "`losses.distill`, JSD, 4,096 tokens": ("distill", (4096, 4096, 128256)),
+}
+EXPERTS = {
+    "Mixtral-8x7B": ("moe_mlp", (8192, 4096, 14336, 8, 2)),
+    "Qwen3-30B-A3B": ("moe_mlp", (8192, 2048, 768, 128, 8)),
+    "gpt-oss-20b": ("moe_mlp-gpt-oss", (8192, 2880, 2880, 32, 4)),
+}
+TITLES = {
+    "tigon": "Tigon", "liger": "Liger", "quack": "QuACK", "trl": "TRL", "compile": "compiled", "eager": "eager",
+    "transformers": "`grouped_mm`",
+}  # fmt: skip
+# What a reader has to know of a peer's figure: (operator, implementation).
+REMARKS = {
+    ("grpo", "liger"): "By its default, `chunk_size=1`, Liger takes one sequence at a time, and 4,096 classes of it.",
+}
+
+
+def four_gpus() -> str:
+    return models("h200-4gpus.json")
+
+
+def one_gpu() -> str:
+    return models("h200-models.json", ("floor", "hf", "compile", "liger", "tigon", "tigon-compile"))
+
+
+def models(name: str, order: Sequence[str] = ()) -> str:
+    content = report.load(RESULTS / name)
+    return f"{to_matrix(content, order)}\n{CAPTION} {source(name, content)}\n"
+
+
+def losses() -> str:
+    """Of the file in which all peers were measured in one run, if there is one; else of the record of all products."""
+    name = "h200-losses.json" if (RESULTS / "h200-losses.json").exists() else "h200-matmul.json"
+    return operators(name, LOSSES, "loss", ("tigon", "liger", "quack", "trl", "compile", "eager"), digits=1)
+
+
+def experts() -> str:
+    columns = ("tigon", "liger", "transformers", "eager")
+    return operators("h200-matmul.json", EXPERTS, "experts", columns, digits=2, titles={"eager": "loop"})
+
+
+def operators(
+    name: str,
+    lines: dict[str, tuple[str, tuple[int, ...]]],
+    what: str,
+    columns: Sequence[str],
+    digits: int,
+    titles: dict[str, str] | None = None,
+) -> str:
+    """Milliseconds and GiB of each case in bf16; columns that nobody measured are left out."""
+    content = report.load(RESULTS / name)
+    cases = {case(by): by for by in cases_of(content["rows"], "implementation")}
+    shown = {title: cases[op, shape, "bfloat16"] for title, (op, shape) in lines.items()}
+    present = [column for column in columns if any(column in by for by in shown.values())]
+    header = [TITLES[column] if column not in (titles or {}) else (titles or {})[column] for column in present]
+    notes: list[str] = []
+    table = [[f"{what}, forward + backward", *header], [":--", *("--:" for _ in present)]]
+    for title, by in shown.items():
+        fastest, smallest = leaders(by)
+        table.append([title, *(cell(by.get(c), c == fastest, c == smallest, digits, notes) for c in present)])
+    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    marked = " ".join(f"{RAISED[number]} {note}" for number, note in enumerate(notes))
+    return f"{text}\n\n" + " ".join(filter(None, [CAPTION, marked, source(name, content)])) + "\n"
+
+
+def case(by: By) -> tuple[Any, ...]:
+    row = next(iter(by.values()))
+    return row["op"], tuple(row["shape"]), row["dtype"]
+
+
+def cell(row: dict[str, Any] | None, fastest: bool, smallest: bool, digits: int, notes: list[str]) -> str:
+    if row is None:
+        return "–"
+    remarks = [REMARKS[key]] if (key := (row["op"], row["implementation"])) in REMARKS else []
+    if row["status"] == "wrong":
+        remarks.append(f"Wrong by our bound: {row['reason']}.")
+    if row["total_ms"] is None:
+        return "failed" + marks(remarks, notes)
+    time = bold(f"{row['total_ms']:.1f} ms", fastest)
+    return f"{time}, " + bold(f"{row['peak_mib'] / 1024:.{digits}f} GiB", smallest) + marks(remarks, notes)
+
+
+def marks(remarks: Sequence[str], notes: list[str]) -> str:
+    """The raised numbers of some remarks, which take their place in the notes when they are new."""
+    notes += [remark for remark in remarks if remark not in notes]
+    return "".join(RAISED[notes.index(remark)] for remark in remarks)
+
+
+def source(name: str, content: dict[str, Any]) -> str:
+    """Where the figures come from, in a sentence."""
+    env = content["environment"]
+    gpus = content.get("gpus") or max((row.get("gpus", 1) for row in content["rows"]), default=1)
+    versions = ", ".join(
+        f"{title} {env['packages'][key]}" for key, title in PACKAGES.items() if env["packages"].get(key)
+    )
+    device = env["device"].removeprefix("NVIDIA ")
+    days = sorted({run["date"][:10] for run in runs(content)})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"[{gpus} × {device}](benchmarks/results/{name}), {versions}; {when}."
+
+
+PACKAGES = {
+    "torch": "torch", "triton": "Triton", "transformers": "transformers", "liger-kernel": "Liger",
+    "quack-kernels": "QuACK", "trl": "TRL",
+}  # fmt: skip
+
+
+def runs(content: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(content.get("runs") or [{"date": content["date"], "command": content["command"]}])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "four-gpus": four_gpus,
+    "one-gpu": one_gpu,
+    "losses": losses,
+    "experts": experts,
+}
+
+
+def filled(text: str) -> str:
+    """The README with its tables as the result files have them."""
+    return MARK.sub(lambda mark: f"{mark[1]}{TABLES[mark[2]]()}{mark[3]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args(arguments)
+    text = README.read_text()
+    new = filled(text)
+    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in text]
+    if missing:
+        print(f"readme.py: README.md has no table {', '.join(missing)}.", file=sys.stderr)
+    if new == text:
+        return 1 if missing else 0
+    if options.write:
+        README.write_text(new)
+        return 0
+    print("readme.py: tables of README.md differ from the result files; --write renews them.", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
