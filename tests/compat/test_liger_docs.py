@@ -23,6 +23,7 @@ HEADINGS = {
     "rotary": "Rotary embeddings",
     "functional": "Functions",
     "cross_entropy": "Cross entropy",
+    "scaled_cross_entropy": "",
     "causal_lm": "",
     "divergences": "Divergences",
     "chunked_loss": "Chunked losses",
@@ -40,7 +41,9 @@ def names() -> str:
         if heading:
             lines += ["", f"### {heading}", "", "| name | what it is here |", "| :-- | :-- |"]
         for name in liger._NAMES[module].split():
-            if not name.startswith("apply_"):
+            if name.isupper():
+                lines.append(f"| `{name}` | The function of each type of model, as a dictionary. |")
+            elif not name.startswith("apply_"):
                 lines.append(f"| `{name}` | {first_sentence(getattr(liger, name))} |")
             elif name == "apply_liger_kernel_to_llama":
                 lines.append(f"| `apply_liger_kernel_to_*`, {len(models.ARGUMENTS)} families | `tigon.fuse(model)`. |")

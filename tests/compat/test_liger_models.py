@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import subprocess
 import sys
@@ -157,8 +158,62 @@ def test_unknown_flags_are_named():
         liger.apply_liger_kernel_to_llama(rms=True, model=model())
     with pytest.raises(TypeError, match=r"apply_liger_kernel_to_llava: its flags are rope, .*, got 'vision'"):
         liger.apply_liger_kernel_to_llava(vision=True, model=model())
-    with pytest.raises(TypeError, match=r"its flags are rope, .*, got 'rms'"):
-        liger._apply_liger_kernel_to_instance(model(), rms=True)
+    with pytest.warns(UserWarning, match=r"'rms' is none of its flags rope, .*, and is left out"):
+        assert kinds(liger._apply_liger_kernel_to_instance(model(), rms=True)) == EVERYTHING
+
+
+def test_the_types_with_a_function_are_ligers():
+    theirs = pytest.importorskip("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    ours = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert {kind: fn.__name__ for kind, fn in theirs.items()}.items() <= {
+        k: f.__name__ for k, f in ours.items()
+    }.items()
+    assert kinds(ours["llama"](model=model())) == EVERYTHING
+
+
+# --------------------------------------------------------------------------------------------------------- calls
+
+
+def test_a_second_call_adds_to_the_first():
+    one = model()
+    everything_off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
+    assert kinds(liger.apply_liger_kernel_to_llama(model=one, **everything_off)) == set()
+    assert kinds(liger.apply_liger_kernel_to_llama(model=one, **everything_off | {"swiglu": True})) == {"mlp"}
+    second = liger.apply_liger_kernel_to_llama(model=one, **everything_off | {"rope": True})
+    assert kinds(second) == {"mlp", "rotary"}
+    assert liger.apply_liger_kernel_to_llama(model=one, swiglu=False, rope=False, rms_norm=False).report().fused
+    second.remove()
+    assert "head" in kinds(liger.apply_liger_kernel_to_llama(model=one))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"lse_square_scale": 0.1}, {"label_smoothing": 0.5}, {"use_token_scaling": True},
+        {"accum_dtype": torch.float32},
+        {"return_token_accuracy": True}, {"return_predicted_tokens": True}, {"ce_weight": torch.ones(131)},
+    ],
+)  # fmt: skip
+def test_arguments_of_ligers_forward_are_refused_by_name(asked):
+    """Dropped in silence they would turn one training into another."""
+    one, ids = model(), torch.arange(1, 9)[None]
+    liger.apply_liger_kernel_to_llama(model=one)
+    (name,) = asked
+    for fused in (one, copy.deepcopy(one)):
+        with pytest.raises(ValueError, match=f"must not be given {name}="):
+            fused(ids, labels=ids, **asked)
+    one(ids, labels=ids, lse_square_scale=0.0, return_token_accuracy=False, label_smoothing=None)
+
+
+def test_skip_logits():
+    one, ids = model(), torch.arange(1, 9)[None]
+    liger.apply_liger_kernel_to_llama(model=one)
+    with pytest.raises(ValueError, match="skip_logits is True, but labels and shift_labels are None"):
+        one(ids, skip_logits=True)
+    loss = one(ids, labels=ids, skip_logits=True).loss
+    outputs = one(ids, labels=ids, skip_logits=False)
+    assert torch.equal(outputs.loss, loss)
+    assert outputs.logits.sum().isfinite()
 
 
 # ------------------------------------------------------------------------------------------------------ auto class

@@ -722,3 +722,12 @@ def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
     assert len(hooked) == (len(model.model.layers) if obstacle in ("hook", "forward") else 0)
     assert abs(fused.loss - plain.loss) < 1e-5
     assert_close(grads, plain_grads)
+
+
+def test_a_fusion_that_replaced_nothing_does_not_stand_in_the_way():
+    model = build("llama")
+    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts"), False)
+    empty = tigon.fuse(model, **off)
+    assert empty.report().fused == []
+    assert tigon.fuse(model, **off) is empty
+    assert tigon.fuse(model).report().fused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Ledger:
     active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
     lazy: the model's forward is running with labels, so that its head may leave the logits unbuilt.
     fusion: whose ledger it is, for who meets a part of the model first.
+    check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
     recompute: what is computed again in the backward pass instead of being kept.
     """
 
@@ -28,6 +30,7 @@ class Ledger:
         self.fusion: Any = None
         self.recompute = recompute or Recompute("none")
         self.lazy = False
+        self.check_arguments: Callable[[Mapping[str, Any]], None] | None = None
         self.valid: tuple[Any, int] | None = None
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
@@ -83,6 +86,6 @@ class Ledger:
         if owner is None:  # a part of the model is copied, and stays part of it: PEFT's modules_to_save does that
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
-        copied.active = self.active
+        copied.active, copied.check_arguments = self.active, self.check_arguments
         memo[id(self)] = copied
         return copied

@@ -55,7 +55,7 @@ def fuse(
             it: with gradient checkpointing, the inputs of the layers. On a GPU.
     Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
         also a context manager. A model that is fused already is left as it is, and its Fusion returned, with a warning
-        where options were given that it was not fused with.
+        where options were given that it was not fused with; a Fusion that replaced nothing does not count.
     Raises: TypeError for what is not a module; ValueError for an unknown level of recompute.
 
     Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
@@ -69,7 +69,9 @@ def fuse(
     options = parts | {"recompute": recompute, "offload": offload}
     present = vars(model).get("_tigon_fusion")
     if present is not None:
-        return _as_it_is(present, options)
+        if present._modules or present._options == options:
+            return _as_it_is(present, options)
+        present.remove()  # with other options it replaced nothing, so nothing has to stay as it is
     fusion = Fusion(model, recompute, offload)
     fusion._options = options
     fusion._fuse(**parts)

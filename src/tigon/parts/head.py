@@ -41,6 +41,8 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
         ledger = patch.ledger
         if not ledger.active:
             return run(*args, **kwargs)
+        if ledger.check_arguments is not None:
+            ledger.check_arguments(kwargs)
         at = patch.labels_at
         labels = kwargs.get("labels")
         if labels is None and at is not None and len(args) > at:

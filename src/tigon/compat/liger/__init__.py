@@ -11,7 +11,8 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "models": """_apply_liger_kernel _apply_liger_kernel_to_instance apply_liger_kernel_to_deepseek_v2
+    "models": """MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance
+        apply_liger_kernel_to_deepseek_v2
         apply_liger_kernel_to_deepseek_v3 apply_liger_kernel_to_deepseek_v4 apply_liger_kernel_to_exaone4
         apply_liger_kernel_to_falcon_h1 apply_liger_kernel_to_gemma apply_liger_kernel_to_gemma2
         apply_liger_kernel_to_gemma3 apply_liger_kernel_to_gemma3_text apply_liger_kernel_to_gemma4
@@ -38,6 +39,8 @@ _NAMES = {
         LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP""",
     "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss liger_cross_entropy
         liger_fused_linear_cross_entropy""",
+    "scaled_cross_entropy": """LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction
+        fused_selective_log_softmax liger_fused_linear_scaled_cross_entropy_tp""",
     "causal_lm": "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
     "divergences": """LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss
         LigerTVDLoss liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div liger_tvd""",
@@ -62,18 +65,18 @@ MISSING = {
     "LigerFusedNeighborhoodAttentionLayer": _NO_KERNEL,
     "LigerMHC": _NO_KERNEL,
     "LigerORPOTrainer": "the loss of TRL's own trainer can be LigerFusedLinearORPOLoss, or tigon.losses.orpo",
-    "LigerVocabParallelCrossEntropy": "no operator here takes logits whose classes are spread over ranks",
+    "LigerVocabParallelCrossEntropy": "tigon.linear_cross_entropy takes a head that is split over ranks (group=)",
     "apply_liger_llama4_rope_full": "it patches a module of transformers for all models; tigon.fuse(model) does not",
     "lce_forward": "no family needs a forward of its own, as tigon.fuse(model) does without",
     "liger_attn_res": _NO_KERNEL,
-    "liger_fused_linear_scaled_cross_entropy_tp": "no operator here takes a head that is spread over ranks",
     "liger_fused_neighborhood_attention": _NO_KERNEL,
     "liger_mhc_apply": _NO_KERNEL,
     "liger_mhc_coeffs": _NO_KERNEL,
     "liger_mhc_forward": _NO_KERNEL,
     "liger_mhc_post_res": _NO_KERNEL,
     "liger_mhc_pre": _NO_KERNEL,
-    "triton_grpo_loss": "LigerFusedLinearGRPOLoss and tigon.losses.grpo do without the logits that it wants",
+    "triton_grpo_loss": "LigerFusedLinearGRPOLoss and tigon.losses.grpo do without the logits that it wants; for the "
+    "log-probabilities of given logits there is fused_selective_log_softmax",
 }
 
 __all__ = sorted([*_HOME, *_MODULES])

@@ -98,6 +98,8 @@ def head_cross_entropy(
     use_token_scaling: bool,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """wanted: z-loss, accuracy and predicted classes. items: what the mean divides by in place of the tokens."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     summed = accumulate(name, accum_dtype, weight)
     valid = target != ignore_index
     count = valid.sum().clamp(min=1) if items is None else items

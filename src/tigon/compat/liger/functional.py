@@ -18,6 +18,7 @@ from tigon.compat.liger.divergences import (
     liger_tvd,
 )
 from tigon.compat.liger.rotary import liger_qwen2vl_mrope, liger_rope
+from tigon.compat.liger.scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp
 from tigon.ops.dyt import dyt
 from tigon.ops.gated import geglu, swiglu
 from tigon.ops.group_norm import group_norm
@@ -36,6 +37,7 @@ __all__ = [
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
     "liger_fused_linear_kl_div",
+    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",

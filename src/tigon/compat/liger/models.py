@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
 
+from tigon.compat.liger.forward import check_forward_arguments
 from tigon.fusion.model import Fusion, fuse
 
 # Liger's flags, and what they are in tigon.fuse.
@@ -26,6 +28,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "geglu": ("mlp",),
     "relu_squared": ("mlp",),
 }
+_PARTS = {part for parts in FLAGS.values() for part in parts}
 _SWIGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 _GEGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
 _VISION = "cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **"
@@ -70,9 +73,14 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
     Args:
         model: a transformers model.
         kwargs: Liger's flags, as `TrainingArguments.liger_kernel_config` has them. Those that the function for this
-            type of model does not take are left out, as Liger leaves them out.
+            type of model does not take are left out, as Liger leaves them out; of a name that no function takes, with
+            a warning.
     """
-    _check_flags("_apply_liger_kernel_to_instance", kwargs)
+    for flag in kwargs.keys() - FLAGS.keys():
+        warnings.warn(
+            f"_apply_liger_kernel_to_instance: {flag!r} is none of its flags {', '.join(FLAGS)}, and is left out.",
+            stacklevel=2,
+        )
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
     names = _names(OTHER_TYPES.get(model_type, model_type))
     return _fused("_apply_liger_kernel_to_instance", model, {k: v for k, v in kwargs.items() if k in names}, names)
@@ -107,8 +115,18 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
     off |= set() if head else set(kinds)
-    parts: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
-    return fuse(model, **parts)
+    options: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
+    present = vars(model).get("_tigon_fusion")
+    if present is not None:
+        # A second call adds to the first in Liger: what either of them switches on is on.
+        options = {part: on or options.get(part, True) for part, on in present._options.items() if part in _PARTS} | {
+            name: value for name, value in present._options.items() if name not in _PARTS
+        }
+        if options != present._options:
+            present.remove()
+    fusion = fuse(model, **options)
+    fusion._ledger.check_arguments = check_forward_arguments
+    return fusion
 
 
 def _function(family: str, arguments: str) -> Callable[..., Fusion]:
@@ -137,3 +155,8 @@ def _function(family: str, arguments: str) -> Callable[..., Fusion]:
 
 
 globals().update({f"apply_liger_kernel_to_{family}": _function(family, ARGUMENTS[family]) for family in ARGUMENTS})
+# Other libraries import this table to see which types of models there is a function for.
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Fusion]] = {
+    model_type: globals()[f"apply_liger_kernel_to_{family}"]
+    for model_type, family in ({family: family for family in ARGUMENTS} | OTHER_TYPES).items()
+}

@@ -16,9 +16,11 @@ WITHOUT_EFFECT = {
     "eps": "a class of probability 0 contributes 0 without it",
     "impl": "TIGON_BACKEND and tigon.use_backend choose between Triton and PyTorch",
     "in_place": "nothing that a caller can see is overwritten",
+    "m_tiles_per_cluster": "there is one way for each kernel",
     "mode": "there is one way for each kernel",
     "position_ids": "cos and sin are those of the positions",
     "row_mode": "how many rows a program takes follows from the shape",
+    "tiles_per_reduce": "there is one way for each kernel",
 }
 
 
