@@ -7,6 +7,7 @@
 #   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
 #   make sam-study  how flat the minima of MicroBatchSAM are, beside those of SGD
 #   make docs       the documentation, into site/
+#   make package    wheel and source distribution, into dist/, tried in a fresh environment
 #   make gpu-test   the same suite on a CUDA device
 #   make gpu-test-distributed   the tests of several processes, a GPU for each; larger worlds than the machine are skipped
 #   make bench      benchmarks on a CUDA device, into benchmarks/results
@@ -19,7 +20,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint sweep converge sam-study docs gpu-test gpu-test-distributed bench clean
+.PHONY: help venv demo test lint sweep converge sam-study docs package gpu-test gpu-test-distributed bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -76,6 +77,12 @@ sam-study: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+# Without isolation: the builder is among the pinned versions.
+package: $(READY)
+	rm -rf dist
+	$(PY) -m hatchling build -d dist
+	$(RUN) -m pytest tests/test_package.py $(PYTEST_ARGS)
 
 gpu-test: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-test: torch sees no CUDA device here. On a CPU: make test.")'

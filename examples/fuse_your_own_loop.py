@@ -3,7 +3,7 @@
     python examples/fuse_your_own_loop.py
 
 A small Llama with random weights learns to count, on a GPU if there is one, else on the CPU in a few seconds. Needs
-transformers: pip install "tigon[hf]".
+transformers: pip install ".[hf]".
 """
 
 import torch

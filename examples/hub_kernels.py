@@ -2,7 +2,7 @@
 
     python examples/hub_kernels.py
 
-A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]" kernels,
+A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install ".[train]" kernels,
 in a version that transformers takes: it marks its layers for kernels only then.
 """
 

@@ -2,7 +2,7 @@
 
     python examples/lightning_module.py
 
-A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]" and
+A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install ".[train]" and
 lightning.
 """
 

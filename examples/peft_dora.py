@@ -3,7 +3,7 @@
     python examples/peft_dora.py
 
 DoRA on all linear layers of a small Llama with random weights, which learns eight sentences in seconds on a CPU. Needs
-pip install "tigon[train]".
+pip install ".[train]".
 """
 
 import small_model

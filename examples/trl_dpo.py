@@ -3,7 +3,7 @@
     python examples/trl_dpo.py
 
 A small Llama with random weights learns which of two answers is preferred, in seconds on a CPU. Needs
-pip install "tigon[train]".
+pip install ".[train]".
 """
 
 import small_model

@@ -3,7 +3,7 @@
     python examples/trl_gkd.py
 
 A small Llama with random weights comes nearer to another one, in seconds on a CPU. TRL's DistillationTrainer takes the
-same line. Needs pip install "tigon[train]".
+same line. Needs pip install ".[train]".
 """
 
 import small_model

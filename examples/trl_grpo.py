@@ -2,7 +2,7 @@
 
     python examples/trl_grpo.py
 
-A small Llama with random weights is rewarded for the letter e, in seconds on a CPU. Needs pip install "tigon[train]".
+A small Llama with random weights is rewarded for the letter e, in seconds on a CPU. Needs pip install ".[train]".
 """
 
 import small_model

@@ -3,7 +3,7 @@
     python examples/trl_kto.py
 
 A small Llama with random weights learns good answers from bad ones, in seconds on a CPU. Needs
-pip install "tigon[train]".
+pip install ".[train]".
 """
 
 import small_model

@@ -2,7 +2,7 @@
 
     python examples/trl_sft.py
 
-A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install "tigon[train]".
+A small Llama with random weights learns eight sentences, in seconds on a CPU. Needs pip install ".[train]".
 """
 
 import small_model

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -66,3 +67,31 @@ def test_its_pictures_and_links_are_there():
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert links
     assert not missing
+
+
+def test_the_gain_that_opens_it_is_the_mean_over_the_models_of_the_result_file():
+    rows = report.load(ROOT / "benchmarks" / "results" / "h200-4gpus.json")["rows"]
+    by = {(row["model"], row["side"]): row for row in rows}
+    models = sorted({model for model, _ in by})
+    assert len(models) == 5
+    text = " ".join((ROOT / "README.md").read_text().partition("```")[0].split())
+    for side, shown in (("tigon", "**{} tokens/s in {} memory**"), ("liger", "Liger-Kernel: {}, {}")):
+        gains = [mean(by[m, side][key] / by[m, "hf"][key] - 1 for m in models) for key in ("tokens_per_s", "peak_gib")]
+        assert shown.format(*map(percent, gains)) in text
+
+
+def test_what_it_says_of_compile_is_of_the_models_measured_with_both():
+    rows = report.load(ROOT / "benchmarks" / "results" / "h200-models.json")["rows"]
+    speed = {(row["model"], row["batch"], row["seq"], row["side"]): row.get("tokens_per_s") for row in rows}
+    both = [case[:3] for case, value in speed.items() if case[3] == "compile" and value]
+    compiled, tigon = (
+        mean(speed[(*case, side)] / speed[(*case, "hf")] - 1 for case in both) for side in ("compile", "tigon")
+    )
+    assert len(both) == 2
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"On the two models that we measured with both, it gains {compiled:.1%} tokens/s".replace("%", " %") in text
+    assert f"and Tigon {100 * tigon:.1f} %." in text
+
+
+def percent(gain: float) -> str:
+    return f"{100 * gain:+.1f} %".replace("-", "−")

@@ -14,6 +14,7 @@ from conftest import write_model
 from safetensors.torch import load_file
 
 from tigon.cli.parallel import too_few
+from tigon.install import install
 
 pytestmark = pytest.mark.xdist_group("cli-parallel")
 SMALL = ("--batch-size", 2, "--seq-len", 32, "--log-every", 4, "--save-every", 2, "--eval-fraction", 0.01)
@@ -167,7 +168,7 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
             2,
             "zero3",
             (),
-            ("--parallel zero3 needs deepspeed: pip install 'tigon[deepspeed]'",),
+            (f"--parallel zero3 needs deepspeed: {install('deepspeed')}",),
             marks=pytest.mark.skipif(find_spec("deepspeed") is not None, reason="deepspeed is installed"),
         ),
         (2, "hsdp=4", (), ("groups of 4 do not divide the 2 processes",)),

@@ -12,6 +12,7 @@ from tigon.cli.data import read_corpus
 from tigon.cli.options import TrainOptions, settle
 from tigon.cli.parallel import Layout
 from tigon.cli.problem import Problem
+from tigon.install import install
 
 FEW = ("--batch-size", 4, "--log-every", 2, "--save-every", 3, "--device", "cpu", "--seed", 3, "--lr", 1e-3,
        "--steps", 6)  # fmt: skip
@@ -113,7 +114,7 @@ def test_without_trl_it_names_the_install_line(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "tigon: --task dpo needs trl: pip install 'tigon[train]'\n"
+    assert done.stderr == f"tigon: --task dpo needs trl: {install('train')}\n"
 
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

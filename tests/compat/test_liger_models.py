@@ -13,6 +13,7 @@ import torch
 
 from tigon.compat import liger
 from tigon.compat.liger import models
+from tigon.install import install
 
 transformers = pytest.importorskip("transformers")
 
@@ -282,9 +283,7 @@ except ImportError as error:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (
-        "AutoLigerKernelForCausalLM needs transformers: install it with `pip install tigon[hf]`."
-    )
+    assert done.stdout.strip() == f"AutoLigerKernelForCausalLM needs transformers: {install('hf')}."
 
 
 @pytest.mark.parametrize("name", sorted(liger.MISSING))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.cli.problem import Problem, one_line
+from tigon.install import install
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -130,7 +131,7 @@ def _dataset_rows(data: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise Problem(f"--data {data}: no such file; data sets need datasets: pip install 'tigon[train]'") from error
+        raise Problem(f"--data {data}: no such file; data sets need datasets: {install('train')}") from error
     datasets.disable_progress_bars()
     try:
         if path.exists():

@@ -7,6 +7,8 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+from tigon.install import install
+
 
 class Problem(Exception):
     """A command cannot go on, for a reason that the user can do something about.
@@ -31,8 +33,8 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        wanted = f"'tigon[{extra}]'" if extra else " ".join(missing)
-        raise Problem(f"{command} needs {', '.join(missing)}: pip install {wanted}")
+        wanted = install(extra) if extra else f"pip install {' '.join(missing)}"
+        raise Problem(f"{command} needs {', '.join(missing)}: {wanted}")
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -13,13 +13,14 @@ import copy
 import types
 from typing import Any
 
+from tigon.install import install
 from tigon.optim.micro_batch_sam import checked, refuse_fsdp1
 from tigon.optim.passes import two_passes
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("tigon.integrations.sam needs transformers: pip install 'tigon[hf]'.") from error
+    raise ImportError(f"tigon.integrations.sam needs transformers: {install('hf')}.") from error
 
 
 class MicroBatchSAMCallback(TrainerCallback):

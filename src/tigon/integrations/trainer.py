@@ -13,12 +13,13 @@ from typing import Any
 
 from tigon.fusion.model import Fusion, fuse
 from tigon.fusion.report import Report
+from tigon.install import install
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError("tigon.integrations.trainer needs transformers: pip install 'tigon[hf]'.") from error
+    raise ImportError(f"tigon.integrations.trainer needs transformers: {install('hf')}.") from error
 
 LIGER = (
     "use_liger_kernel=True: Liger-Kernel has replaced parts of the model, and Tigon leaves these to it. Set "

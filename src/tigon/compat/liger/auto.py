@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tigon.compat.liger.models import FLAGS, _apply_liger_kernel_to_instance
+from tigon.install import install
 
 try:
     from transformers import AutoModelForCausalLM
 except ImportError:
-    raise ImportError(
-        "AutoLigerKernelForCausalLM needs transformers: install it with `pip install tigon[hf]`."
-    ) from None
+    raise ImportError(f"AutoLigerKernelForCausalLM needs transformers: {install('hf')}.") from None
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from tigon.fusion.probe import Unknown, signature_of
+from tigon.install import install
 from tigon.parts.mlp import Gated, recognize_mlp
 from tigon.parts.norm import Norm, recognize_norm
 from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
@@ -108,7 +109,7 @@ def kernel_config(model: nn.Module, *, rotary: bool = False) -> Any:
     try:
         from transformers import KernelConfig
     except ImportError as error:
-        raise ImportError(f"kernel_config needs transformers, pip install 'tigon[hf]': {error}.") from None
+        raise ImportError(f"kernel_config needs transformers, {install('hf')}: {error}.") from None
     layers = _some_layers("kernel_config", model, rotary)
     return KernelConfig({name: f"{REPOSITORY}:{layer}" for name, layer in layers.items()}, use_local_kernel=True)
 
