@@ -11,6 +11,8 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- operators -->                  the operators by kind, with what they replace
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
+    <!-- hardware -->                   the machines and versions of all result files
+    <!-- peaks: MODEL -->               the measured peaks of a model, plain and fused
     <!-- families -->                   what fuse does to every class of transformers
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import guides
 
 import tigon
 from tigon.bench import converge, plots, report, sam
@@ -79,6 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add a page for every operator, and a chart for it and for every result file of moderate size."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "first-steps.md", content=guides.notebook()))
     for kind in KINDS:
         for name in operators(kind):
             files.append(File.generated(config, f"ops/{name}.md", content=page_of(name)))
@@ -119,6 +123,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
         "families": lambda _: families.page(),
+        "hardware": lambda _: guides.hardware(RESULTS),
+        "peaks": lambda model: guides.peaks(RESULTS, model),
         "converge": lambda _: converge.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sam.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sam.cost_page(RESULTS),

@@ -89,7 +89,7 @@ def run(*command: str, **options) -> str:
 def test_the_source_distribution_has_what_the_wheel_is_built_from_and_nothing_else(built):
     with tarfile.open(built[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "src/tigon").rglob("*") if p.suffix in (".py", ".typed")}
+    package = {str(p.relative_to(ROOT)) for p in (ROOT / "src/tigon").rglob("*") if p.suffix in (".py", ".pyi", ".typed")}
     beside = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "PKG-INFO", ".gitignore"}
     assert package <= names
     assert {name for name in names if not name.startswith("src/tigon/")} <= beside
@@ -102,7 +102,7 @@ def test_the_wheel_has_the_package_alone_and_its_readme_stands_by_itself(built):
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         about = email.message_from_bytes(archive.read(metadata))
     assert {name.split("/")[0] for name in names} == {"tigon", f"tigon-{__version__}.dist-info"}
-    assert "tigon/py.typed" in names
+    assert {"tigon/py.typed", "tigon/__init__.pyi"} <= set(names)
     assert about["Version"] == __version__
     assert about["Author"] == "Tigon contributors"
     assert about.get_all("Project-URL") == [f"Homepage, {REPOSITORY}"]

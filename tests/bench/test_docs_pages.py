@@ -12,6 +12,7 @@ from tigon.bench.cases import OPS
 from tigon.bench.host import HostRow
 from tigon.bench.models import Side
 from tigon.bench.runner import Row
+from tigon.install import REPOSITORY
 
 HOOK = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
 
@@ -227,6 +228,31 @@ def test_the_navigation_has_every_operator_by_kind(hook):
 
 def test_the_hook_is_in_the_configuration():
     assert f"hooks: [benchmarks/{HOOK.name}]" in (HOOK.parents[1] / "mkdocs.yml").read_text()
+
+
+def test_the_machines_of_all_runs_stand_in_one_table(hook, tmp_path):
+    content = report.result("ops", [])
+    for name, torch in (("h200-old", "2.11.0"), ("h200-more", "2.11.0"), ("h200-new", "2.13.0")):
+        about = {"device": "NVIDIA H200", "memory_gib": 139.8, "driver": "580.1", "packages": {"torch": torch}}
+        save(tmp_path / f"{name}.json", content | {"environment": content["environment"] | about}, "2026-02-01")
+    (tmp_path / "h200-ops.json").unlink()
+    lines = rendered(hook, "<!-- hardware -->").splitlines()
+    where = f"{REPOSITORY}/blob/main/benchmarks/results"
+    assert sorted(lines[2:]) == [
+        f"| NVIDIA H200 | 140 GiB | 580.1 | 2.11.0 | – | – | [more]({where}/h200-more.json), [old]({where}/h200-old.json) |",
+        f"| NVIDIA H200 | 140 GiB | 580.1 | 2.13.0 | – | – | [new]({where}/h200-new.json) |",
+    ]
+
+
+def test_the_peaks_of_a_model_are_those_of_its_file(hook, tmp_path):
+    def side(name, checkpointing, peak):
+        return Side("llama-3-8b", name, 16, 512, checkpointing, "bfloat16", tokens_per_s=1.0, peak_gib=peak)
+
+    sides = [side("hf", False, 105.96), side("tigon", False, 70.91), side("hf", True, 1.0), side("tigon", True, 2.0)]
+    save(tmp_path / "h200-models.json", report.result("model", sides), "2026-01-01")
+    said = rendered(hook, "<!-- peaks: llama-3-8b -->")
+    assert said.endswith(": **106.0 GiB** plain, **70.9 GiB** fused.")
+    assert rendered(hook, "<!-- peaks: gemma-7b -->") == ""
 
 
 def test_the_memory_of_a_loss_is_drawn_over_its_tokens(hook, tmp_path):

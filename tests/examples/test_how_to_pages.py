@@ -57,6 +57,14 @@ def test_adapters(run):
     assert re.search(r"Ran in the last step: head 1.*Computed again instead of kept: [1-9]", said), said
 
 
+def test_a_model_of_your_own(run):
+    said = run("\n".join(blocks("own-model")))
+    losses = [float(x) for x in re.findall(r"^step \d+  loss ([\d.]+)", said, re.MULTILINE)]
+    assert losses[-1] < 0.7 * losses[0]
+    (report,) = re.findall(r"^```text\n(.*?)^```$", (PAGES / "own-model.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert report in said
+
+
 def test_preferences(run):
     pytest.importorskip("trl", minversion="1.16")
     said = run("\n".join(whole("dpo")))

@@ -1,0 +1,62 @@
+"""The notebook runs from top to bottom, prints what it shows, and stands on the site."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+CELLS = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
+
+
+@pytest.fixture(scope="module")
+def printed():
+    names, texts = {}, []
+    state = torch.get_rng_state()
+    for cell in CELLS:
+        said = io.StringIO()
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(said):
+                exec("".join(cell["source"]), names)
+        texts.append(said.getvalue())
+    torch.set_rng_state(state)
+    return texts
+
+
+def shown(cell):
+    return "".join("".join(output["text"]) for output in cell.get("outputs", []))
+
+
+def words(text):
+    """Without numbers: losses differ in the last digits from machine to machine, and bytes kept by backend."""
+    return re.sub(r"\d+(\.\d+)?", "#", text)
+
+
+def test_the_cells_print_what_the_notebook_shows(printed):
+    assert [words(text) for text in printed] == [words(shown(cell)) for cell in CELLS]
+
+
+def test_it_learns_and_counts_on(printed):
+    losses = [float(x) for text in printed for x in re.findall(r"^step \d+  loss ([\d.]+)", text, re.MULTILINE)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.2 * losses[0]
+    assert "Logits were built by argmax" in "".join(printed)
+    assert printed[-2].endswith(f"{list(range(100, 116))}\n")
+
+
+def test_its_page_has_the_code_and_what_it_printed():
+    spec = importlib.util.spec_from_file_location("guides", ROOT / "benchmarks" / "guides.py")
+    guides = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(guides)
+    page = guides.notebook()
+    assert page.startswith("# First steps with Tigon\n")
+    for cell in CELLS:
+        assert "".join(cell["source"]) in page
+        assert shown(cell).rstrip() in page
+    assert page.count("```") == 2 * sum((cell["cell_type"] == "code") + bool(cell.get("outputs")) for cell in CELLS)
