@@ -1,4 +1,4 @@
-"""What the guides show of the result files and of the notebook: what was measured where, a model's peaks, first steps."""
+"""What the guides show of the result files and of the notebook: machines, the peaks of a model, first steps."""
 
 from __future__ import annotations
 

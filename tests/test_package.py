@@ -89,7 +89,9 @@ def run(*command: str, **options) -> str:
 def test_the_source_distribution_has_what_the_wheel_is_built_from_and_nothing_else(built):
     with tarfile.open(built[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    package = {str(p.relative_to(ROOT)) for p in (ROOT / "src/tigon").rglob("*") if p.suffix in (".py", ".pyi", ".typed")}
+    package = {
+        str(p.relative_to(ROOT)) for p in (ROOT / "src/tigon").rglob("*") if p.suffix in (".py", ".pyi", ".typed")
+    }
     beside = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "PKG-INFO", ".gitignore"}
     assert package <= names
     assert {name for name in names if not name.startswith("src/tigon/")} <= beside
