@@ -13,6 +13,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- modules -->                    the classes of tigon.nn
     <!-- hardware -->                   the machines and versions of all result files
     <!-- peaks: MODEL -->               the measured peaks of a model, plain and fused
+    <!-- activations -->                the activations that `act=` takes
     <!-- families -->                   what fuse does to every class of transformers
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
@@ -40,6 +41,7 @@ from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import MATRICES, bold, leaders, to_matrix
 from tigon.bench.page import ORDER
 from tigon.lazy import homes_of
+from tigon.ops.acts import ACTS
 
 RESULTS = Path(__file__).parent / "results"
 GOALS = Path(__file__).parent / "goals.json"
@@ -122,6 +124,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
+        "activations": lambda _: activations(),
         "families": lambda _: families.page(),
         "hardware": lambda _: guides.hardware(RESULTS),
         "peaks": lambda model: guides.peaks(RESULTS, model),
@@ -195,6 +198,12 @@ def code(text: str) -> str:
 def counted() -> str:
     lines = ["| operator | counted, forward | counted, backward |", "| :-- | :-- | :-- |"]
     lines += [f"| `{op.name}` | {op.counted[0]} | {op.counted[1]} |" for op in OPS.values() if home(op.operator)]
+    return "\n".join(lines)
+
+
+def activations() -> str:
+    lines = ["| `act=` | computes | in configurations of transformers |", "| :-- | :-- | :-- |"]
+    lines += [f"| `{a.name}` | {a.formula} | {', '.join(f'`{name}`' for name in a.aliases)} |" for a in ACTS.values()]
     return "\n".join(lines)
 
 

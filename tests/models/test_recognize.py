@@ -9,6 +9,7 @@ from torch import nn
 
 import tigon
 from tigon.fusion.probe import Unknown, signature_of
+from tigon.ops import acts
 from tigon.parts.mlp import Gated, recognize_mlp
 from tigon.parts.norm import Norm, recognize_norm
 from tigon.parts.relu2 import recognize_relu2
@@ -355,6 +356,7 @@ ACTS = {
 @pytest.mark.parametrize("width", [16, 64], ids=["narrow", "square"])
 @pytest.mark.parametrize("act", ACTS)
 def test_gated_mlps_are_found(act, width):
+    assert set(ACTS) == set(acts.ACTS)
     assert recognize_mlp(Gate(ACTS[act], width=width)) == Gated("a", "b", "c", act, "f")
     assert recognize_mlp(Gate(ACTS[act], variant="up first")) == Gated("a", "b", "c", act, "f", up_first=True)
 

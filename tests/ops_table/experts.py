@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_table.row import Bad, Case, Inputs, Op, randn
+from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
@@ -33,15 +34,6 @@ def _reference(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=No
     return moe_mlp_reference(x, index, weights, gate_up, down, gate_up_bias, down_bias, Options(**options))
 
 
-_ACTS: dict[str, Callable[..., torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda g: F.relu(g).square(),
-}
-
-
 def _eager(
     x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, act="silu", gated=True, interleaved=False,
     alpha=1.0, limit=None, up_offset=0.0,
@@ -55,10 +47,10 @@ def _eager(
             gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else _ACTS[act](gate)
+            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else ACTS[act].value(gate)
             h = gate * (up + up_offset) if up_offset else gate * up
         else:
-            h = _ACTS[act](z)
+            h = ACTS[act].value(z)
         z = F.linear(h, down[expert], None if down_bias is None else down_bias[expert])
         y.index_add_(0, token, (z * weights[token, choice, None]).to(y.dtype))
     return y

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import tigon
 from ops_table.row import Bad, Case, Inputs, Op, randn
 from tigon.linear.gated_mlp import gated_mlp, gated_mlp_reference
+from tigon.ops.acts import ACTS
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
 from tigon.ops.relu2 import relu2_reference
@@ -169,14 +170,7 @@ def _make_gated_linear(shape, dtype, generator, packed=False, bias=True):
 
 def eager_gated_linear(gate, up, weight, bias=None, *, act="silu"):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    acts = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-        "relu": F.relu,
-        "relu2": lambda g: F.relu(g).square(),
-    }
-    return F.linear(acts[act](gate) * up, weight, bias)
+    return F.linear(ACTS[act].value(gate) * up, weight, bias)
 
 
 def _bad_gated_linear(**replaced: Any) -> Callable[[], Inputs]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import chunk_budget, chunk_rows
+from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.ops.gated_linear import ACTS
 from tigon.runtime import autocast_dtype, differentiable, launcher, use_triton
 
 # What a tile holds at once in the backward pass: gate, up, and the product's gradient.
@@ -26,7 +26,7 @@ HELD = 3
 
 def gated_mlp(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, *, gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu", tile_bytes: int | None = None,
+    up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: Act = "silu", tile_bytes: int | None = None,
 ) -> Tensor:  # fmt: skip
     """(act(x gate_weightᵀ + gate_bias) · (x up_weightᵀ + up_bias)) down_weightᵀ + down_bias, keeping x alone.
 
@@ -36,7 +36,7 @@ def gated_mlp(
         up_weight: (N, H), or None.
         down_weight: (M, N).
         gate_bias, up_bias, down_bias: of the width of their weight's rows, or None.
-        act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
         tile_bytes: of gate, up and one gradient of their width, together. By default TIGON_CHUNK_BYTES, else 1 GiB
             (32 MiB on a CPU).
     All tensors have x's dtype; under autocast they are cast as `F.linear` casts them.
@@ -47,8 +47,7 @@ def gated_mlp(
 
         y = F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
     """
-    if act not in ACTS:
-        raise ValueError(f"gated_mlp: act must be one of {ACTS}, got {act!r}.")
+    checked_act("gated_mlp", act)
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     device = x.device.type
     dtype = autocast_dtype(device)

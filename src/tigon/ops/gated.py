@@ -1,4 +1,5 @@
-"""Gated linear units: y = act(gate) · up, with act one of silu (SwiGLU), gelu (GEGLU), relu (ReGLU) and relu².
+"""Gated linear units: y = act(gate) · up, with act one of silu (SwiGLU), gelu (GEGLU), relu (ReGLU), relu² and every
+other row of `tigon.ops.acts`.
 
 Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; relu²(gate) · up: BitNet b1.58 2B4T, https://arxiv.org/abs/2504.12285
 """
@@ -6,14 +7,12 @@ Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; relu²(gate) · up: BitN
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.acts import ACTS, Act, checked_act
 from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -96,6 +95,24 @@ def reglu(
     return _checked("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
 
 
+def gated_unit(
+    gate: Tensor, up: Tensor | None = None, *, act: Act = "silu", gate_multiplier: float = 1.0, multiplier: float = 1.0
+) -> Tensor:
+    """act(gate) · up for any activation of `tigon.ops.acts`, computed in fp32 and rounded once.
+
+    Args:
+        gate, up, gate_multiplier, multiplier: as for `swiglu`.
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+    Returns: (..., N) in gate's dtype.
+    Raises: ValueError as `swiglu`, and for another act.
+
+    Replaces::
+
+        y = F.silu(gate) * up
+    """
+    return _checked("gated_unit", gate, up, checked_act("gated_unit", act), gate_multiplier, multiplier)
+
+
 def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     if not gate.dtype.is_floating_point:
         raise ValueError(f"{name}: gate must have a float dtype, got {gate.dtype}.")
@@ -115,15 +132,6 @@ def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multipli
     return _gated(gate, up, act, gate_multiplier, multiplier)
 
 
-_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda g: F.relu(g).square(),
-}
-
-
 def gated_reference(
     gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float = 1.0, multiplier: float = 1.0
 ) -> Tensor:
@@ -131,45 +139,11 @@ def gated_reference(
         gate, up = gate.chunk(2, dim=-1)
     acc = torch.promote_types(gate.dtype, torch.float32)
     g = gate.to(acc)
-    y = _ACTS[act](g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
+    y = ACTS[act].value(g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
     return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _act(g, ACT: tl.constexpr):
-    """act(g) and its derivative."""
-    if ACT == "relu":
-        a = tl.where(g <= 0, 0.0, g)  # NaN stays NaN
-        da = tl.where(g <= 0, 0.0, 1.0)
-    elif ACT == "relu2":
-        r = tl.where(g <= 0, 0.0, g)
-        a = r * r
-        da = 2.0 * r
-    else:
-        # Both gelus and silu are g · s(g) with s a sigmoid or the normal distribution.
-        if ACT == "gelu":
-            s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-            ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
-        else:
-            if ACT == "gelu_tanh":
-                # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
-                square = g * g
-                z = g * (1.5957691216057308 + 0.07135481282970877 * square)
-                dz = 1.5957691216057308 + 0.2140644384891263 * square
-            else:
-                z = g
-                dz = 1.0
-            # From exp(-|z|): 1 - s would lose all digits where s is near 1, and g · dz blows that up.
-            e = tl.exp(-tl.abs(z))
-            r = 1.0 / (1.0 + e)
-            s = tl.where(z >= 0, r, e * r)
-            ds = e * r * r * dz
-        a = g * s
-        da = s + g * ds
-    return a, da
 
 
 @triton.jit
@@ -187,7 +161,7 @@ def _gated_fwd_kernel(
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     if gate_multiplier is not None:  # None stands for 1
         g = g * gate_multiplier
-    y, _ = _act(g, ACT)
+    y, _ = ACT(g)
     if PACKED:  # up follows gate in the same row
         y *= tl.load(g_ptr + width + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     elif u_ptr is not None:  # relu² alone has none
@@ -211,7 +185,7 @@ def _gated_bwd_kernel(
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     if gate_multiplier is not None:
         g = g * gate_multiplier
-    a, da = _act(g, ACT)
+    a, da = ACT(g)
     if gate_multiplier is not None:
         da = da * gate_multiplier
     if multiplier is not None:
@@ -238,9 +212,9 @@ def _gated_bwd_kernel(
 
 
 def _tile(act: str, n: int) -> tuple[int, int]:
-    """Elements a program and warps. Erf is long: more independent work a thread hides it."""
+    """Elements a program and warps."""
     block = min(1024, max(256, next_power_of_2(n)))
-    return block, max(1, block // (512 if act == "gelu" else 256))
+    return block, max(1, block // (512 if ACTS[act].slow else 256))
 
 
 def launch_gated(
@@ -262,7 +236,7 @@ def launch_gated(
         block, warps = _tile(act, N)
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
         sizes = (None if n is None else n // unit for n in (N, *strides))
-        return M * cdiv(N, block), (*sizes, *factors, act, packed, unit, block), {"num_warps": warps}
+        return M * cdiv(N, block), (*sizes, *factors, ACTS[act].tile, packed, unit, block), {"num_warps": warps}
 
     key = (M, N, strides, act, tensors[0].dtype, gate_multiplier, multiplier, packed)  # type: ignore[union-attr]
     launch(kernel, key, tensors, plan)

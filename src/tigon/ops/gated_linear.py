@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 from tigon.runtime import autocast_dtype, differentiable, first_order, graph_is_kept, is_traced, launcher, use_triton
 
-ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
-
 
 def gated_linear(
-    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: str = "silu",
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: Act = "silu",
     inplace: bool = False, saved_by: tuple[Any, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """(act(gate) · up) Wᵀ + bias, keeping gate and up alone for the backward pass.
@@ -34,7 +33,7 @@ def gated_linear(
         up: (..., N), gate's dtype, or None.
         weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
         bias: (M,), gate's dtype, or None.
-        act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
         inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
             the graph is kept (`retain_graph=True`), nor under torch.compile.
         saved_by: a checkpoint's hooks (pack, unpack), to save by before anything is computed: it computes again up to
@@ -46,8 +45,7 @@ def gated_linear(
 
         y = F.linear(F.silu(gate) * up, weight, bias)
     """
-    if act not in ACTS:
-        raise ValueError(f"gated_linear: act must be one of {ACTS}, got {act!r}.")
+    checked_act("gated_linear", act)
     device = gate.device.type
     dtype = autocast_dtype(device)
     if dtype is not None and gate.dtype != torch.float64:

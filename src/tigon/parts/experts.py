@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tigon.fusion.patch import Patch, _plain, transformed
 from tigon.fusion.probe import Unknown, _parameters_of, probe_of, probing, run, same_numbers
 from tigon.logits.recipe import DTYPES
-from tigon.ops.experts import ACTS, moe_mlp
+from tigon.ops.acts import ACTS
+from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
 from tigon.parts.mlp import _act_is_known

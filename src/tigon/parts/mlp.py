@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tigon.fusion.patch import Patch, _plain, transformed
 from tigon.fusion.probe import HOOKS, Unknown, linear_widths, probe_of, probing, run, same_numbers, takes_one_argument
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
-from tigon.ops.gated import gated_reference, geglu, reglu, swiglu
+from tigon.ops.acts import ACTS, Act
+from tigon.ops.gated import gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear
 from tigon.runtime import autocast_dtype
 
@@ -135,46 +136,25 @@ def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
     return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
 
 
-OPERATORS: dict[str, Callable[..., Tensor]] = {
-    "silu": swiglu,
-    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
-    "gelu": functools.partial(geglu, approximate="none"),
-    "relu": reglu,
-    "relu2": functools.partial(reglu, squared=True),
-}
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
 def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
     formula: Gated = patch.formula
     scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
     if _fit_each_other(gate, up):
         patch.ledger.count("mlp", patch.key)
-        unit = functools.partial(OPERATORS[formula.act], gate_multiplier=scale)
+        unit = functools.partial(gated_unit, act=formula.act, gate_multiplier=scale)
         product = unit(gate, up)
         patch.ledger.recompute.note(product, unit, gate, up)
         return product
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
-    return ACTIVATIONS[formula.act](gate if scale == 1.0 else gate * scale) * up
-
-
-ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+    return ACTS[formula.act].value(gate if scale == 1.0 else gate * scale) * up
 
 
 @dataclass(frozen=True)
 class Gated:
     """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
 
-    act: "silu", "gelu_tanh", "gelu" (the error function), "relu" or "relu2". act_module: the child that computes it.
+    act: a name in `tigon.ops.acts`. act_module: the child that computes it.
     up_first: the order in which the module calls them, which random numbers and hooks can tell.
     between, after: children that the product and the result go through: dropout, a norm.
     gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
@@ -185,7 +165,7 @@ class Gated:
     gate: str
     up: str | None
     down: str
-    act: str
+    act: Act
     act_module: str | None
     up_first: bool = False
     between: str | None = None
@@ -226,7 +206,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
         rest = [k for k in others if k != act_module]
         for gate, up, down in roles:
             for act in ACTS:
-                formula = Gated(gate, up, down, act, act_module)
+                formula = Gated(gate, up, down, act, act_module)  # type: ignore[arg-type]
                 # A number among the attributes may scale something; or be what makes the module another one.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
                 found = _gated(module, formula, rest, list(numbers))

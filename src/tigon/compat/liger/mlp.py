@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
 from tigon.ops.gated import geglu, swiglu
 
-SILU = ("silu", "swish")
-GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+SILU = ACTS["silu"].aliases
+# Liger takes "gelu" for the tanh formula too.
+GELU = ("gelu", *ACTS["gelu_tanh"].aliases)
 
 
 class _Gated(nn.Module):

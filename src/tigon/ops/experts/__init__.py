@@ -21,12 +21,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.ops.acts import Act, checked_act
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
 from tigon.runtime import autocast_dtype, use_triton
-
-ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
 
 def moe_mlp(
@@ -38,7 +37,7 @@ def moe_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    act: str = "silu",
+    act: Act = "silu",
     gated: bool = True,
     interleaved: bool = False,
     alpha: float = 1.0,
@@ -56,7 +55,7 @@ def moe_mlp(
             which is read where it lies, and whose gradient has its strides.
         down: (E, D, I), x's dtype, in any of the two orders too.
         gate_up_bias, down_bias: (E, 2I) and (E, D), x's dtype, or None.
-        act: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
         gated: False where h = act(up), and gate_up is (E, I, D), up alone.
         interleaved: gate and up alternate, row by row of gate_up, as in gpt-oss.
         alpha: h = act(alpha · gate) / alpha · up; with silu this is gate · sigmoid(alpha · gate).
@@ -96,8 +95,7 @@ def moe_mlp(
 
 
 def _check_options(options: Options) -> None:
-    if options.act not in ACTS:
-        raise ValueError(f"moe_mlp: act must be one of {ACTS}, got {options.act!r}.")
+    checked_act("moe_mlp", options.act)
     if options.alpha != 1.0 and options.act != "silu":
         raise ValueError(f"moe_mlp: alpha must be 1 where act is not 'silu', got {options.alpha} and {options.act!r}.")
     if not options.alpha > 0.0:

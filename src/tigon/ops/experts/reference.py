@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.acts import ACTS
 from tigon.ops.experts.options import Options
-from tigon.ops.gated import _ACTS
 
 
 def moe_mlp_reference(
@@ -40,7 +40,7 @@ def _one_expert(
 
 def activation_reference(z: Tensor, options: Options) -> Tensor:
     """h of z = x gate_upᵀ + bias: computed in fp32, rounded once."""
-    act, alpha, limit = _ACTS[options.act], options.alpha, options.limit
+    act, alpha, limit = ACTS[options.act].value, options.alpha, options.limit
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
     if not options.gated:
         return act(wide).to(z.dtype)

@@ -6,11 +6,13 @@ tiles of 128 × 256 has no registers left for them, and nothing runs beside its 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from tigon.ops.acts import ACTS
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.routing import Routing
-from tigon.ops.gated import _act
 from tigon.runtime import cdiv, launch, tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -41,9 +43,9 @@ def _unit(
         held_gate = tl.where(gate > LIMIT, LIMIT, gate)
         held_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if ALPHA == 1.0:
-        a, da = _act(held_gate, ACT)
+        a, da = ACT(held_gate)
     else:
-        a, da = _act(held_gate * ALPHA, ACT)
+        a, da = ACT(held_gate * ALPHA)
         a = a * (1.0 / ALPHA)
     dgate = (held_up + UP_OFFSET) * da
     dup = a
@@ -65,7 +67,7 @@ def _unit_fwd_kernel(
         gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
         h, _, _ = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     else:
-        h, _ = _act(tl.load(z_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32), ACT)
+        h, _ = ACT(tl.load(z_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32))
     tl.store(h_ptr + rows[:, None] * N + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -93,7 +95,7 @@ def _unit_bwd_kernel(
             gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
             h, dgate, dup = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
         else:
-            h, dgate = _act(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32), ACT)
+            h, dgate = ACT(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
         if dh_ptr is not None:
             dh = tl.load(dh_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.debug_barrier()  # before anybody writes, everybody has read
@@ -133,6 +135,11 @@ def _unit_bwd_tile() -> tuple[int, int, dict[str, int]]:
     return 4, 256, {"num_warps": 4}
 
 
+def _constants(options: Options) -> tuple[Any, ...]:
+    """The kernels' options: the activation is its tile function, which they call."""
+    return ACTS[options.act].tile, *options[1:]
+
+
 def unit(z: Tensor, h: Tensor, routing: Routing, options: Options) -> None:
     """Write h (S, N) of z, (S, 2N) or without a gate (S, N)."""
     S, N = h.shape
@@ -140,7 +147,7 @@ def unit(z: Tensor, h: Tensor, routing: Routing, options: Options) -> None:
         return
     block_m, block_n, launched = _unit_tile(options.interleaved)
     blocks, E = cdiv(N, block_n), routing.offsets.shape[0] - 1
-    plan = cdiv(S, block_m) * blocks, (E, N, blocks, *options, block_m, block_n), launched
+    plan = cdiv(S, block_m) * blocks, (E, N, blocks, *_constants(options), block_m, block_n), launched
     launch(_unit_fwd_kernel, (S, E, N, z.dtype, options), (z, h, routing.offsets), lambda: plan)
 
 
@@ -154,6 +161,6 @@ def unit_bwd(
         return
     block_m, block_n, launched = _unit_bwd_tile()
     E = routing.offsets.shape[0] - 1
-    plan = cdiv(S, block_m), (E, N, *options, block_m, block_n), launched
+    plan = cdiv(S, block_m), (E, N, *_constants(options), block_m, block_n), launched
     key = (S, E, N, z.dtype, weights.dtype, dh is None, dz is None, h is None, dots is None, options)
     launch(_unit_bwd_kernel, key, (z, dh, weights, routing.order, routing.offsets, dz, h, dots), lambda: plan)

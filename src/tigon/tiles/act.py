@@ -1,0 +1,55 @@
+"""Activations of a tile in fp32: each returns (act(g), act'(g)). `tigon.ops.acts` says which name stands for which.
+
+A kernel that needs the value alone drops the derivative: the compiler removes what nobody reads.
+"""
+
+from __future__ import annotations
+
+from tigon.runtime import tl, triton
+
+
+@triton.jit
+def silu(g):
+    """g · sigmoid(g)."""
+    # From exp(-|g|): 1 - s would lose all digits where s is near 1, and g blows that loss up.
+    e = tl.exp(-tl.abs(g))
+    r = 1.0 / (1.0 + e)
+    s = tl.where(g >= 0, r, e * r)
+    ds = e * r * r
+    return g * s, s + g * ds
+
+
+@triton.jit
+def gelu_tanh(g):
+    """0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³)))."""
+    # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
+    square = g * g
+    z = g * (1.5957691216057308 + 0.07135481282970877 * square)
+    dz = 1.5957691216057308 + 0.2140644384891263 * square
+    e = tl.exp(-tl.abs(z))
+    r = 1.0 / (1.0 + e)
+    s = tl.where(z >= 0, r, e * r)
+    ds = e * r * r * dz
+    return g * s, s + g * ds
+
+
+@triton.jit
+def gelu(g):
+    """g Φ(g), Φ the normal distribution."""
+    s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+    ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    return g * s, s + g * ds
+
+
+@triton.jit
+def relu(g):
+    """max(g, 0); its derivative at 0 is 0, as torch has it."""
+    # By a comparison: maximum would turn NaN into 0.
+    return tl.where(g <= 0, 0.0, g), tl.where(g <= 0, 0.0, 1.0)
+
+
+@triton.jit
+def relu2(g):
+    """max(g, 0)²."""
+    r = tl.where(g <= 0, 0.0, g)
+    return r * r, 2.0 * r
