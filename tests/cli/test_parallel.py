@@ -13,6 +13,8 @@ from command import losses
 from conftest import write_model
 from safetensors.torch import load_file
 
+from tigon.cli.checkpoint import seal
+from tigon.cli.folder import record
 from tigon.cli.parallel import too_few
 from tigon.install import install
 
@@ -185,6 +187,8 @@ def test_what_cannot_be(together, arguments, checkpoint, tmp_path, world, parall
     before = tmp_path / "run" / "checkpoint-2" / "model.safetensors"  # of a run that is to be replaced
     before.parent.mkdir(parents=True)
     before.write_bytes(b"weights")
+    seal(before.parent)
+    record(tmp_path / "run", options={})
     done = together(world, *arguments, "--output", tmp_path / "run", "--overwrite", "--parallel", parallel, *more)
     done.problem(*words)
     assert before.exists()

@@ -21,7 +21,8 @@ from tigon.cli.problem import Problem
 STAGING = ".incomplete"
 MANIFEST = "manifest.json"
 RECORD = "run.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-\d+")
+BROKEN = ".broken"  # behind the name of a damaged checkpoint, when another has taken its place
 # Files above this are checked by length alone: reading 100 GB of optimizer state takes minutes.
 CRC_LIMIT = 64 << 20
 
@@ -32,7 +33,7 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(output: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    found = [p for p in output.glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    found = [p for p in output.glob("checkpoint-*") if p.is_dir() and NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -49,7 +50,7 @@ def seal(folder: Path) -> None:
 def publish(staged: Path, final: Path) -> None:
     """Rename a sealed folder into place. What stands there under the same name is kept, as `….broken`."""
     if final.exists():
-        aside = final.with_name(final.name + ".broken")
+        aside = final.with_name(final.name + BROKEN)
         if aside.exists():
             shutil.rmtree(aside)
         final.rename(aside)
@@ -57,19 +58,36 @@ def publish(staged: Path, final: Path) -> None:
     _flush_directory(final.parent)
 
 
+def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
+    """The size and checksum of each file that a checkpoint must have; None where its manifest does not say so."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    files = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not files:
+        return None
+    for entry in files.values():
+        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
+            return None
+    return files
+
+
 def defect(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None when it is whole."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
+    if not (folder / MANIFEST).exists():
         return f"it has no {MANIFEST}, so it was not written to its end, or not by tigon"
-    except (ValueError, KeyError, TypeError):
+    files = manifest(folder)
+    if files is None:
         return f"its {MANIFEST} is not readable"
     for name, expected in files.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        found = _fingerprint(file)
+        try:
+            found = _fingerprint(file)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
         if found["bytes"] != expected["bytes"]:
             return f"{name} has {found['bytes']:,} bytes and must have {expected['bytes']:,}"
         if found.get("crc32") != expected.get("crc32"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from tigon.cli.checkpoint import RECORD, STAGING, checkpoints, write_json
+from tigon.cli.checkpoint import RECORD
+from tigon.cli.folder import check_apart, check_room, located, read_record
 from tigon.cli.problem import Problem, check_writable
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.memory.recompute.LEVELS
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 # What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
+# Above these NumPy takes no seed, and no library a number of steps, sequences or tokens.
+SEEDS, COUNTS = 2**32 - 1, 2**31 - 1
+# The options that may name files.
+PATHS = ("model", "data", "output", "tokenizer", "reward")
 # A resumed run may differ in these: they do not change what any step before the end computes.
 FREE = {"output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs"}
 
@@ -83,6 +87,10 @@ class TrainOptions:
         for name in ("weight_decay", "warmup", "clip", "seed"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise Problem(f"{flag(name)} must be 0 or more, got {getattr(self, name)}")
+        for field in dataclasses.fields(self):
+            value, most = getattr(self, field.name), SEEDS if field.name == "seed" else COUNTS
+            if isinstance(value, int) and value > most:
+                raise Problem(f"{flag(field.name)} must be at most {most}, got {value}")
         for name in ("offload", "recompute"):
             if self.plain and getattr(self, name) != getattr(TrainOptions, name):
                 raise Problem(f"{flag(name)} is a part of tigon.fuse, and --plain trains without it")
@@ -176,7 +184,9 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
     Raises: Problem for a missing or contradicting option, and for an output directory that another run is in.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    output = Path(given.get("output", TrainOptions.output))
+    given["output"] = given.get("output", TrainOptions.output)
+    given.update({name: located(name, given[name]) for name in PATHS if name in given})
+    output = Path(given["output"])
     if resume and overwrite:
         raise Problem("--resume and --overwrite contradict each other: go on with the run, or begin it anew")
     if resume:
@@ -198,72 +208,29 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
         options = TrainOptions(**{**TASK_DEFAULTS.get(given.get("task", ""), {}), **given})
     options.check()
     check_writable(output, "--output")
+    check_apart(output, options)
     if not resume:
-        _check_room(output, options, overwrite)
+        check_room(output, overwrite)
     return options
 
 
-def record(output: Path, options: TrainOptions, facts: dict[str, Any]) -> None:
-    write_json(output / RECORD, {"options": dataclasses.asdict(options), **facts})
-
-
-def recorded_facts(output: Path) -> dict[str, Any]:
-    """What the record says beside the options."""
-    return _read_record(output)
-
-
 def _recorded(output: Path) -> TrainOptions:
-    known = {field.name for field in dataclasses.fields(TrainOptions)}
-    found = _read_record(output).get("options")
-    if not isinstance(found, dict) or not found.keys() <= known:
-        raise Problem(f"{output / RECORD} is not the record of a run of this version of tigon train")
+    kinds = get_type_hints(TrainOptions)
+    found = read_record(output)["options"]
+    for name, value in found.items():
+        if name not in kinds or not _is_a(value, kinds[name]):
+            raise Problem(
+                f"{output / RECORD} is not the record of a run of this version of tigon train ({name}: "
+                f"{reprlib.repr(value)})"
+            )
+    found.update({name: located(name, found[name]) for name in PATHS if found.get(name)})
     return TrainOptions(**{**found, "output": str(output)})
 
 
-def _read_record(output: Path) -> dict[str, Any]:
-    try:
-        value = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Problem(f"there is no run in {output} to resume: it has no {RECORD}") from None
-    except (OSError, ValueError) as error:
-        raise Problem(f"{output / RECORD} cannot be read, so the run cannot be resumed ({error})") from error
-    if not isinstance(value, dict):
-        raise Problem(f"{output / RECORD} cannot be read, so the run cannot be resumed (it is not a record)")
-    return value
-
-
-OWN = (RECORD, "metrics.jsonl", "loss.png", "config.json", "generation_config.json", "tokenizer.json")
-
-
-def _own_files(output: Path) -> list[Path]:
-    """What a run writes into its directory."""
-    patterns: tuple[str, ...] = (
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "adapter_config.json",
-        "tokenizer_config.json",
-    )
-    patterns += ("chat_template.jinja", "tensorboard", STAGING, "checkpoint-*.broken")
-    found = [output / name for name in OWN] + [p for pattern in patterns for p in output.glob(pattern)]
-    return checkpoints(output) + [p for p in found if p.exists()]
-
-
-def clear(output: Path) -> None:
-    """Delete a run from its directory."""
-    for path in _own_files(output):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _check_room(output: Path, options: TrainOptions, overwrite: bool) -> None:
-    taken = _own_files(output)
-    if not taken:
-        return
-    if not overwrite:
-        raise Problem(
-            f"--output {output} holds another run ({taken[0].name}): --resume goes on with it, "
-            "--overwrite replaces it, and another --output leaves it alone"
-        )
-    for name in ("model", "data", "tokenizer"):
-        value = getattr(options, name)
-        if value and Path(value).exists() and Path(value).resolve().is_relative_to(output.resolve()):
-            raise Problem(f"--overwrite would delete what {flag(name)} reads: {value} is inside --output {output}")
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of an option's type."""
+    if kinds := get_args(kind):  # a union, or the words of a Literal
+        return any(value == one if isinstance(one, str) else _is_a(value, one) for one in kinds)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)

@@ -18,15 +18,17 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from tigon import __version__
 from tigon.cli.agree import agree, join_again
 from tigon.cli.checkpoint import STAGING, step_of
+from tigon.cli.closing import conclude, save, save_from
 from tigon.cli.data import Corpus
-from tigon.cli.metrics import Metrics, plot_loss, read_metrics, repair
+from tigon.cli.folder import METRICS, Claim, check_room, clear, is_closed, move_in, read_record, record
+from tigon.cli.metrics import Metrics, repair
 from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
-from tigon.cli.options import TrainOptions, clear, record, recorded_facts
+from tigon.cli.options import TrainOptions
 from tigon.cli.parallel import Layout, SpreadTrainer, ZeroTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
@@ -42,7 +44,9 @@ from tigon.cli.tokens import (
 from tigon.cli.trainer import CheckpointedTrainer, StopOnSignal
 
 
-def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool) -> None:
+def run(
+    options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool, claim: Claim
+) -> None:
     """Train. Raises Problem for what cannot be done, and with status 130 or 143 when a signal ended the run."""
     quiet_transformers()
     output = Path(options.output)
@@ -52,7 +56,7 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     # The first process has the store by which the others may still be making their group, and may have to end below.
     state.wait_for_everyone()
     console = Console(quiet=not state.is_main_process)
-    facts = recorded_facts(output) if checkpoint else {}
+    facts = read_record(output) if checkpoint else {}
     if checkpoint and facts.get("processes") != state.num_processes:
         raise Problem(
             f"the run in {output} had {facts.get('processes')} processes, and a resumed run goes on with as many; "
@@ -97,18 +101,34 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
     # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
     arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
+    label = "loss, nats per token" if task is None else "loss"
     if checkpoint is not None and step_of(checkpoint) >= total:
-        raise Problem(f"the run in {output} is at its end, step {total}; --steps above it goes on")
+        if is_closed(output, step_of(checkpoint)):
+            raise Problem(f"the run in {output} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
+        if state.is_main_process:
+            console.print(f"all steps are done; the end of the run is written from {checkpoint}", soft_wrap=True)
+            save_from(checkpoint, output)
+            conclude(console, output, step_of(checkpoint), time.perf_counter() - started, label=label)
+        state.wait_for_everyone()
+        return
     if state.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        claim.take(output)
         if overwrite:
             clear(output)
+        elif not checkpoint:
+            check_room(output, overwrite)  # again: another run may have ended there meanwhile
         # What a kill left half written must not get into a checkpoint of the same name.
         shutil.rmtree(output / STAGING, ignore_errors=True)
-        output.mkdir(parents=True, exist_ok=True)
+        # The record comes first: by it the files that follow are known to be a run's.
+        record(
+            output, options=dataclasses.asdict(options), data=dataset.digest, processes=state.num_processes,
+            versions=_versions(), closed=None,
+        )  # fmt: skip
         if not checkpoint:
-            tokenizer.save_pretrained(output)
-        repair(output / "metrics.jsonl")
-        record(output, options, {"data": dataset.digest, "processes": state.num_processes, "versions": _versions()})
+            tokenizer.save_pretrained(output / STAGING / "tokenizer")
+            move_in(output, output / STAGING / "tokenizer")
+        repair(output / METRICS)
     console.print(
         f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} "
         + (task.examples if task else f"sequences of up to {options.seq_len} tokens")
@@ -176,9 +196,8 @@ def run(options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path 
         fusion.remove()
     weights = None if layout.kind == "ddp" else trainer.whole_weights()
     if state.is_main_process:
-        _save(trainer, tokenizer, output, weights)
-        plot_loss(output / "metrics.jsonl", output / "loss.png", "loss, nats per token" if task is None else "loss")
-        _summary(console, metrics, output, time.perf_counter() - started)
+        save(trainer.model, tokenizer, output, weights)
+        conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
     state.wait_for_everyone()
 
 
@@ -313,35 +332,6 @@ def _recomputation(options: TrainOptions) -> dict[str, Any]:
     if not options.gradient_checkpointing:
         return {name: False}  # TRL's default is to recompute
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-
-
-def _save(trainer: Trainer, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
-    """Write the trained model beside its place, and move its files in one by one."""
-    staged = output / STAGING / "model"
-    model: Any = trainer.model
-    model.config.use_cache = True
-    model.save_pretrained(staged, state_dict=weights)
-    tokenizer.save_pretrained(staged)
-    for file in staged.iterdir():
-        file.replace(output / file.name)
-    staged.rmdir()
-    if not any((output / STAGING).iterdir()):
-        (output / STAGING).rmdir()
-
-
-def _summary(console: Console, metrics: Metrics, output: Path, seconds: float) -> None:
-    train, _ = read_metrics(output / "metrics.jsonl")
-    speed = sorted(metrics.speeds)[len(metrics.speeds) // 2]
-    line = f"final loss {train[max(train)]:.4f} at step {max(train)}"
-    line += "".join(f", {name} {metrics.last[name]:.4f}" for name in metrics.further if name in metrics.last)
-    if "eval_loss" in metrics.last:
-        line += f", evaluation loss {metrics.last['eval_loss']:.4f}"
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        line += f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-    console.print(f"{line}, {speed:,.0f} {metrics.unit}/s, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
-    console.print(
-        f"the model is in {output}, its losses in {output / 'metrics.jsonl'} and {output / 'loss.png'}", soft_wrap=True
-    )
 
 
 def _versions() -> dict[str, str]:

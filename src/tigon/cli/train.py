@@ -15,6 +15,7 @@ import typer
 from tigon.cli.agree import agree, versions
 from tigon.cli.checkpoint import MANIFEST, after_restart, newest_whole, step_of
 from tigon.cli.data import Corpus, read_corpus
+from tigon.cli.folder import Claim, from_here, is_closed, located
 from tigon.cli.model import Source, find_model
 from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
 from tigon.cli.problem import Problem, needs
@@ -81,16 +82,20 @@ def train(
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite")}
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
     prepared, problem = None, None
-    try:
-        resume, overwrite = after_restart(Path(given["output"] or _DEFAULT.output), resume, overwrite)
-        prepared = _prepare(given, resume, overwrite)
-    except Problem as error:
-        problem = error
-    agree({} if prepared is None else prepared.told(), problem)
+    with Claim() as claim:
+        try:
+            folder = Path(located("output", _DEFAULT.output if given["output"] is None else given["output"]))
+            if os.environ.get("RANK", "0") == "0":
+                claim.take(folder)
+            resume, overwrite = after_restart(folder, resume, overwrite)
+            prepared = _prepare(given, resume, overwrite)
+        except Problem as error:
+            problem = error
+        agree({} if prepared is None else prepared.told(), problem)
 
-    from tigon.cli.run import run
+        from tigon.cli.run import run
 
-    run(*prepared, overwrite)
+        run(*prepared, overwrite, claim)
 # fmt: on
 
 
@@ -107,7 +112,7 @@ class Prepared(NamedTuple):
         files = sorted((p.name, p.stat().st_size) for p in Path(self.source.name).glob("*") if p.is_file())
         return {
             **versions(),
-            **{flag(name): value for name, value in asdict(self.options).items()},
+            **{flag(name): from_here(value) for name, value in asdict(self.options).items()},
             "the configuration of --model": f"{crc32(self.source.config.to_json_string().encode()):08x}",
             "the size of the files of --model": f"{sum(size for _, size in files):,} bytes",
             "the size of --data": f"{self.corpus.characters:,} characters",
@@ -129,7 +134,7 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
     checkpoint, notes = newest_whole(folder) if resume else (None, [])
     for note in notes if os.environ.get("RANK", "0") == "0" else []:
         typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
-    if checkpoint and options.steps and step_of(checkpoint) >= options.steps:
+    if checkpoint and options.steps and step_of(checkpoint) >= options.steps and is_closed(folder, step_of(checkpoint)):
         raise Problem(f"the run in {folder} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
     corpus = read_corpus(options.data, options.task)
     if options.device == "cuda":

@@ -1,0 +1,72 @@
+"""The end of a run: its model, the plot of its losses and the last lines on the screen; also of a run that was killed
+between its last checkpoint and these."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tigon.cli.checkpoint import STAGING, write_json
+from tigon.cli.folder import METRICS, PICTURE, PRETRAINED, move_in, record
+from tigon.cli.metrics import Metrics, plot_loss, read_metrics
+
+
+def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
+    """Write the trained model beside its place, and move its files in one by one."""
+    staged = _staged(output)
+    model.config.use_cache = True
+    model.save_pretrained(staged, state_dict=weights)
+    tokenizer.save_pretrained(staged)
+    move_in(output, staged)
+
+
+def save_from(checkpoint: Path, output: Path) -> None:
+    """Write the files of `save` from the last checkpoint of the run."""
+    staged = _staged(output)
+    staged.mkdir(parents=True)
+    for file in {file for pattern in PRETRAINED for file in checkpoint.glob(pattern)}:
+        shutil.copyfile(file, staged / file.name)
+    config = staged / "config.json"
+    if config.exists():  # adapters have none
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        write_json(config, {**fields, "use_cache": True})
+    move_in(output, staged)
+
+
+def conclude(
+    console: Console, output: Path, step: int, seconds: float, *, label: str, metrics: Metrics | None = None
+) -> None:
+    """Plot the losses, record that the run is closed at this step, and print what came of it.
+
+    metrics: of a run that trained; a run that was closed alone has none.
+    """
+    plot_loss(output / METRICS, output / PICTURE, label)
+    record(output, closed=step)
+    train, evaluation = read_metrics(output / METRICS)
+    parts = [f"final loss {train[max(train)]:.4f} at step {max(train)}" if train else f"no losses in {METRICS}"]
+    if metrics is not None:
+        parts += [f"{name} {metrics.last[name]:.4f}" for name in metrics.further if name in metrics.last]
+    if evaluation:
+        parts.append(f"evaluation loss {evaluation[max(evaluation)]:.4f}")
+    if metrics is not None:
+        if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+            parts.append(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+        if metrics.speeds:
+            parts.append(f"{sorted(metrics.speeds)[len(metrics.speeds) // 2]:,.0f} {metrics.unit}/s")
+    console.print(f"{', '.join(parts)}, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
+    console.print(
+        f"the model is in {output}, its losses in {output / METRICS} and {output / PICTURE}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _staged(output: Path) -> Path:
+    staged = output / STAGING / "model"
+    shutil.rmtree(staged, ignore_errors=True)
+    return staged
