@@ -15,7 +15,7 @@ from test_families import assert_close, step
 from tiny import tiny_inputs, tiny_model
 from zoo import BASE, MOE, batch, build
 
-from tigon.fusion.probe import Unknown
+from tigon.fusion.reasons import Reason
 from tigon.parts.experts import Experts, recognize_experts
 
 E, D, INNER = 4, 16, 24
@@ -104,7 +104,7 @@ def test_a_near_miss_is_refused(variant):
     """The last computes the same, and rounds less than Tigon would."""
     assert recognize_experts(Stacked(variant)) is None
     Named = type("MyExperts", (Stacked,), {})
-    assert recognize_experts(Named(variant)) == Unknown("its numbers fit no formula of moe_mlp")
+    assert recognize_experts(Named(variant)) == Reason("its numbers fit no formula of moe_mlp")
 
 
 def test_an_attribute_that_does_nothing_at_its_value_is_watched():
@@ -142,8 +142,8 @@ LEFT = {
 def test_what_is_left_has_a_reason(case):
     make, reason = LEFT[case]
     found = recognize_experts(make())
-    assert isinstance(found, Unknown)
-    assert reason in found.reason
+    assert isinstance(found, Reason)
+    assert reason in found.text
 
 
 # ------------------------------------------------------------------------------------------------------ in models

@@ -125,6 +125,50 @@ def test_the_context_removes_it_after_an_error_too(llama):
     assert not fusion.report().active
 
 
+class Interrupting(dict):
+    """The attributes of a module whose n-th change by fuse is interrupted, as by Ctrl-C."""
+
+    left = 0
+
+    def __setitem__(self, name, value):
+        if name in ("_tigon", "forward", "_replicate_for_data_parallel"):
+            Interrupting.left -= 1
+            if Interrupting.left == 0:
+                raise KeyboardInterrupt
+        super().__setitem__(name, value)
+
+
+@pytest.mark.parametrize("change", [1, 2, 3, 10, 23])
+def test_fuse_that_is_interrupted_leaves_the_model_as_it_was(llama, change):
+    plain = {m: vars(m) for m in llama.modules()}
+    before = {m: set(state) for m, state in plain.items()}
+    try:
+        for module, state in plain.items():
+            module.__dict__ = Interrupting(state)
+        Interrupting.left = change
+        with pytest.raises(KeyboardInterrupt):
+            tigon.fuse(llama)
+        assert Interrupting.left <= 0, "fuse has changed a module before"
+        assert {m: set(vars(m)) for m in llama.modules()} == before
+    finally:
+        for module, state in plain.items():
+            module.__dict__ = state
+    with tigon.fuse(llama) as fusion:
+        step(llama, batch("llama"))
+        assert fusion.report().calls == CALLS["llama"]
+
+
+def test_an_error_of_a_recognition_leaves_the_model_as_it_was(llama, monkeypatch):
+    def fails(module):
+        raise MemoryError
+
+    monkeypatch.setattr("tigon.fusion.model.recognize_mlp", fails)
+    with pytest.raises(MemoryError):
+        tigon.fuse(llama)
+    assert not any("_tigon" in vars(m) or "forward" in vars(m) for m in llama.modules())
+    assert "_tigon_fusion" not in vars(llama)
+
+
 @pytest.mark.parametrize("left_out", ["head", "norms", "mlp", "rotary"])
 def test_each_kind_can_be_left_out(llama, left_out):
     inputs = batch("llama")

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.fusion.probe import Unknown, signature_of
+from tigon.fusion.probe import signature_of
+from tigon.fusion.reasons import Reason
 from tigon.ops import acts
 from tigon.parts.mlp import Gated, recognize_mlp
 from tigon.parts.norm import Norm, recognize_norm
@@ -144,7 +145,7 @@ def test_norms_with_a_gate_are_found():
 
 @pytest.mark.parametrize("variant", ["sigmoid", "gate first"])
 def test_near_misses_of_norms_with_a_gate_are_refused(variant):
-    assert isinstance(recognize_norm(GatedNorm(variant)), Unknown)
+    assert isinstance(recognize_norm(GatedNorm(variant)), Reason)
 
 
 class Shift(nn.Module):
@@ -210,7 +211,7 @@ class NormThatDrops(nn.RMSNorm):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_norm_is_probed_in_training_and_not(training):
-    assert isinstance(recognize_norm(NormThatDrops(N, eps=1e-5).train(training)), Unknown)
+    assert isinstance(recognize_norm(NormThatDrops(N, eps=1e-5).train(training)), Reason)
 
 
 class NormOfSomeRanks(nn.LayerNorm):
@@ -227,7 +228,7 @@ class NormOfSomeRanks(nn.LayerNorm):
 def test_a_norm_that_differs_in_some_rank_is_refused():
     norm = NormOfSomeRanks(N, elementwise_affine=False)
     norm.variant = "from the second on"
-    assert isinstance(recognize_norm(norm), Unknown)
+    assert isinstance(recognize_norm(norm), Reason)
 
 
 def test_a_norm_over_the_channels_of_an_image_is_left_to_itself():
@@ -272,7 +273,7 @@ def test_what_is_no_norm_is_not_mentioned():
     for module in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.01), nn.LeakyReLU(0.01), nn.PReLU(4), nn.Embedding(4, 4)):
         assert recognize_norm(module) is None
     for module in (nn.BatchNorm1d(N, affine=False), nn.LayerNorm((N, N)), nn.GroupNorm(1, N), nn.InstanceNorm2d(N)):
-        assert isinstance(recognize_norm(module), Unknown)
+        assert isinstance(recognize_norm(module), Reason)
 
 
 def test_probing_changes_nothing():
@@ -364,8 +365,8 @@ def test_gated_mlps_are_found(act, width):
 @pytest.mark.parametrize("act", [nn.Sigmoid(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()])
 def test_other_activations_are_refused(act):
     found = recognize_mlp(Gate(act))
-    assert isinstance(found, Unknown)
-    assert found.reason == f"its numbers fit neither swiglu, geglu nor reglu ({type(act).__name__})"
+    assert isinstance(found, Reason)
+    assert found.text == f"its numbers fit neither swiglu, geglu nor reglu ({type(act).__name__})"
 
 
 PLACES = {
@@ -433,7 +434,7 @@ def test_gelu_written_out_is_found():
 
 @pytest.mark.parametrize("variant", ["scaled", "no gate", "train only", "limit", "fixed limit", "dropout of gate"])
 def test_near_misses_of_gated_mlps_are_refused(variant):
-    assert isinstance(recognize_mlp(Gate(nn.SiLU(), variant=variant)), Unknown)
+    assert isinstance(recognize_mlp(Gate(nn.SiLU(), variant=variant)), Reason)
 
 
 def test_gelu_approximated_otherwise_is_refused():
@@ -441,7 +442,7 @@ def test_gelu_approximated_otherwise_is_refused():
         def forward(self, x):
             return x * torch.sigmoid(1.702 * x)
 
-    assert isinstance(recognize_mlp(Gate(Quick())), Unknown)
+    assert isinstance(recognize_mlp(Gate(Quick())), Reason)
 
 
 def test_plain_mlps_are_not_mentioned():
@@ -455,7 +456,7 @@ def test_plain_mlps_are_not_mentioned():
             return self.down(h[..., : self.down.in_features])
 
     assert recognize_mlp(Plain(32)) is None
-    assert isinstance(recognize_mlp(Plain(64)), Unknown), "twice as wide as its second layer takes"
+    assert isinstance(recognize_mlp(Plain(64)), Reason), "twice as wide as its second layer takes"
 
 
 def rotate_half(x):
@@ -517,7 +518,7 @@ def test_rotations_are_found():
 
 @pytest.mark.parametrize("fn", [other_sign_of_k, only_q])
 def test_near_misses_of_rotations_are_refused(fn):
-    assert recognize_rotary(fn) == Unknown("its numbers fit no formula of tigon.rope")
+    assert recognize_rotary(fn) == Reason("its numbers fit no formula of tigon.rope")
 
 
 def with_angles(turn, *, tail=False):
@@ -611,4 +612,4 @@ def test_what_is_worth_a_probe():
     assert not arguments_of(lambda q, k, cos, sin, mrope_section: q)
     assert not arguments_of(lambda x, cos, sin, positions: x)
     assert not arguments_of(print)
-    assert "other arguments" in recognize_rotary(lambda q, k, angles: q).reason
+    assert "other arguments" in recognize_rotary(lambda q, k, angles: q).text

@@ -7,22 +7,22 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from tigon.fusion.probe import Unknown
+from tigon.fusion.reasons import Reason
 
 
-def clone(forward: Any, rebuild: Callable[[types.FunctionType], types.FunctionType | Unknown]) -> Any:
+def clone(forward: Any, rebuild: Callable[[types.FunctionType], types.FunctionType | Reason]) -> Any:
     """The forward with `rebuild` of its innermost function in that one's place, or why it cannot be had."""
     if not isinstance(forward, types.FunctionType):
-        return Unknown("its forward is not a plain function")
+        return Reason("its forward is not a plain function")
     inner = getattr(forward, "__wrapped__", None)
     if inner is None:
         return rebuild(forward)
     # A decorator holds the function that it calls in a closure cell: give it the clone there.
     cells = forward.__closure__ or ()
     if sum(cell.cell_contents is inner for cell in cells) != 1:
-        return Unknown("its forward is decorated in a way that cannot be cloned")
+        return Reason("its forward is decorated in a way that cannot be cloned")
     made = clone(inner, rebuild)
-    if isinstance(made, Unknown):
+    if isinstance(made, Reason):
         return made
     closure = tuple(types.CellType(made) if cell.cell_contents is inner else cell for cell in cells)
     outer = rebuilt(forward, forward.__globals__, closure)

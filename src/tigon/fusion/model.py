@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -20,8 +21,18 @@ from torch import nn
 from tigon.fusion.clones import name_of
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.patch import Patch, install, nothing, restore
-from tigon.fusion.probe import Unknown, shape_of, signature_of
-from tigon.fusion.report import Report, Row, advice_on
+from tigon.fusion.probe import shape_of, signature_of
+from tigon.fusion.reasons import (
+    ADAPTER_ON_HEAD,
+    FUSED_BEFORE,
+    HEAD_IS_NOT_LINEAR,
+    NO_HEAD,
+    NO_LABELS,
+    REPLACED,
+    Reason,
+    dtype_of_head,
+)
+from tigon.fusion.report import Report, Row
 from tigon.logits.recipe import DTYPES
 from tigon.logits.split import is_gathering_forward
 from tigon.memory.recompute import LEVELS, Recompute
@@ -32,9 +43,6 @@ from tigon.parts.norm import norm_forward, recognize_norm
 from tigon.parts.relu2 import recognize_relu2, relu2_forward
 from tigon.parts.residual_norm import Sums, is_rms_norm
 from tigon.parts.rotary import Clones
-
-REPLACED = "its forward is already replaced on this instance (a device hook, another library?)"
-FUSED_BEFORE = "fused before, by another tigon.fuse"
 
 
 def fuse(
@@ -74,7 +82,11 @@ def fuse(
         present.remove()  # with other options it replaced nothing, so nothing has to stay as it is
     fusion = Fusion(model, recompute, offload)
     fusion._options = options
-    fusion._fuse(**parts)
+    try:
+        fusion._fuse(**parts)
+    except BaseException:  # Ctrl-C too: a model that is half fused would belong to no Fusion that could restore it
+        fusion.remove()
+        raise
     if not fusion._modules:
         # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
         patches = (vars(m).get("_tigon") for m in model.modules())
@@ -109,7 +121,7 @@ class Fusion:
         self._ledger.fusion = self
         self._options: dict[str, Any] = {}  # of fuse
         self._modules: list[nn.Module] = []
-        self._rows: Counter[tuple[str, str, bool, str]] = Counter()
+        self._rows: Counter[tuple[str, str, bool, str | Reason]] = Counter()
         self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
 
     def report(self) -> Report:
@@ -122,7 +134,8 @@ class Fusion:
         for row, count in self._rows.items():
             kind, name, fused, what = row
             calls = ledger.calls[kind, self._keys.get(row, row)] if kind != "head" else totals[kind]
-            rows.append(Row(kind, name, count, fused, what, calls, "" if fused else advice_on(what)))
+            advice = what.advice if isinstance(what, Reason) else ""
+            rows.append(Row(kind, name, count, fused, str(what), calls, advice))
         return Report(
             type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
             dict(totals), dict(ledger.built_by), ledger.recompute.level, ledger.recompute.tensors,
@@ -209,23 +222,28 @@ class Fusion:
     def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
         if formula is None:
             return
-        reason = formula.reason if isinstance(formula, Unknown) else _why_not(module)
+        reason = formula if isinstance(formula, Reason) else _why_not(module)
         if reason is not None:
             self._left(kind, module, reason)
             return
         act = getattr(formula, "act_module", None)
-        install(module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act)))
+        self._install(
+            module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act))
+        )
         self._done(kind, module, str(formula))
+
+    def _install(self, module: nn.Module, forward: Callable[..., Any], patch: Patch) -> None:
+        self._modules.append(module)  # first, so that remove() restores it even if install is interrupted
+        install(module, forward, patch)
 
     def _done(self, kind: str, module: nn.Module, what: str, key: Any = None) -> None:
         """key: by which its calls are counted, where its forward does not know the module it belongs to."""
-        self._modules.append(module)
         vars(module)["_tigon"].key = row = (kind, type(module).__name__, True, what)
         self._rows[row] += 1
         if key is not None:
             self._keys[row] = key
 
-    def _left(self, kind: str, module: nn.Module, reason: str) -> None:
+    def _left(self, kind: str, module: nn.Module, reason: Reason) -> None:
         self._rows[kind, type(module).__name__, False, reason] += 1
 
     def _fuse_heads(self, modules: list[nn.Module], taken: set[int]) -> list[nn.Module]:
@@ -248,7 +266,7 @@ class Fusion:
                 continue
             seen.add(id(head))
             takes = _labels_at(owner)
-            reason = "its model's forward takes no labels" if takes is None else None
+            reason = NO_LABELS if takes is None else None
             layers = list(_linear_layers(head))
             if not layers:
                 reason = _why_no_linear(head)
@@ -257,7 +275,7 @@ class Fusion:
                 why = reason or _why_not_head(layer)
                 if why is None:
                     before = vars(layer).get("forward")
-                    install(layer, head_forward, Patch("head", self._ledger, None, before=before))
+                    self._install(layer, head_forward, Patch("head", self._ledger, None, before=before))
                     biased = " + b" if layer.bias is not None else ""
                     self._done("head", layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
                     taken.add(id(layer))
@@ -265,33 +283,32 @@ class Fusion:
                 else:
                     self._left("head", layer, why)
             if not layers:
-                self._left("head", head, reason or "")
+                self._left("head", head, reason or HEAD_IS_NOT_LINEAR)
             if fused:
                 owners.append(owner)
         if not seen:
-            self._left("head", self.model, "it has no get_output_embeddings() that returns a head")
+            self._left("head", self.model, NO_HEAD)
         return owners + [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
     def _wrap_model(self, owner: nn.Module) -> None:
         before = vars(owner).get("forward")
         patch = Patch("model", self._ledger, None, before=before, labels_at=_labels_at(owner))
-        install(owner, model_forward(type(owner).forward if before is None else before), patch)
-        self._modules.append(owner)
+        self._install(owner, model_forward(type(owner).forward if before is None else before), patch)
 
     def _fuse_rotary(self, module: nn.Module, clones: Clones) -> None:
         for name, formula in clones.found(type(module).forward).items():
-            if isinstance(formula, Unknown):
-                self._left("rotary", module, f"{name}: {formula.reason}")
+            if isinstance(formula, Reason):
+                self._left("rotary", module, replace(formula, text=f"{name}: {formula}"))
                 continue
             patch = vars(module).get("_tigon")
             if patch is not None and patch.ledger is self._ledger:
                 continue  # one clone serves all rotary functions that a forward calls
             forward = clones.of(type(module).forward)
-            reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+            reason = _why_not(module) if not isinstance(forward, Reason) else forward
             if reason is not None:
                 self._left("rotary", module, reason)
             else:
-                install(module, forward, Patch("rotary", self._ledger, formula))
+                self._install(module, forward, Patch("rotary", self._ledger, formula))
                 self._done("rotary", module, str(formula), key=name_of(forward))
 
     def _fuse_sums(self, module: nn.Module, sums: Sums) -> None:
@@ -300,11 +317,11 @@ class Fusion:
         if not found or (patch is not None and patch.ledger is self._ledger):
             return
         forward = sums.of(type(module).forward)
-        reason = _why_not(module) if not isinstance(forward, Unknown) else forward.reason
+        reason = _why_not(module) if not isinstance(forward, Reason) else forward
         if reason is not None:
             self._left("add_norm", module, reason)
             return
-        install(module, forward, Patch("add_norm", self._ledger, None))
+        self._install(module, forward, Patch("add_norm", self._ledger, None))
         what = f"the residual sum and {', '.join(found)} in one pass"
         self._done("add_norm", module, what, key=name_of(type(module).forward))
 
@@ -337,7 +354,7 @@ def _head_norm(module: nn.Module, name: str) -> Patch | None:
     return patch if weight is not None and shape_of(getattr(norm, weight)).numel() == width else None
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module) -> Reason | None:
     """Why this instance must be left alone, whatever it computes."""
     patch = vars(module).get("_tigon")
     if patch is not None and patch.ledger.active:
@@ -365,15 +382,15 @@ def _is_linear(module: Any) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear or wrapped
 
 
-def _why_no_linear(head: nn.Module) -> str:
+def _why_no_linear(head: nn.Module) -> Reason:
     if hasattr(head, "lora_A"):
-        return "an adapter is on the head: it runs as it is, with real logits"
-    return "it is not a plain torch.nn.Linear (quantised, parallel, or the model's own kind)"
+        return ADAPTER_ON_HEAD
+    return HEAD_IS_NOT_LINEAR
 
 
-def _why_not_head(layer: nn.Linear) -> str | None:
+def _why_not_head(layer: nn.Linear) -> Reason | None:
     if layer.weight.dtype not in DTYPES:
-        return f"its weight is {str(layer.weight.dtype).removeprefix('torch.')}"
+        return dtype_of_head(str(layer.weight.dtype).removeprefix("torch."))
     why = _why_not(layer)
     return None if why == REPLACED and is_gathering_forward(vars(layer)["forward"]) else why
 

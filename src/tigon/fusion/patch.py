@@ -77,8 +77,11 @@ def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> No
 def restore(module: nn.Module) -> None:
     state = vars(module)
     patch = state.get("_tigon")
+    if patch is None:
+        return
     # Where somebody has wrapped our forward since, theirs stays; ours, inactive now, passes through to the plain one.
-    if patch is None or not patch.installed_on(module):
+    # A forward that is still the one of before means that install was interrupted: then the rest goes too.
+    if not patch.installed_on(module) and state.get("forward") is not patch.before:
         return
     for name in ("_tigon", "forward", "_replicate_for_data_parallel"):
         state.pop(name, None)

@@ -16,7 +16,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +28,6 @@ HOOKS = (
 
 
 ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Not recognised, and why."""
-
-    reason: str
 
 
 @contextlib.contextmanager

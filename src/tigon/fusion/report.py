@@ -5,24 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# What to do about what is left, by a part of the reason. Of the rest: nothing, it runs as it is.
-ADVICE = {
-    "takes no labels": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
-    "no get_output_embeddings": "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss",
-    "an adapter is on the head": "leave the head out of target_modules, or name it in modules_to_save",
-    "not a plain torch.nn.Linear": "keep the head out of quantisation",
-    "its weight is float64": "load the model in float32, bfloat16 or float16",
-    "already replaced on this instance": "fuse before the hooks are put on, or take the other replacement off",
-    "fused before": "remove() the other Fusion first",
-    "the source of its forward": "import the model from a file that is still as it was imported",
-}
-
-
 KINDS = ("head", "norm", "add_norm", "mlp", "experts", "rotary", "qk_norm")
-
-
-def advice_on(reason: str) -> str:
-    return next((advice for part, advice in ADVICE.items() if part in reason), "")
 
 
 @dataclass(frozen=True)

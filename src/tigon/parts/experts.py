@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.patch import Patch, _plain, transformed
-from tigon.fusion.probe import Unknown, _parameters_of, probe_of, probing, run, same_numbers
+from tigon.fusion.probe import _parameters_of, probe_of, probing, run, same_numbers
+from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
@@ -77,15 +78,15 @@ class Experts:
 
 
 @probing()
-def recognize_experts(module: nn.Module) -> Experts | Unknown | None:
-    """The formula of stacked experts; Unknown for what is called so and is none that Tigon has; None for the rest."""
+def recognize_experts(module: nn.Module) -> Experts | Reason | None:
+    """The formula of stacked experts; Reason for what is called so and is none that Tigon has; None for the rest."""
     given = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in given.values()) == 0:
         return None
     named = "expert" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
 
-    def left(reason: str) -> Unknown | None:
-        return Unknown(reason) if named else None
+    def left(reason: str) -> Reason | None:
+        return Reason(reason) if named else None
 
     inputs = tuple(_parameters_of(module))
     if len(inputs) != 3:

@@ -14,7 +14,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tigon.fusion.patch import Patch, _plain, transformed
-from tigon.fusion.probe import HOOKS, Unknown, linear_widths, probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.fusion.probe import HOOKS, linear_widths, probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.fusion.reasons import Reason
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import gated_reference, gated_unit
@@ -181,8 +182,8 @@ class Gated:
 
 
 @probing()
-def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
-    """The formula of a gated MLP; Unknown for what is built like one and computes something else; None for the rest."""
+def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
+    """The formula of a gated MLP; Reason for what is built like one and computes something else; None for the rest."""
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
@@ -193,11 +194,11 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
     silent = all(before == after for before, after in widths.values())
     mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
     if module._parameters or module._buffers:
-        return None if mixer else Unknown("it has parameters of its own")
+        return None if mixer else Reason("it has parameters of its own")
     if len(others) > 3:
-        return None if mixer else Unknown(f"it has other modules: {', '.join(others)}")
+        return None if mixer else Reason(f"it has other modules: {', '.join(others)}")
     if not takes_one_argument(module):
-        return None if mixer else Unknown("its forward takes more than one input")
+        return None if mixer else Reason("its forward takes more than one input")
     none: list[str | None] = [None]
     acts: list[str | None] = [
         k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
@@ -219,9 +220,9 @@ def recognize_mlp(module: nn.Module) -> Gated | Unknown | None:
     if silent:
         return None
     if len(others) > 1:
-        return Unknown(f"it has other modules: {', '.join(others)}")
+        return Reason(f"it has other modules: {', '.join(others)}")
     name = type(children[others[0]]).__name__ if others else "its own activation"
-    return Unknown(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
+    return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
 
 
 def _has_state(module: nn.Module) -> bool:

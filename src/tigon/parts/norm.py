@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tigon.fusion.patch import Patch, _plain, transformed
 from tigon.fusion.probe import (
-    Unknown,
     _numbers,
     _parameters_of,
     probe_of,
@@ -25,6 +24,7 @@ from tigon.fusion.probe import (
     shape_of,
     takes_one_argument,
 )
+from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.gated import gated_reference, swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
@@ -121,25 +121,25 @@ FREE_WIDTH = 96  # of the probe of a norm without a weight
 
 
 @probing()
-def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
-    """The formula of a norm over the last dimension; Unknown for what is called a norm and is none that Tigon has;
+def recognize_norm(module: nn.Module) -> Norm | Reason | None:
+    """The formula of a norm over the last dimension; Reason for what is called a norm and is none that Tigon has;
     None for the rest."""
     named = "norm" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
-        return Unknown("it has modules or buffers of its own") if named and small else None
+        return Reason("it has modules or buffers of its own") if named and small else None
     vectors = {k: p for k, p in module._parameters.items() if p is not None}
     if len(vectors) > 2:
-        return Unknown("it has more parameters than a weight and a bias") if named else None
+        return Reason("it has more parameters than a weight and a bias") if named else None
     shapes = [shape_of(p) for p in vectors.values()]
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in vectors.values()):
-        return Unknown("its weight is not a vector") if named else None
+        return Reason("its weight is not a vector") if named else None
     epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
         epsilons = [torch.finfo(torch.float32).eps]
     gated = named and _parameters_of(module)[1:] == ["gate"]
     if not (epsilons or named) or not (gated or takes_one_argument(module)):
-        return Unknown("it is no norm over one input") if named else None
+        return Reason("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
     widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *_numbers(module)]
     found = None
@@ -160,7 +160,7 @@ def recognize_norm(module: nn.Module) -> Norm | Unknown | None:
                 return found
     if found is not None:
         return found
-    return Unknown("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm") if named else None
+    return Reason("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm") if named else None
 
 
 def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.patch import Patch, transformed
-from tigon.fusion.probe import Unknown
+from tigon.fusion.reasons import NO_SOURCE, Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
 from tigon.parts.norm import Norm, norm_fits
@@ -61,13 +61,13 @@ class Sums:
         checkpoints. FSDP2 makes such a class, after fuse(), of layers that are fused already.
         """
         first = self._clone(forward)
-        if isinstance(first, Unknown):
+        if isinstance(first, Reason):
             return first
 
         def layer_forward(self_: Any, *args: Any, **kwargs: Any) -> Any:
             now = type(self_).forward
             run = first if now is forward else self._clone(now)
-            return (now if isinstance(run, Unknown) else run)(self_, *args, **kwargs)
+            return (now if isinstance(run, Reason) else run)(self_, *args, **kwargs)
 
         return layer_forward
 
@@ -156,10 +156,10 @@ def _compiled(tree: ast.Module, fn: types.FunctionType) -> types.CodeType:
 _FUTURES = __import__("__future__").annotations.compiler_flag
 
 
-def _with_sums(fn: types.FunctionType) -> types.FunctionType | Unknown:
+def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     tree = _tree_of(fn) if _may_add(fn.__code__) else None
     if tree is None:
-        return Unknown("the source of its forward is not to be had")
+        return NO_SOURCE
     function = tree.body[0]
     for statements, at, until, norm in list(_sites(function)):
         before, after = statements[at], statements[until]

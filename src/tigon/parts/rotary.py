@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.patch import transformed
-from tigon.fusion.probe import Unknown
+from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES, version_of
 from tigon.ops.rope import rope
 from tigon.parts.qk_norm import as_tensor, bare, rope_of
@@ -28,10 +28,10 @@ class Clones:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._found: dict[Any, dict[str, Rotary | Unknown]] = {}
+        self._found: dict[Any, dict[str, Rotary | Reason]] = {}
         self._clones: dict[Any, Any] = {}
 
-    def found(self, forward: Any) -> dict[str, Rotary | Unknown]:
+    def found(self, forward: Any) -> dict[str, Rotary | Reason]:
         """The rotary functions that a forward calls by a global name."""
         if forward not in self._found:
             inner = inspect.unwrap(forward) if callable(forward) else None

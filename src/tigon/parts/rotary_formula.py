@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.probe import Unknown, probing, run, same_numbers
+from tigon.fusion.probe import probing, run, same_numbers
+from tigon.fusion.reasons import Reason
 from tigon.ops.rope import rope_reference
 
 # The arguments that functions begin with, and whether the angles are complex numbers, cos + i sin.
@@ -162,10 +163,10 @@ def _signature(fn: Any) -> inspect.Signature:
 
 
 @probing()
-def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
+def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
     names = arguments_of(fn)
     if names is None:
-        return Unknown(f"it takes other arguments than {', '.join(f'({a})' for a in ARGUMENTS)}")
+        return Reason(f"it takes other arguments than {', '.join(f'({a})' for a in ARGUMENTS)}")
     complex_ = len(names) == 3 and names[2].startswith("freqs")
     for default, turn in itertools.product((1, 2), _turns(complex_)):  # heads at (B, H, T, D) or (B, T, H, D)
         shown = {width: keeps for width in WIDTHS if (keeps := _is_rope(fn, turn, names, default, width)) is not None}
@@ -176,9 +177,9 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Unknown:
         if shown:
             break
     else:
-        return Unknown("its numbers fit no formula of tigon.rope")
+        return Reason("its numbers fit no formula of tigon.rope")
     if len(set(shown.values())) > 1:
-        return Unknown("its results have another dtype for partial than for full rotation")
+        return Reason("its results have another dtype for partial than for full rotation")
 
     def holds(dim: int, **options: Any) -> bool:
         return all(_is_rope(fn, turn, names, dim, width, **options) == keeps for width, keeps in shown.items())

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.probe import Unknown, signature_of
+from tigon.fusion.probe import signature_of
+from tigon.fusion.reasons import Reason
 from tigon.install import install
 from tigon.parts.mlp import Gated, recognize_mlp
 from tigon.parts.norm import Norm, recognize_norm
@@ -132,7 +133,7 @@ def _layer_for(module: nn.Module) -> str | None:
         if norm.centered or norm.weight != "weight" or norm.eps != eps or norm.native:
             return None
         return _NORMS.get((norm.offset, norm.cast, norm.gated))
-    mlp = recognize_mlp(module) if norm is None or isinstance(norm, Unknown) else None
+    mlp = recognize_mlp(module) if norm is None or isinstance(norm, Reason) else None
     if isinstance(mlp, Gated):
         plain = Gated("gate_proj", "up_proj", "down_proj", mlp.act, mlp.act_module)
         return _MLPS.get(mlp.act) if mlp == plain else None

@@ -1,0 +1,47 @@
+"""Why a part of a model is left as it is, and what you can do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A row of the report about what was left.
+
+    text: the reason, a clause whose subject is the module. advice: what you can do about it; empty where the module
+    runs as it is and nothing is lost by that. Reasons that several files give, or that have advice, stand here; a
+    part's own stand where the part gives them.
+    """
+
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_OWN_LOSS = "call tigon.linear_cross_entropy(hidden, head.weight, labels) in your own loss"
+NO_HEAD = Reason("it has no get_output_embeddings() that returns a head", _OWN_LOSS)
+NO_LABELS = Reason("its model's forward takes no labels", _OWN_LOSS)
+ADAPTER_ON_HEAD = Reason(
+    "an adapter is on the head: it runs as it is, with real logits",
+    "leave the head out of target_modules, or name it in modules_to_save",
+)
+HEAD_IS_NOT_LINEAR = Reason(
+    "it is not a plain torch.nn.Linear (quantised, parallel, or the model's own kind)",
+    "keep the head out of quantisation",
+)
+REPLACED = Reason(
+    "its forward is already replaced on this instance (a device hook, another library?)",
+    "fuse before the hooks are put on, or take the other replacement off",
+)
+FUSED_BEFORE = Reason("fused before, by another tigon.fuse", "remove() the other Fusion first")
+NO_SOURCE = Reason(
+    "the source of its forward is not to be had", "import the model from a file that is still as it was imported"
+)
+
+
+def dtype_of_head(dtype: str) -> Reason:
+    advice = "load the model in float32, bfloat16 or float16" if dtype == "float64" else ""
+    return Reason(f"its weight is {dtype}", advice)
