@@ -7,6 +7,7 @@ import pytest
 import torch
 from numerics import check
 
+import tigon
 from tigon.compat import liger
 
 M, V, H = 12, 37, 16
@@ -397,3 +398,23 @@ def test_options_may_be_set_later():
     torch.testing.assert_close(
         loss(weight, x, targets()), liger.liger_fused_linear_cross_entropy(x, weight, targets(), reduction="sum")
     )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_fused_linear_jsd_of_peaked_logits(beta):
+    """Liger projects to fp32 logits: of std 30, rounded to bf16, they put the gradient off by more than a tenth."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(32, 64, generator=g).bfloat16(), (torch.randn(200, 64, generator=g) * 30 / 8).bfloat16()
+    near = (x + 0.05 * torch.randn(32, 64, generator=g)).bfloat16()
+
+    def gradient(dtype, loss):
+        ours = x.to(dtype).requires_grad_()
+        return torch.autograd.grad(loss(ours, weight.to(dtype), near.to(dtype), weight.to(dtype)), ours)[0].double()
+
+    def exact(x, w, t, v):
+        log_q, log_p = (x @ w.t()).log_softmax(-1), (t @ v.t()).log_softmax(-1)
+        return tigon.jsd(log_q, log_p, beta=beta)
+
+    expected = gradient(torch.float64, exact)
+    got = gradient(torch.bfloat16, liger.LigerFusedLinearJSD(jsd_beta=beta))
+    assert (got - expected).norm() < 0.01 * expected.norm()

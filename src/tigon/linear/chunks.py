@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.head import Head, empty_logits, take
+from tigon.linear.head import Head, empty_logits, logit_bytes, take
 from tigon.linear.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.shard_statistics import columns, shard_statistics
 
@@ -167,13 +167,16 @@ class Chunks:
         num_valid: how many rows do, if the host knows: only so many are visited, the valid ones first.
         budget: bytes of logits a chunk may hold.
         shards: which classes the head's are, where other devices hold others.
+        dtype: of the logits; the compute dtype by default.
     """
 
     def __init__(
         self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
-        shards: Shards | None = None,
+        shards: Shards | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.head, self.target, self.shards = head, target, shards
+        self.dtype = head.x.dtype if dtype is None else dtype
+        self._narrow: Tensor | None = None
         self.input_gradient = InputGradient(head, shards)
         N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
         self.visited = N if num_valid is None else max(0, min(num_valid, N))
@@ -182,11 +185,11 @@ class Chunks:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[: self.visited]
-        self.size = chunk_rows(self.visited, V * head.x.element_size(), budget) if self.visited else 0
+        self.size = chunk_rows(self.visited, V * logit_bytes(head.x.dtype, self.dtype), budget) if self.visited else 0
         self.count = -(-self.visited // self.size) if self.visited else 0
 
     def __iter__(self) -> Iterator[Chunk]:
-        buffer = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.head.x.dtype)
+        buffer = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
         for start, stop in self.spans():
             yield self.compute(start, stop, buffer[: stop - start])
 
@@ -219,6 +222,14 @@ class Chunks:
         """The chunk, its logits written to (stop − start, V)."""
         chunk = self.with_logits(start, stop, logits)
         self.head.logits(chunk.x, logits)
+        return chunk
+
+    def narrowed(self, chunk: Chunk) -> Chunk:
+        """The chunk, whose logits hold their gradient, with that in the dtype of the products."""
+        if chunk.logits.dtype != self.head.x.dtype:
+            if self._narrow is None:
+                self._narrow = empty_logits(self.size, chunk.logits.shape[1], self.head.x, self.head.x.dtype)
+            chunk.logits = self._narrow[: chunk.logits.shape[0]].copy_(chunk.logits)
         return chunk
 
     def in_batch_order(self, results: Tensor) -> Tensor:

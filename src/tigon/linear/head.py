@@ -47,6 +47,18 @@ def check_head(
     return autocast or x.dtype
 
 
+def logits_dtype_of(name: str, compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the logits: that of the products, or wider where it is asked for."""
+    if logits_dtype not in (None, compute, torch.float32):
+        raise ValueError(f"{name}: logits_dtype must be None or torch.float32, got {logits_dtype}.")
+    return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
+
+
+def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
+    """Of a logit and of its gradient, which has a place of its own where it is narrower."""
+    return logits.itemsize + (compute.itemsize if logits != compute else 0)
+
+
 def check_accumulate(name: str, accumulate: str) -> None:
     if accumulate not in ACCUMULATE:
         raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
@@ -129,7 +141,11 @@ class Head(NamedTuple):
         return cls(x, weight, bias, both)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
-        """out (n, V) ← x Wᵀ (+ bias) of n rows."""
+        """out (n, V) ← x Wᵀ (+ bias) of n rows; out may be fp32 under half-precision factors."""
+        if out.dtype != x.dtype:
+            for block in class_blocks(self.weight.shape[0], x.dtype):
+                product_into(out[:, block], x, self.weight[block].t(), first=True)
+            return out if self.bias is None else out.add_(self.bias)
         if self.both is not None:
             wide = x.new_zeros(x.shape[0], self.both.shape[1])
             wide[:, : x.shape[1]] = x

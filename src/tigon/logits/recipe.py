@@ -201,6 +201,8 @@ class Recipe:
         # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
         dtype = self.dtype if autocast_dtype(device) is None else torch.float32
         valid = self.ledger.valid_targets(target, ignore_index)
+        # The mean over no label is 0 in Tigon's losses. In a fused model F.cross_entropy is torch's, whose mean is NaN.
+        count = (target != ignore_index).sum() if reduction == "mean" else None
         bias = self.bias
         for step, value in self.steps:
             if step == "add":
@@ -210,7 +212,7 @@ class Recipe:
                 self.check(use=True)
             loss = linear_cross_entropy(
                 self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
-                label_smoothing=label_smoothing, softcap=softcap, scale=scale, num_valid=valid,
+                label_smoothing=label_smoothing, softcap=softcap, scale=scale, divisor=count, num_valid=valid,
             )  # fmt: skip
         self.ledger.count("head")
         return self.hand_on(loss.to(dtype))

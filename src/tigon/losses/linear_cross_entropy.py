@@ -152,7 +152,8 @@ def linear_cross_entropy_reference(
     rows = cross_entropy_reference(F.linear(x, weight, bias), target, *options)
     if reduction == "none":
         return rows
-    return rows.sum() if reduction == "sum" else rows.sum() / (target != (options[0] if options else -100)).sum()
+    count = (target != (options[0] if options else -100)).sum()
+    return rows.sum() if reduction == "sum" else rows.sum() / count.clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------------- launches

@@ -417,6 +417,10 @@ class Policy(Family):
                 loss = loss + of.beta * kl
 
         total = torch.where(mask, loss * side["share"], 0.0).sum()
+        if self.level == "total":
+            # A completion without tokens has a ratio too, and TRL's mean over sequences counts it: a constant.
+            empty = ~mask.any(1, keepdim=True)
+            total = total + torch.where(empty, loss[:, :1] * side["share"], 0.0).sum()
         if "bonus" in side:
             found["policy_loss"] = total
             bonus = torch.where(chosen, part.entropy * side["bonus"], 0.0).sum()

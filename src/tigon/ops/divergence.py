@@ -58,7 +58,8 @@ def kl_div(
         logits: both are logits, softmaxed here.
         temperature: divides the logits before the softmax. The loss is not multiplied by its square.
         labels, ignore_index: (...), integers; rows where they are ignore_index give 0, no gradient, and do not count.
-    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0.
+    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0. The
+        means over no row are 0, with a gradient of 0.
     Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
 
     Replaces (logits=True, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
@@ -165,12 +166,12 @@ def _divergence(
     if reduction == "rows":
         return rows
     if labels is None:
-        total = rows.sum() if reduction == "sum" else rows.mean()
+        total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
     else:
         total = rows.sum()
         if reduction != "sum":
-            total = total / (labels != ignore_index).sum()  # 0 / 0 where no row is valid, as in torch
-    return total / input.shape[-1] if reduction == "mean" else total
+            total = total / (labels != ignore_index).sum().clamp(min=1)  # the mean over no row is 0
+    return total / max(1, input.shape[-1]) if reduction == "mean" else total
 
 
 def divergence_reference(

@@ -53,10 +53,9 @@ def liger_cross_entropy(
             raise ValueError(f"liger_cross_entropy: {name} must be None, since reduction says it, got {value!r}.")
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     valid = target != ignore_index
-    divisor = valid.sum().clamp(min=1) if reduction == "mean" and weight is None else None
     found = cross_entropy(
         input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        z_loss=lse_square_scale, softcap=softcap, divisor=divisor, details=any(wanted),
+        z_loss=lse_square_scale, softcap=softcap, details=any(wanted),
     )  # type: ignore[call-overload]  # fmt: skip
     if isinstance(found, Tensor):
         return found
@@ -131,6 +130,7 @@ def head_cross_entropy(
         weights = count
         if ce_weight is not None and items is None:
             weights = torch.where(valid, ce_weight.detach()[torch.where(valid, target, 0)], 0.0).sum()
+            weights = torch.where(valid.any(), weights, 1.0)
         loss, z = loss / weights, z / count
     return _output(wanted, loss + z, z, accuracy, predicted) if any(wanted) else loss + z
 

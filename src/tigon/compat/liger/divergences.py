@@ -69,10 +69,13 @@ def liger_fused_linear_jsd(
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tigon.losses.distill` with loss_type="jsd"; beta as in `liger_jsd`, accum_dtype as in cross entropy."""
+    """`tigon.losses.distill` with loss_type="jsd"; beta as in `liger_jsd`, accum_dtype as in cross entropy.
+
+    Logits are fp32, as Liger's are from 0.8.5 on.
+    """
     return distill(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
-        ignore_index=ignore_index, temperature=temperature,
+        ignore_index=ignore_index, temperature=temperature, logits_dtype=torch.float32,
         accumulate=accumulate("liger_fused_linear_jsd", accum_dtype, student_weight),
     )[0]  # fmt: skip
 

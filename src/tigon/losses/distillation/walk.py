@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunk, Chunks
-from tigon.linear.head import Head, empty_logits
+from tigon.linear.head import Head, empty_logits, logit_bytes
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.distillation.parts import distill_part, topk_part
@@ -28,8 +28,8 @@ from tigon.runtime import differentiable, differentiable_directly, launcher
 
 
 def _fake(
-    x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute, budget,
-    fp32, need_dx, need_dw, need_db, *options, shards=None,
+    x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
+    wide_logits, budget, fp32, need_dx, need_dw, need_db, *options, shards=None,
 ):  # fmt: skip
     (V, H), rows = weight.shape, x.shape[0]
     widest = V if shards is None else shards.widest
@@ -38,16 +38,27 @@ def _fake(
     dx = x.new_empty((rows, H) if need_dx else (0,), dtype=compute)
     # One chunk with its divisor folded in is summed by one product, and rounded once. A sum still waits for a factor.
     visited = rows if valid < 0 or valid > rows else valid
-    share = _share(budget, options[2], compute, teacher_compute)
-    several = inverse is None or visited * widest * compute.itemsize > share
+    dtypes = logits_dtypes(compute, teacher_compute, wide_logits)
+    share = _share(budget, options[2], compute, *dtypes)
+    several = inverse is None or visited * widest * logit_bytes(compute, dtypes[0]) > share
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
     return loss, soft, hard, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
-def _share(budget: int, rest: str, compute: torch.dtype, teacher_compute: torch.dtype) -> int:
+def logits_dtypes(
+    compute: torch.dtype, teacher_compute: torch.dtype, wide_logits: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """Of the student's logits and of the teacher's: what their products are in, or fp32."""
+    if not wide_logits:
+        return compute, teacher_compute
+    return torch.promote_types(compute, torch.float32), torch.promote_types(teacher_compute, torch.float32)
+
+
+def _share(budget: int, rest: str, compute: torch.dtype, logits: torch.dtype, teacher: torch.dtype) -> int:
     """The student's part of the bytes that two sides' logits may hold. What a teacher gave of K classes is small."""
-    return budget if rest else max(1, budget * compute.itemsize // (compute.itemsize + teacher_compute.itemsize))
+    own = logit_bytes(compute, logits)
+    return budget if rest else max(1, budget * own // (own + teacher.itemsize))
 
 
 def _weights(
@@ -68,8 +79,8 @@ def _weights(
 
 @launcher(
     "(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias,"
-    " Tensor? target, Tensor? inverse, int valid, ScalarType compute, ScalarType teacher_compute, int budget,"
-    " bool fp32, bool need_dx, bool need_dw, bool need_db, bool per_class, str kind, str rest, float beta,"
+    " Tensor? target, Tensor? inverse, int valid, ScalarType compute, ScalarType teacher_compute, bool wide_logits,"
+    " int budget, bool fp32, bool need_dx, bool need_dw, bool need_db, bool per_class, str kind, str rest, float beta,"
     " float temperature, float unit, float hard_weight, int ignore_index, float softcap, float scale,"
     " float teacher_softcap, float teacher_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
@@ -77,14 +88,14 @@ def _weights(
 def _distill_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, teacher_x: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor | None, target: Tensor | None, inverse: Tensor | None, valid: int, compute: torch.dtype,
-    teacher_compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
-    per_class: bool, kind: str, rest: str, beta: float, temperature: float, unit: float, hard_weight: float,
-    ignore_index: int, *transforms: Any, shards: Shards | None = None,
+    teacher_compute: torch.dtype, wide_logits: bool, budget: int, fp32: bool, need_dx: bool, need_dw: bool,
+    need_db: bool, per_class: bool, kind: str, rest: str, beta: float, temperature: float, unit: float,
+    hard_weight: float, ignore_index: int, *transforms: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """rest: "" for a teacher's head; else teacher_x and teacher_weight hold the ids and log-probabilities it gave."""
     outputs = _fake(
         x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
-        budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
+        wide_logits, budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
         shards=shards,
     )  # fmt: skip
     loss, soft, hard, dx, dw, more, db = outputs
@@ -94,8 +105,9 @@ def _distill_fwd(
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
     known = None if target is None or valid < 0 else valid
-    share = _share(budget, rest, compute, teacher_compute)
-    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share, shards)
+    dtype, teacher_dtype = logits_dtypes(compute, teacher_compute, wide_logits)
+    share = _share(budget, rest, compute, dtype, teacher_dtype)
+    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share, shards, dtype)
     soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if hard_weight else None
     folded = None if compute == torch.float16 else inverse
@@ -107,7 +119,8 @@ def _distill_fwd(
     if chunks.count == 0:
         weight_gradient.zero(sums)
     options = beta, temperature, ignore_index
-    for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_x, teacher_weight, teacher_bias):
+    teacher = teacher_x, teacher_weight, teacher_bias
+    for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_dtype, *teacher):
         places = soft_rows[chunk.rows], None if hard_rows is None else hard_rows[chunk.rows]
         here = None if target is None else chunk.target, *places, folded, weights, gradient
         if rest and shards is not None:
@@ -120,6 +133,8 @@ def _distill_fwd(
             distill_part(chunk.logits, theirs[0], *here, kind, *options[:2], *transforms, shards=shards)
         else:
             distill_rows(chunk.logits, theirs[0], *here, kind, *options, *transforms)
+        if gradient:
+            chunk = chunks.narrowed(chunk)
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
         if need_dw:
@@ -140,7 +155,7 @@ def _distill_fwd(
 
 
 def _walk(
-    chunks: Chunks, rest: str, compute: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
+    chunks: Chunks, rest: str, compute: torch.dtype, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
     """The chunks, and of the rows of each the teacher's logits, in one reused buffer, or what it gave."""
     if rest:
@@ -148,7 +163,7 @@ def _walk(
             yield chunk, chunks.rows_of(chunk.start, chunk.stop, x, weight)
         return
     head = Head.of(x, weight, bias, compute)
-    buffer = empty_logits(chunks.size, weight.shape[0], head.x, compute)
+    buffer = empty_logits(chunks.size, weight.shape[0], head.x, dtype)
     for chunk in chunks:
         (theirs,) = chunks.rows_of(chunk.start, chunk.stop, head.x)
         yield chunk, (head.logits(theirs, buffer[: chunk.stop - chunk.start]),)
@@ -158,8 +173,8 @@ def _walk(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, _, _, _, inverse, _, compute, _, _, _, *ctx.needs = inputs[:16]
-    per_class, kind, _, _, temperature, unit, hard_weight = inputs[16:23]
+    x, weight, bias, _, _, _, _, inverse, _, compute, _, _, _, _, *ctx.needs = inputs[:17]
+    per_class, kind, _, _, temperature, unit, hard_weight = inputs[17:24]
     ctx.arguments = len(inputs)
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     shards = getattr(ctx, "own", {}).get("shards")

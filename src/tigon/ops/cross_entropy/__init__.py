@@ -89,7 +89,8 @@ def cross_entropy(
             weighted.
         ignore_index: rows with this target have loss 0 and gradient 0.
         reduction: "mean" over the rows that are not ignored (with `weight`, what is weighted is divided by the sum of
-            their targets' weights), "sum", or "none" for one loss a row.
+            their targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0, with a gradient of
+            0, where torch has NaN: a rank or a micro-batch may be empty.
         label_smoothing: ε in [0, 1], spread evenly over the classes.
         z_loss: coefficient of lse², which keeps the logits from drifting.
         softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
@@ -139,9 +140,10 @@ def _composed(
     over: Tensor | float = 1.0
     z_over: Tensor | float = 1.0
     if reduction == "mean":
-        over = z_over = valid.sum() if divisor is None else divisor
+        over = z_over = valid.sum().clamp(min=1) if divisor is None else divisor
         if weight is not None and divisor is None:
-            over = torch.where(valid, weight[torch.where(valid, target, 0).long()], 0.0).sum()
+            mass = torch.where(valid, weight[torch.where(valid, target, 0).long()], 0.0).sum()
+            over = torch.where(valid.any(), mass, 1.0)
         if isinstance(over, Tensor):
             over = over.detach().to(rows.device, rows.dtype)
     if reduction == "none":
@@ -215,12 +217,12 @@ def inverse_divisor(
 ) -> Tensor | None:
     """1 / what the summed loss is divided by, as a 0-d tensor on the target's device; None for "sum" and "none".
 
-    Nothing here waits for the device. No valid row at all gives inf, and 0 · inf the NaN that torch gives.
+    Nothing here waits for the device. No valid row at all counts as one: the mean over nothing is 0.
     """
     if reduction != "mean":
         return None
     if divisor is None:
-        divisor = (target != ignore_index).sum()
+        divisor = (target != ignore_index).sum().clamp(min=1)
     elif not isinstance(divisor, Tensor):
         return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)
     return divisor.to(device=target.device, dtype=dtype).reciprocal()

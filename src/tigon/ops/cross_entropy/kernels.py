@@ -300,10 +300,11 @@ def _reduce_kernel(
         divisor = 1.0
         z_divisor = 1.0
         if MEAN:
-            z_divisor = sum_count
-            divisor = sum_count
+            # The mean over no row is 0, not 0 / 0: an empty rank may not poison the sum over all of them.
+            z_divisor = tl.maximum(sum_count, 1.0)
+            divisor = z_divisor
             if weight_ptr is not None:
-                divisor = sum_w
+                divisor = tl.where(sum_count == 0.0, 1.0, sum_w)
             if divisor_ptr is not None:
                 divisor = tl.load(divisor_ptr).to(tl.float32)
                 z_divisor = divisor

@@ -176,8 +176,8 @@ def _forward(
     loss, *others, stats = outputs
     M, V = target.numel(), logits.shape[-1]
     mean = reduction == "mean"
-    if M == 0 or V == 0:  # as torch: nothing over nothing
-        loss.fill_(float("nan") if mean and divisor is None else 0.0)
+    if M == 0 or V == 0:
+        loss.zero_()
         if details:
             others[0].copy_(loss)
             others[1].fill_(float("nan"))
