@@ -65,7 +65,7 @@ lint: $(READY)
 
 # One class after the other, each in a process that may die; SWEEP_ARGS="--only LlamaForCausalLM", "--shard 1/4".
 sweep: $(READY)
-	$(RUN) tests/models/sweep.py $(or $(SWEEP_ARGS),--json benchmarks/families)
+	$(RUN) benchmarks/families/sweep.py $(or $(SWEEP_ARGS),--json benchmarks/families)
 
 # Written after every row; begun again, it goes on. CONVERGE_ARGS="--families llama --dtype fp32", "--device cpu".
 converge: $(READY)

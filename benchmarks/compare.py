@@ -21,8 +21,9 @@ import torch
 
 from tigon.bench import report
 from tigon.bench.cases import OPS, Op
-from tigon.bench.models import Processes, Side
+from tigon.bench.processes import Processes
 from tigon.bench.runner import Ceilings, Settings, measure_ceilings, run_case
+from tigon.bench.training import Side
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = (("llama-3-8b", 16, 512), ("llama-3.2-1b", 16, 2048))

@@ -7,7 +7,7 @@ Rounding makes two runs of the same training differ, and the difference grows fr
 each plain run has the model's weights in another order (residual width, heads, hidden units of the MLP, experts,
 vocabulary) and the rows of each batch too. Every run computes the same function, and its sums in another order. A fused
 run, in an order of its own, has to be no further from the plain runs than these are from one another:
-`tigon.bench.converge` judges. The file is written after every family and dtype, and a run that is begun again goes on.
+`studies/convergence.py` judges. The file is written after every family and dtype; a run that is begun again goes on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from studies.convergence import Runs, Training, judge
 from torch import Tensor, nn
 
 import tigon
 from tigon.bench import report
-from tigon.bench.converge import Runs, Training, judge
 
 # Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"

@@ -32,11 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import guides
+from families import page as families
+from studies import convergence, sharpness
 
 import tigon
-from tigon.bench import converge, plots, report, sam
+from tigon.bench import plots, report
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import MATRICES, bold, leaders, to_matrix
 from tigon.bench.page import ORDER
@@ -105,11 +106,11 @@ def on_files(files: Any, config: Any) -> Any:
         for path in sorted(RESULTS.glob("*.json")):
             content = report.load(path)
             if content["kind"] == "converge":
-                for name, drawn in converge.pictures(path, content).items():
-                    converge.plot(content, picture, *drawn)
+                for name, drawn in convergence.pictures(path, content).items():
+                    convergence.plot(content, picture, *drawn)
                     files.append(File.generated(config, f"charts/{name}", content=picture.read_bytes()))
             if content["kind"] == "sam":
-                sam.plot(content, picture)
+                sharpness.plot(content, picture)
                 files.append(File.generated(config, f"charts/{path.stem}.png", content=picture.read_bytes()))
     return files
 
@@ -128,9 +129,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "families": lambda _: families.page(),
         "hardware": lambda _: guides.hardware(RESULTS),
         "peaks": lambda model: guides.peaks(RESULTS, model),
-        "converge": lambda _: converge.page(RESULTS, f"{up}charts"),
-        "sam": lambda _: sam.page(RESULTS, f"{up}charts"),
-        "samcost": lambda _: sam.cost_page(RESULTS),
+        "converge": lambda _: convergence.page(RESULTS, f"{up}charts"),
+        "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
+        "samcost": lambda _: sharpness.cost_page(RESULTS),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

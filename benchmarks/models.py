@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from tigon.bench import report
-from tigon.bench.models import Processes, Side
+from tigon.bench.processes import Processes
+from tigon.bench.training import Side
 
 # Levels of what is recomputed, and the highest with activations in host memory: where --sides asks for them.
 LEVELS = ("tigon-none", "tigon-product", "tigon-mlp", "tigon-offload")

@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 
 from tigon.bench import report
-from tigon.bench.models import Processes, Side
+from tigon.bench.processes import Processes
+from tigon.bench.training import Side
 
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}
 SIDES = ("hf", "liger", "tigon")
+SHARDED = Path(__file__).resolve().parent / "studies" / "sharded.py"
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -128,7 +130,7 @@ def run(
         device=str(device),
         timeout_s=options.timeout,
         stop=lambda: ranks.failed(cell),
-        task="sharded",
+        task=f"{SHARDED}:rows_of",
         steps=options.steps,
         overrides=TINY if options.tiny else {},
         member=member,

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
-from tigon.bench.converge import Runs, judge
+from studies.convergence import Runs, judge
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "converge.py"
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from studies.convergence import Runs, Training, curve, judge, limit, page, pictures, plot, scores, smoothed
 
 from tigon.bench import report
-from tigon.bench.converge import Runs, Training, curve, judge, limit, page, pictures, plot, scores, smoothed
 
 STEPS, PLAIN = 40, 4
 

@@ -10,8 +10,8 @@ import tigon
 from tigon.bench import report
 from tigon.bench.cases import OPS
 from tigon.bench.host import HostRow
-from tigon.bench.models import Side
 from tigon.bench.runner import Row
+from tigon.bench.training import Side
 from tigon.install import REPOSITORY
 
 HOOK = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
@@ -279,7 +279,7 @@ def test_goals_stand_beside_what_was_reached(hook, tmp_path):
     peer = Side("llama-3-8b", "liger", 16, 512, False, "bfloat16", tokens_per_s=12000.0, peak_gib=80.0)
     other = Side("llama-3-8b", "tigon", 3, 512, False, "bfloat16", tokens_per_s=1.0, peak_gib=1.0)
     save(tmp_path / "h200-models.json", report.result("model", [peer, reached, other]), "2026-01-01")
-    other = report.result("sam-cost", [SimpleNamespace(to_dict=lambda: {"model": "llama-3-8b"})])
+    other = report.result("other", [SimpleNamespace(to_dict=lambda: {"model": "llama-3-8b"})])
     save(tmp_path / "h200-other-models.json", other, "2026-01-01")  # of another kind, with a name that matches
     lines = rendered(hook, "<!-- goals: *-models.json -->").strip().split("\n")
     assert rendered(hook, "<!-- matrix: *-models.json -->").count("| model |") == 1

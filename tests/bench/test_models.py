@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.bench.models import WARMUP_STEPS, run_model
+from tigon.bench.models import run_model
+from tigon.bench.training import WARMUP_STEPS
 
 SHAPE = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 128}
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("torch.distributed.fsdp")
 from tigon.bench import report
-from tigon.bench.models import Side
+from tigon.bench.training import Side
 from tigon.presets import PRESETS
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "paper.py"

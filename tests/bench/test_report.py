@@ -10,8 +10,8 @@ import pytest
 from tigon.bench import report
 from tigon.bench.host import HostRow
 from tigon.bench.matrix import leader, to_matrix
-from tigon.bench.models import Side
 from tigon.bench.runner import Row
+from tigon.bench.training import Side
 
 ROWS = [
     Row(
@@ -38,6 +38,17 @@ def operators():
     )
 
 
+def damaged(**changes):
+    return json.dumps({**operators(), **changes})
+
+
+def test_a_kind_that_is_not_known_is_shown_as_it_is(tmp_path):
+    rows = [{"model": "m", "steps": 3, "curve": [1, 2]}, {"model": "n", "steps": None, "curve": []}]
+    report.save(tmp_path / "r.json", {**operators(), "kind": "study", "rows": rows})
+    lines = report.to_text(report.load(tmp_path / "r.json")).splitlines()[1:]
+    assert [line.split() for line in lines] == [["model", "steps"], ["m", "3"], ["n", "–"]]
+
+
 def test_what_is_saved_is_loaded(tmp_path):
     content = operators()
     report.save(tmp_path / "deep" / "r.json", content)
@@ -55,6 +66,12 @@ def test_what_is_saved_is_loaded(tmp_path):
         ("{", "not a result file"),
         ('{"kind": "x"}', "not a result file of"),
         ('{"kind": "ops", "schema": 0}', "schema 0"),
+        ('{"kind": "ops", "schema": 1}', "its head lacks 'environment'"),
+        ('{"kind": "ops", "schema": 1, "environment": [], "date": "d"}', "its head has a field of another type"),
+        (damaged(command=3), "its head has a field of another type"),
+        (damaged(rows=[{"op": "rms_norm"}]), "row 1 lacks 'shape'"),
+        (damaged(rows=[ROWS[0].to_dict(), {**ROWS[0].to_dict(), "total_ms": "fast"}]), "row 2 has a field of another"),
+        (damaged(rows=3), "its head has a field of another type"),
     ],
 )
 def test_other_files_get_a_sentence(tmp_path, text, match, capsys):

@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
+from studies import sharpness
+from studies.sharpness import Run
 from torch import nn
 
-from tigon.bench import report, sam
-from tigon.bench.sam import Run
+from tigon.bench import report
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +75,14 @@ def test_what_is_chosen_is_said_by_validation(script_of_study):
     ]
     rows.append(Run("SGD", 0, 0.0, 0.3, 5, 0, status="failed", reason="RuntimeError: out of memory"))
     rows = [row.to_dict() for row in rows]
-    assert sam.chosen(rows) == {"SGD": (0.2, 0.0), "SAM": (0.2, 0.1)}
-    table = sam.table(rows)
+    assert sharpness.chosen(rows) == {"SGD": (0.2, 0.0), "SAM": (0.2, 0.1)}
+    table = sharpness.table(rows)
     assert "| SGD | 0.2 | – | 2 | 10 | 1.00 ± 0.00 | 40.0 ± 0.0 | 9.5 ± 0.7 | 9.00 ± 0.00 |" in table
     assert "| SGD | 0.1 |" not in table
-    assert "| SGD | 0.1 |" in sam.table(rows, every=True)
-    assert "SAM against SGD: λ max lower in 2 of 2 seeds, test accuracy higher in 2." in sam.verdict(rows)
+    assert "| SGD | 0.1 |" in sharpness.table(rows, every=True)
+    assert "SAM against SGD: λ max lower in 2 of 2 seeds, test accuracy higher in 2." in sharpness.verdict(rows)
     more = [Run("mSAM, 4 shards", 4, rho, 0.2, 5, 0, 10, 1.0, 0.9 - rho, 0.5, 8.0).to_dict() for rho in (0.1, 0.05)]
-    assert sam.verdict(rows + more).endswith(
+    assert sharpness.verdict(rows + more).endswith(
         "mSAM, 4 shards against SAM: λ max lower in 1 of 1 seeds, test accuracy higher in 0. "
         "At the same rho: λ max lower in 1 of 1 pairs of runs, test accuracy higher in 0."
     )
@@ -99,7 +100,7 @@ def test_a_study_is_recorded_shown_and_gone_on_with(small, tmp_path, monkeypatch
     (path,) = tmp_path.glob("*-sam.json")
     content = report.load(path)
     runs = [Run(**row) for row in content["rows"]]
-    lr = sam.chosen(content["rows"])["SGD"][0]
+    lr = sharpness.chosen(content["rows"])["SGD"][0]
     assert {run.lr for run in runs if run.m} == {lr}
     assert {(run.m, run.rows) for run in runs if run.steps == 4} == {(0, 64), (1, 128), (4, 128), (8, 128)}
     assert {run.rows for run in runs if run.steps == 8} == {128}
@@ -109,19 +110,19 @@ def test_a_study_is_recorded_shown_and_gone_on_with(small, tmp_path, monkeypatch
 
     monkeypatch.setattr(small, "train", lambda run, device: pytest.fail("it was there"))
     assert small.main(arguments) == 0
-    page = sam.page(tmp_path, "../charts")
+    page = sharpness.page(tmp_path, "../charts")
     assert f"![flatness and accuracy](../charts/{path.stem}.png)" in page
     assert page.count("| SAM |") == 2
-    sam.plot(content, tmp_path / "chart.png")
+    sharpness.plot(content, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    assert "No step has been timed yet." in sam.cost_page(tmp_path)
+    assert "No step has been timed yet." in sharpness.cost_page(tmp_path)
 
 
 def test_steps_are_timed_and_checked(script_of_study, tmp_path, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--cost", "--tiny", "--timed", "1"]
-    monkeypatch.setattr(script_of_study, "cases", lambda *_: [sam.Cost("resnet-18", "", 1, 0, 4, 2)])
+    monkeypatch.setattr(script_of_study, "cases", lambda *_: [sharpness.Cost("resnet-18", "", 1, 0, 4, 2)])
     assert script_of_study.main(arguments) == 0
     content = report.load(next(tmp_path.glob("*-sam-cost.json")))
     (row,) = content["rows"]
@@ -129,7 +130,7 @@ def test_steps_are_timed_and_checked(script_of_study, tmp_path, monkeypatch, cap
     assert row["error"] < 1e-5
     assert row["moved"] > 1e-3
     assert row["ratio"] == pytest.approx(row["sam_ms"] / row["base_ms"])
-    assert "| resnet-18 | 1 | 4 | 2 |" in sam.cost_page(tmp_path)
+    assert "| resnet-18 | 1 | 4 | 2 |" in sharpness.cost_page(tmp_path)
     assert "times the plain step" in capsys.readouterr().out
 
     # A gradient that is not the one at the moved weights is found out.

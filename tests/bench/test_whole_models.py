@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("transformers")
 from torch.utils.flop_counter import FlopCounterMode
 
-from tigon.bench import floor, kernels, plots, report
-from tigon.bench import models as bench_models
+from tigon.bench import floor, kernels, plots, report, training
 from tigon.bench.clocks import Clocks
-from tigon.bench.models import Processes, Side, Trainer, measure_lengths
+from tigon.bench.processes import Processes
+from tigon.bench.training import Side, Trainer, measure_lengths
 from tigon.presets import PRESETS
 
 TINY = {
@@ -30,7 +30,7 @@ def models(script):
 
 def test_every_row_is_a_preset_and_every_side_has_a_place(models):
     assert {case.model for case in (*models.CASES, models.LENGTHS)} <= PRESETS.keys()
-    assert set(models.ORDER) == {"floor", *bench_models.SIDES}
+    assert set(models.ORDER) == {"floor", *training.SIDES}
     assert set(plots.KERNELS) == set(kernels.KINDS)
 
 
@@ -190,7 +190,7 @@ def test_lengths_double_until_one_does_not_fit(monkeypatch):
         return step(self, inputs)
 
     monkeypatch.setattr(Trainer, "step", limited)
-    monkeypatch.setattr(bench_models, "WARM_LENGTH", 8)
+    monkeypatch.setattr(training, "WARM_LENGTH", 8)
     heard = []
     side = Side("llama-tiny", "tigon", 1, 16, True, "float32")
     rows = measure_lengths(side, CPU, 4096, TINY, lambda text: None, lambda rows: heard.append(len(rows)))
@@ -201,7 +201,7 @@ def test_lengths_double_until_one_does_not_fit(monkeypatch):
 
 
 def test_a_length_is_timed_after_a_step_that_warms_up_and_a_long_one_without(monkeypatch):
-    monkeypatch.setattr(bench_models, "WARM_LENGTH", 8)
+    monkeypatch.setattr(training, "WARM_LENGTH", 8)
     times = iter([5.0, 4.0, 3.0, 6e3, 7e3, 8e3, 30e3])  # the last is longer than LONG_STEP_MS
     monkeypatch.setattr(Trainer, "timed_step", lambda self, inputs: (0.0, next(times)))
     rows = measure_lengths(Side("llama-tiny", "hf", 1, 16, False, "float32"), CPU, 64, TINY, lambda text: None, steps=2)

@@ -14,14 +14,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-if TYPE_CHECKING:
-    from tigon.bench.models import Side
+from tigon.bench.training import Side, build
 
 ROUNDS = 4  # the first is not counted
 
@@ -39,8 +38,6 @@ def linear_shapes(model: nn.Module, checkpointing: bool) -> Counter[tuple[tuple[
 
 def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of a step's "matmul", "attention" and "optimizer"."""
-    from tigon.bench.models import build
-
     model = build(side.model, torch.device("meta"), getattr(torch, side.dtype), **overrides)
     tokens = side.batch * side.seq
     # The first eighth is masked, and what is left predicts the token behind it.

@@ -15,19 +15,17 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tigon.bench import converge, sam
-
 # Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
 # "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", Row of
-# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition",
-# converge.Runs for "converge", sam.Run for "sam" and sam.Cost for "sam-cost".
+# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition". The
+# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -141,10 +139,21 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(Path(path).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a result file: {error}.") from None
-    if not isinstance(content, dict) or content.get("kind") not in COLUMNS:
+    if not isinstance(content, dict) or not isinstance(content.get("kind"), str) or "schema" not in content:
         raise ValueError(f"{path} is not a result file of tigon bench.")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {content.get('schema')!r}, this version reads {SCHEMA}.")
+    where = "its head"
+    try:
+        headline(content)
+        content["command"].split()
+        for number, row in enumerate(content["rows"], 1):
+            where = f"row {number}"
+            case_of(row)
+            cells({**content, "rows": [row]})
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"has a field of another type ({error})"
+        raise ValueError(f"{path} is not a result file: {where} {what}.") from None
     return content
 
 
@@ -308,8 +317,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
-COLUMNS["converge"] = converge.COLUMNS
-COLUMNS["sam"], COLUMNS["sam-cost"] = sam.RUN_COLUMNS, sam.COST_COLUMNS
 COLUMNS["counters"] = {
     "op": lambda r: r["op"],
     "shape": _shape,
@@ -385,7 +392,7 @@ _TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table. Columns that say nothing in any row are left out."""
-    columns = COLUMNS[content["kind"]]
+    columns = COLUMNS.get(content["kind"]) or _as_it_is(content["rows"])
     plain = {case_of(row): row for row in content["rows"] if row.get("side") in PLAIN and row["status"] == "ok"}
     beside = [
         {**row, "plain": plain.get(case_of(row))} if row.get("side") not in (*PLAIN, "floor") else row
@@ -394,6 +401,12 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [[column(row) for column in columns.values()] for row in beside]
     kept = [i for i in range(len(columns)) if any(row[i] not in ("", "–") for row in rows)]
     return [list(columns)[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def _as_it_is(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """Columns of a kind that is not known here: what is a number or a word in any row."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
+    return {key: lambda row, key=key: "–" if row.get(key) is None else str(row[key]) for key in keys}
 
 
 def headline(content: dict[str, Any]) -> str:

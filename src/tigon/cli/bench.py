@@ -233,7 +233,8 @@ def _bench_model(
     needs("tigon bench --model", "hf", "transformers")
     from tigon.bench import report
     from tigon.bench.inputs import DTYPES
-    from tigon.bench.models import DEFAULT_SIDES, SIDES, WARMUP_STEPS, run_model
+    from tigon.bench.models import run_model
+    from tigon.bench.training import DEFAULT_SIDES, SIDES, WARMUP_STEPS
     from tigon.presets import PRESETS
 
     if dtype not in DTYPES:

@@ -1,8 +1,8 @@
 """Every class of transformers with a language head: fused beside plain, one step each, and what was left and why.
 
-    python tests/models/sweep.py --json benchmarks/families    all classes, in a process of its own that may die
-    python tests/models/sweep.py --only LlamaForCausalLM       one, with its traceback
-    python tests/models/sweep.py --shard 2/4                   a quarter
+    python benchmarks/families/sweep.py --json benchmarks/families    all classes, in a process of its own that may die
+    python benchmarks/families/sweep.py --only LlamaForCausalLM       one, with its traceback
+    python benchmarks/families/sweep.py --shard 2/4                   a quarter
 
 A folder gets a file that is named after the version of transformers.
 

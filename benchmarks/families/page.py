@@ -1,4 +1,4 @@
-"""The page of the families: benchmarks/families/transformers-*.json, written by `make sweep`, as Markdown."""
+"""The page of the families: the transformers-*.json beside this file, written by `make sweep`, as Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "families"
+FOLDER = Path(__file__).parent
 TASKS = {"causal": "causal language models", "image": "image and text to text", "seq2seq": "sequence to sequence"}
 KINDS = {
     "head": "loss", "norm": "norms", "add_norm": "with the sum", "rotary": "rotary", "qk_norm": "with the norm",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tigon.bench.models import WARMUP_STEPS, Side, Trainer, peak_gib, synchronize
+from tigon.bench.training import WARMUP_STEPS, Side, Trainer, peak_gib, synchronize
 
 
 @dataclass
@@ -44,6 +44,12 @@ class Member:
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def rows_of(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
+    """What a process of tigon.bench.processes is asked for."""
+    options.pop("done")
+    return [train_sharded(row, device, overrides=overrides, **options)]
 
 
 def train_sharded(

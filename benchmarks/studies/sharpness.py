@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from tigon.bench import report
+
 COLOURS = {"SGD": "#9a9a9a", "SGD, twice as long": "#555555", "SAM": "#3b6ea5", "mSAM, 4 shards": "#2b8a3e",
            "mSAM, 8 shards": "#d9480f"}  # fmt: skip
 
@@ -132,6 +134,7 @@ COST_COLUMNS: dict[str, Any] = {
     "error": lambda r: "–" if r["error"] is None else f"{r['error']:.0e} of {r['moved']:.0e}".replace("e-0", "e-"),
     "remark": _remark,
 }
+report.COLUMNS["sam"], report.COLUMNS["sam-cost"] = RUN_COLUMNS, COST_COLUMNS
 
 
 def settings(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, float, float], list[dict[str, Any]]]:
@@ -216,8 +219,6 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tigon.bench.report import headline
-
     rows = content["rows"]
     by, picked = settings(rows), chosen(rows)
     figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.4), layout="constrained")
@@ -243,7 +244,7 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
         axis.tick_params(labelsize=7)
     handles, labels = axes[2].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    figure.suptitle(headline(content), fontsize=8, color="#555555")
+    figure.suptitle(report.headline(content), fontsize=8, color="#555555")
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
@@ -266,8 +267,6 @@ def _over_rho(axis: Any, by: dict[Any, list[dict[str, Any]]], picked: dict[str, 
 
 def page(folder: Path, charts: str) -> str:
     """Markdown of the result files in a folder: the study with its chart at the address `charts`, and the cost."""
-    from tigon.bench import report
-
     parts: list[str] = []
     for path in sorted(folder.glob("*.json")):
         content = report.load(path)
@@ -283,8 +282,6 @@ def page(folder: Path, charts: str) -> str:
 
 def cost_page(folder: Path) -> str:
     """Markdown of the steps that were timed."""
-    from tigon.bench import report
-
     contents = [report.load(path) for path in sorted(folder.glob("*.json"))]
     parts = [f"{report.source(c)}\n\n{report.to_table(c)}\n" for c in contents if c["kind"] == "sam-cost"]
     return "\n".join(parts) or "No step has been timed yet."

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.bench import report
+
 MEASURES = ("loss", "norm", "weights")
 CHANCE = 1e-3  # that one file of sound runs has a run beyond a limit
 # A difference of two numbers in fp32 is known to about a rounding, which is 2⁻²⁴ of them.
@@ -263,6 +265,7 @@ COLUMNS: dict[str, Any] = {
     "limits": lambda r: " ".join(f"{r['limits'][m]:.3g}" for m in MEASURES) if r["limits"] else "–",
     "remark": lambda r: "" if r["status"] == "ok" else f"{r['status'].upper()}: {r['reason']}",
 }
+report.COLUMNS["converge"] = COLUMNS
 PICTURES = ("losses", "distances")
 
 
@@ -272,8 +275,6 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], picture: str, dt
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from tigon.bench.report import headline
 
     rows = [row for row in content["rows"] if row["dtype"] == dtype and row["status"] != "failed"]
     models, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "batches"))
@@ -289,7 +290,7 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], picture: str, dt
         axis.spines[["top", "right"]].set_visible(False)
         _draw_losses(axis, row) if picture == "losses" else _draw_distances(axis, row)
     what = "loss of each step" if picture == "losses" else "distance of the loss from the plain runs"
-    figure.suptitle(f"{what}, {dtype}\n{headline(content)}", fontsize=8, color="#555555")
+    figure.suptitle(f"{what}, {dtype}\n{report.headline(content)}", fontsize=8, color="#555555")
     handles, labels = next(axis for axis in axes.flat if axis.get_visible()).get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7, frameon=False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -334,8 +335,6 @@ def pictures(path: Path, content: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def page(folder: Path, charts: str) -> str:
     """Markdown of the result files in a folder, by dtype: table and charts, which lie at the address `charts`."""
-    from tigon.bench import report
-
     parts = []
     for path in sorted(folder.glob("*.json")):
         content = report.load(path)

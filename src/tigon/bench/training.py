@@ -1,0 +1,275 @@
+"""One training step of a whole model: the sides of a comparison, what each does to the model, and how it is timed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tigon.bench.clocks import Clocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WARMUP_STEPS = 3
+LEARNING_RATE = 1e-5
+WARM_LENGTH = 64  # of the step before the first that memory is measured in
+LONG_STEP_MS = 10e3  # of a step that needs no other before it to be timed
+
+
+@dataclass
+class Side:
+    """One side of the comparison: a key of SIDES, or "floor", what no side can be faster than (see floor.py)."""
+
+    model: str
+    side: str
+    batch: int
+    seq: int
+    checkpointing: bool
+    dtype: str
+    status: str = "ok"  # ok | failed
+    reason: str = ""
+    note: str = ""
+    tokens_per_s: float | None = None
+    step_ms: float | None = None
+    steps_ms: list[float] = field(default_factory=list)
+    peak_gib: float | None = None
+    losses: list[float] = field(default_factory=list)
+    start_s: float | None = None
+    gpus: int = 1
+    times_floor: float | None = None
+    # Milliseconds of the device in one step by kind of kernel, "idle" among them (see kernels.py).
+    profile_ms: dict[str, float] = field(default_factory=dict)
+    # Median SM clock and power while the timed steps ran; None where nobody asked nvidia-smi.
+    sm_mhz: float | None = None
+    watts: float | None = None
+    # When and by which command this row was measured; "" where that was not recorded.
+    date: str = ""
+    command: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _hf(model: PreTrainedModel) -> None:
+    pass
+
+
+def _liger(model: PreTrainedModel) -> None:
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise RuntimeError(f"Liger does not know the model type {model.config.model_type!r}")
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def _tigon(model: PreTrainedModel, **options: Any) -> None:
+    import tigon
+
+    tigon.fuse(model, **options)
+
+
+def _compile(model: PreTrainedModel) -> None:
+    model.compile()
+
+
+def _tigon_compile(model: PreTrainedModel) -> None:
+    _tigon(model)
+    _compile(model)
+
+
+# What each side does to the plain model.
+SIDES: dict[str, Callable[[Any], None]] = {
+    "hf": _hf,
+    "compile": _compile,
+    "liger": _liger,
+    "tigon": _tigon,
+    "tigon-compile": _tigon_compile,
+    # Other levels of what is recomputed than the default.
+    **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "mlp")},
+    "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
+}
+DEFAULT_SIDES = ("hf", "liger", "tigon")
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A preset with random weights, drawn on the device itself: eight billion of them take a second there."""
+    from tigon.presets import auto_class, preset_config
+
+    config = preset_config(name, **overrides)
+    config.use_cache = False
+    torch.manual_seed(seed)
+    with device:
+        model = auto_class(config).from_config(config, dtype=dtype)
+    return model.train()
+
+
+class Trainer:
+    """The model of a side with its optimizer; a step runs on tokens that are the same for every side."""
+
+    def __init__(
+        self,
+        side: Side,
+        device: torch.device,
+        overrides: dict[str, Any],
+        prepare: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        """prepare: what happens to the model between the side's own doing and the optimizer."""
+        self.device = device
+        self.model = build(side.model, device, getattr(torch, side.dtype), **overrides)
+        if side.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        attention = self.model.config._attn_implementation
+        side.note = "" if attention == "sdpa" else f"{attention} attention"
+        SIDES[side.side](self.model)
+        prepare(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
+        self.draw = torch.Generator(device).manual_seed(1)
+
+    def batch(self, batch: int, seq: int) -> dict[str, Tensor]:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (batch, seq), generator=self.draw, device=self.device)
+        labels = ids.clone()
+        labels[:, : seq // 8] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    def step(self, inputs: dict[str, Tensor]) -> Tensor:
+        loss = self.model(**inputs).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def timed_step(self, inputs: dict[str, Tensor]) -> tuple[float, float]:
+        """Loss and milliseconds, from an idle device to an idle device."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        loss = self.step(inputs)
+        synchronize(self.device)
+        return loss.item(), 1e3 * (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory allocated since the counter was reset; None where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def train_side(
+    side: Side,
+    device: torch.device,
+    steps: int,
+    overrides: dict[str, Any],
+    say: Callable[[str], None] = print,
+    profile: bool = False,
+) -> Side:
+    """Fill one row by training for WARMUP_STEPS + steps. Runs in the process that it is called in.
+
+    profile: of further steps one is recorded by kind of kernel.
+    """
+    start = time.perf_counter()
+    trainer = Trainer(side, device, overrides)
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    side.start_s = time.perf_counter() - start
+    times = []
+    for step in range(WARMUP_STEPS + steps):
+        loss, ms = trainer.timed_step(trainer.batch(side.batch, side.seq))
+        side.losses.append(loss)
+        times.append(ms)
+        say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {loss:.5f}, {ms:.0f} ms")
+    side.steps_ms = times[WARMUP_STEPS:]
+    side.step_ms = statistics.median(side.steps_ms)
+    side.tokens_per_s = 1e3 * side.batch * side.seq / side.step_ms
+    side.peak_gib = peak_gib(device)
+    if profile:
+        from tigon.bench.kernels import profile_step
+
+        inputs = trainer.batch(side.batch, side.seq)
+        side.profile_ms = profile_step(lambda: trainer.step(inputs), device)
+    return side
+
+
+def measure_lengths(
+    side: Side,
+    device: torch.device,
+    longest: int,
+    overrides: dict[str, Any],
+    say: Callable[[str], None] = print,
+    done: Callable[[list[Side]], None] = lambda rows: None,
+    steps: int = 1,
+    profile_at: int | None = None,
+) -> list[Side]:
+    """Time and peak memory of a training step over the length of the sequences: side.seq doubled until it does not fit.
+
+    Between the last length that fits and the first that does not, the one in the middle is tried as well. The
+    optimizer's states are there before the first length is measured. `done` gets the rows so far after each length.
+
+    The first step of a length is not counted, unless it is longer than LONG_STEP_MS or the only one that is wanted.
+
+    Args:
+        longest: no length beyond it is tried, in tokens.
+        steps: timed at each length, at most; once they have taken LONG_STEP_MS together, no further one is begun.
+        profile_at: the length of which one further step is recorded by kind of kernel.
+    """
+    trainer = Trainer(side, device, overrides)
+    trainer.step(trainer.batch(side.batch, WARM_LENGTH))
+    rows: list[Side] = []
+
+    def time_steps(row: Side, clocks: Clocks) -> None:
+        for step in range(steps + 1):
+            since = len(clocks.samples)
+            loss, ms = trainer.timed_step(trainer.batch(side.batch, row.seq))
+            row.losses.append(loss)
+            say(f"{side.side}: step of {row.seq} tokens, {ms:.0f} ms")
+            if step == 0 and steps > 1 and ms < LONG_STEP_MS:
+                continue
+            if not row.steps_ms:
+                first = since
+            row.steps_ms.append(ms)
+            if len(row.steps_ms) == steps or sum(row.steps_ms) >= LONG_STEP_MS:
+                break
+        row.sm_mhz, row.watts = clocks.medians(first)
+
+    def fits(seq: int, clocks: Clocks) -> bool:
+        row = replace(side, seq=seq, losses=[], steps_ms=[])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            time_steps(row, clocks)
+            row.step_ms = statistics.median(row.steps_ms)
+            row.tokens_per_s = 1e3 * side.batch * seq / row.step_ms
+            row.peak_gib = peak_gib(device)
+            if seq == profile_at:
+                from tigon.bench.kernels import recorded
+
+                inputs = trainer.batch(side.batch, seq)
+                row.profile_ms = recorded(lambda: trainer.step(inputs), device)
+        except torch.OutOfMemoryError:
+            row.status, row.reason = "failed", "out of memory"
+        trainer.optimizer.zero_grad(set_to_none=True)
+        rows.append(row)
+        done(rows)
+        return row.status == "ok"
+
+    with Clocks(device) as clocks:
+        seq = side.seq
+        while seq <= longest and fits(seq, clocks):
+            seq *= 2
+        if len(rows) > 1 and rows[-1].status == "failed":
+            fits(seq // 4 * 3, clocks)
+    return sorted(rows, key=lambda row: row.seq)
