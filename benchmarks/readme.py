@@ -107,6 +107,9 @@ def cell(row: dict[str, Any] | None, fastest: bool, smallest: bool, digits: int,
     remarks = [REMARKS[key]] if (key := (row["op"], row["implementation"])) in REMARKS else []
     if row["status"] == "wrong":
         remarks.append(f"Wrong by our bound: {row['reason']}.")
+    if "beside" in row:
+        ms = row["beside"]["tigon"]
+        remarks.append(f"Measured in another run, in which Tigon took {ms:.1f} ms.")
     if row["total_ms"] is None:
         return "failed" + marks(remarks, notes)
     time = bold(f"{row['total_ms']:.1f} ms", fastest)

@@ -52,6 +52,17 @@ def test_speed_and_memory_are_bold_apart_and_not_within_noise(readme, monkeypatc
     assert "**" not in line
 
 
+def test_a_peer_of_another_run_is_marked_with_what_tigon_took_there(readme, monkeypatch):
+    monkeypatch.setattr(readme.report, "load", lambda path: content)
+    content = losses(tigon=(2.0, 2048, {}), quack=(1.0, 1024, {}))
+    content["rows"][1]["beside"] = {"tigon": 2.5}
+    _, _, line, _, notes = readme.operators(
+        "x.json", {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", ("tigon", "quack"), 1
+    ).splitlines()
+    assert line.endswith("GiB**¹ |")
+    assert "¹ Measured in another run, in which Tigon took 2.5 ms." in notes
+
+
 def test_wrong_results_are_marked_and_lead_nothing(readme, monkeypatch):
     wrong = {"status": "wrong", "reason": "relative error above 0.01 in dx"}
     _, _, line, _, notes = shown(
