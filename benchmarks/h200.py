@@ -80,7 +80,8 @@ def part_of(cases: list[Case], part: str) -> list[Case]:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.merge:
-        content = report.merge([report.load(path) for path in options.merge])
+        contents = [report.load(path) for path in options.merge]
+        content = report.take(*contents, options.take) if options.take else report.merge(contents)
         save(options, content)
         return
     if options.host:
@@ -113,6 +114,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="seconds of torch.compile on the further shapes of --record, after which they go without",
     )
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="make one file of several, and end")
+    parser.add_argument(
+        "--take", metavar="PEER", help="with --merge of two files: only what this one failed with in the first"
+    )
     parser.add_argument("--host", action="store_true", help="microseconds of the host per call")
     return parser.parse_args(arguments)
 

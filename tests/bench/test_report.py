@@ -293,3 +293,20 @@ def test_memory_over_the_length_is_shown():
         "12.12500",
     ]
     assert report.file_name({**lengths(), "environment": {"device": "NVIDIA H200"}}) == "h200-sequence.json"
+
+
+def test_what_a_peer_failed_with_is_taken_from_another_run():
+    def row(name, **more):
+        return Row("rope", (1, 8), "bfloat16", name, **more)
+
+    broken = report.result("ops", [row("tigon", total_ms=1.0), row("quack", status="failed", reason="no DSL")])
+    again = report.result("ops", [row("tigon", total_ms=1.1), row("quack", total_ms=2.0)])
+    taken = report.take(broken, {**again, "date": "later"}, "quack")
+    assert [(r["implementation"], r["total_ms"], r.get("beside")) for r in taken["rows"]] == [
+        ("tigon", 1.0, None),
+        ("quack", 2.0, {"tigon": 1.1}),
+    ]
+    assert [run["date"] for run in taken["runs"]] == [broken["date"], "later"]
+    again["environment"]["device"] = "another"
+    with pytest.raises(ValueError, match="differ in device"):
+        report.take(broken, again, "quack")

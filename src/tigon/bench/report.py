@@ -183,6 +183,23 @@ def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**contents[-1], **{k: first[k] for k in ("ceilings",) if k in first}, "runs": runs, "rows": rows}
 
 
+def take(content: dict[str, Any], other: dict[str, Any], implementation: str) -> dict[str, Any]:
+    """The rows of one implementation from another run on the same device, in place of those that failed in this one.
+
+    Such a row says in "beside" what Tigon took in that run, in milliseconds. Its floor is that run's.
+    Raises ValueError for files that do not belong together.
+    """
+    together = merge([content, other])
+    ours = {case_of(row): row["total_ms"] for row in other["rows"] if row["implementation"] == "tigon"}
+    rows = [row for row in other["rows"] if row["implementation"] == implementation and row["status"] != "failed"]
+    found = {case_of(row): {**row, "beside": {"tigon": ours.get(case_of(row))}} for row in rows}
+    taken = [
+        found[case_of(row)] if row["implementation"] == implementation and case_of(row) in found else row
+        for row in content["rows"]
+    ]
+    return {**content, "runs": together["runs"], "rows": taken}
+
+
 def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What the rows of one case have in common."""
     return tuple(tuple(row[k]) if k == "shape" else row[k] for k in _CASE_KEYS if k in row)
