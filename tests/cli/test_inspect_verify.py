@@ -16,6 +16,54 @@ def test_inspect_needs_no_weights(tigon):
     assert found["report"]["calls"] == {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32}
     assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == found["report"]["calls"]
 
+    step = found["memory"]
+    assert found["step"] == "1 × 2,048 tokens, fp32 weights under bf16 autocast, adamw"
+    weights = 4 * 8_030_261_248
+    for side in ("plain", "fused"):
+        assert step[side]["peak"]["weights"] == pytest.approx(weights, rel=1e-6)  # and a few buffers
+        assert step[side]["update"]["gradients"] == weights
+        assert step[side]["update"]["bytes"] == pytest.approx(4 * weights, rel=0.01)
+    assert step["fused"]["kept"]["activations"] < step["plain"]["kept"]["activations"]
+
+
+def test_inspect_says_whether_a_step_fits(tigon):
+    """What was measured on an H200: 105.96 GiB plain, 70.96 GiB fused (benchmarks/results/h200-models.json)."""
+    step = ("inspect", "llama-3-8b", "--batch", 16, "--seq", 512, "--precision", "bf16-pure")
+    shown = tigon(*step, "--gpu", "a100 80gb").ok().out
+    assert "105.96 GiB" in shown
+    assert "On A100 80GB, 79.2 GiB: plain does not fit; fused fits" in shown
+    assert "16 × 512 tokens" in shown
+    tigon("inspect", "llama-tiny", "--gpu", "a100").problem("--gpu must be a100 40gb or a100 80gb, got a100")
+    tigon("inspect", "llama-tiny", "--gpu", "abacus").problem("--gpu must be one of a10", "or a number of GiB")
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("t5", 12), ("bart", 24)])
+def test_inspect_takes_encoder_decoders(tigon, tmp_path, kind, layers):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "decoder_start_token_id": 0, "pad_token_id": 0})
+    )
+    found = json.loads(tigon("inspect", tmp_path, "--json", "--seq", 128).ok().out)
+    assert found["class"].endswith("ForConditionalGeneration")
+    assert found["no_estimate"] == {}
+    assert found["report"]["calls"]["head"] == 1
+    assert f", {layers} layers;" in tigon("inspect", tmp_path, "--seq", 128).ok().out
+
+
+def test_checkpointing_is_switched_on_by_the_name_that_this_version_has(recwarn):
+    from tigon.cli.model import checkpoint_activations, random_model
+    from tigon.presets import preset_config
+
+    checkpoint_activations(model := random_model(preset_config("llama-tiny", num_hidden_layers=1)))
+    assert model.is_gradient_checkpointing
+    assert not [w for w in recwarn if "checkpointing_enable" in str(w.message)]
+
+    class Before:
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
+            self.given = gradient_checkpointing_kwargs
+
+    checkpoint_activations(old := Before())
+    assert old.given == {"use_reentrant": False}
+
 
 def test_inspect_a_configuration_file(tigon, checkpoint):
     shown = tigon("inspect", checkpoint / "config.json").ok().out

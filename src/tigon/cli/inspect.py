@@ -1,72 +1,153 @@
-"""`tigon inspect`: what `tigon.fuse` would replace in a model, how often it runs in a step, what not, and why.
+"""`tigon inspect`: what `tigon.fuse` would replace in a model, and the memory of a training step, plain and fused.
 
-All from the configuration alone: model and step are on the meta device, where tensors have shapes and no memory.
+Everything comes from the configuration: model and step are on the meta device, where tensors have shapes and no memory.
 """
 
 from __future__ import annotations
 
 import json as encoder
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tigon.cli.problem import needs, one_line
+from tigon.cli.problem import Problem, needs
+
+if TYPE_CHECKING:
+    from tigon.memory.estimate import StepMemory
+
+OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
+PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
+RECOMPUTE = ("none", "product", "cheap", "mlp")
+MOMENTS = {
+    "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
+    "optimizer": "in the optimizer's step",
+}  # fmt: skip
 
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
+    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences on each GPU.", min=1)] = 1,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--seq-len", "--seq", help="Tokens per sequence; by default 2048, or what positions allow.", min=2
+        ),
+    ] = None,
+    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}, as of `tigon train`.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", "--checkpointing", help="Recompute activations.")
+    ] = False,
+    recompute: Annotated[str, typer.Option(help=f"{', '.join(RECOMPUTE)}, of the fused model.")] = "cheap",
+    offload: Annotated[bool, typer.Option("--offload", help="Keep what is saved in host memory, fused.")] = False,
+    lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
+    lora_targets: Annotated[str, typer.Option(help="Names of layers, separated by commas.")] = "all-linear",
+    attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
+    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 'H100 80GB', or a number of GiB.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What would be replaced in a model, how often it runs, what not, and why. Needs no weights and no memory."""
+    """What would be replaced in a model and why, and the memory of a training step. Needs no weights and no GPU."""
     needs("tigon inspect", "train", "torch", "transformers")
+    for name, value, known in (
+        ("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS), ("recompute", recompute, RECOMPUTE),
+    ):  # fmt: skip
+        if value not in known:
+            raise Problem(f"--{name} must be one of {', '.join(known)}, got {value}")
     from rich.console import Console
 
-    from tigon.cli.model import find_model, quiet_transformers, random_model
+    from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
+    from tigon.cli.model import find_model, quiet_transformers
 
-    source = find_model(model)
+    source = find_model(model, any_head=True)
     quiet_transformers()
-    import torch
-
-    from tigon import fuse
+    capacity = capacity_of(gpu)
+    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
+    if seq_len is not None and seq_len > limit:
+        raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
+    setup = Setup(
+        batch_size, seq_len or min(2048, limit), precision, optimizer, gradient_checkpointing, recompute, offload, lora,
+        lora_targets, attention, gpus,
+    )  # fmt: skip
+    from tigon.memory.estimate import CannotEstimate
 
     console = Console(quiet=json)
-    with console.status("looking at every part of the model"):
-        with torch.device("meta"):
-            built = random_model(source.config)
-        fusion = fuse(built)
-        report = fusion.report()
-        obstacle = _step(built)
-        if obstacle is None:
-            report = fusion.report()
+    sides: dict[str, StepMemory] = {}
+    obstacles: dict[str, str] = {}
+    with console.status("running a step of the model's shapes"):
+        built = Sides(source, setup)
+        for side in ("plain", "fused"):
+            if side == "fused":
+                built.fuse()
+            try:
+                sides[side] = built.memory()
+            except CannotEstimate as error:
+                obstacles[side] = reason_of(error)
+        report = built.fusion.report()
+    fits = {side: verdict(m.peak.total, capacity[1]) for side, m in sides.items()} if capacity else {}
     if json:
         found: dict[str, Any] = {
             "model": source.name,
-            "class": type(built).__name__,
-            "parameters": built.num_parameters(),
+            "class": type(_inner(built.model)).__name__,
+            "parameters": built.whole,
             "report": report.to_dict(),
-            "no_step": obstacle,
+            "no_step": obstacles.get("fused"),
+            "step": setup.words(),
+            "memory": {side: m.to_dict() for side, m in sides.items()},
+            "no_estimate": obstacles,
+            "gpu": None if capacity is None else {"name": capacity[0], "bytes": int(capacity[1]), "verdict": fits},
         }
         print(encoder.dumps(found, indent=2))
         return
     console.print(
-        f"{source.name}: {type(built).__name__}, {built.num_parameters() / 1e6:,.1f}M parameters, "
-        f"{source.config.get_text_config().num_hidden_layers} layers",
+        f"{source.name}: {type(_inner(built.model)).__name__}, {built.whole / 1e6:,.1f}M parameters, "
+        f"{_layers(source.config)} layers; a step of {setup.words()}",
         highlight=False,
         soft_wrap=True,
     )
     console.print(report.to_rich())
-    if obstacle is not None:
-        console.print(f"No step to count calls in: {obstacle}", style="dim", highlight=False, soft_wrap=True)
+    if sides:
+        console.print(_table(sides))
+        where = ", ".join(f"{side} {MOMENTS[m.peak.during]}" for side, m in sides.items())
+        text = f"Peak: {where}. Activations kept: at the end of the forward pass. Not counted: the CUDA context."
+        console.print(text, style="dim", highlight=False, soft_wrap=True)
+    for side, reason in obstacles.items():
+        console.print(
+            f"No step of the {side} model without data: {reason}", style="dim", highlight=False, soft_wrap=True
+        )
+    if capacity and fits:
+        words = "; ".join(f"{side} {told}" for side, told in fits.items())
+        console.print(f"On {capacity[0]}, {capacity[1] / 2**30:.1f} GiB: {words}", highlight=False, soft_wrap=True)
+    elif sides:
+        console.print("Whether that fits: --gpu 'H100 80GB', or a number of GiB", style="dim", highlight=False)
 
 
-def _step(model: Any) -> str | None:
-    """Run one forward pass with labels, which decide what runs; or say why it cannot be run without data."""
-    import torch
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    tokens = torch.zeros(1, 16, dtype=torch.long, device="meta")
-    try:
-        # With a cache, as by default: without one transformers looks whether sequences are packed.
-        model.to(torch.bfloat16)(input_ids=tokens, labels=tokens)
-    except Exception as error:  # code that looks at the values of its tensors, whatever it then raises
-        return one_line(error, 160)
-    return None
+
+def _layers(config: Any) -> int:
+    text = config.get_text_config()
+    for names in (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers")):
+        both = [getattr(text, name, None) for name in names]
+        if config.is_encoder_decoder and None not in both:
+            return sum(both)
+    return int(text.num_hidden_layers)
+
+
+def _table(sides: dict[str, StepMemory]) -> Any:
+    from rich.table import Table
+
+    from tigon.cli.memory import gib
+    from tigon.memory.estimate import PARTS
+
+    table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")
+    table.add_column("")
+    for side in sides:
+        table.add_column(side, justify="right")
+    for part in PARTS:
+        table.add_row(part, *(gib(m.peak.parts[part]) for m in sides.values()), end_section=part == PARTS[-1])
+    table.add_row("[bold]peak", *(f"[bold]{gib(m.peak.total)}" for m in sides.values()), end_section=True)
+    table.add_row("activations kept", *(gib(m.kept.parts["activations"]) for m in sides.values()), style="dim")
+    table.add_row("all gradients", *(gib(m.update.parts["gradients"]) for m in sides.values()), style="dim")
+    return table

@@ -43,8 +43,10 @@ def quiet_transformers() -> None:
         warnings.filterwarnings("ignore", category=category, module="transformers")
 
 
-def find_model(name: str) -> Source:
+def find_model(name: str, *, any_head: bool = False) -> Source:
     """Resolve `--model`, loading its configuration alone.
+
+    any_head: encoder-decoders have a head too. Without it, causal language models alone.
 
     Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
         answer and a model that has no language-model head.
@@ -58,7 +60,7 @@ def find_model(name: str) -> Source:
         source = _from_hub(name)
     else:
         raise Problem(f"model {name}: there is no such directory, and it is neither a preset nor a name on the hub")
-    return _with_head(source)
+    return _with_head(source, any_head)
 
 
 def _from_path(path: Path) -> Source:
@@ -103,8 +105,8 @@ def _from_hub(name: str) -> Source:
     return Source(name, "hub", config, weights=True)
 
 
-def _with_head(source: Source) -> Source:
-    if auto_class(source.config) is None:
+def _with_head(source: Source, any_head: bool) -> Source:
+    if _class_of(source.config, any_head) is None:
         raise Problem(
             f"model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
             "training on text needs"
@@ -112,10 +114,40 @@ def _with_head(source: Source) -> Source:
     return source
 
 
-def random_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+def _class_of(config: PretrainedConfig, any_head: bool) -> Any:
+    """The class of transformers that builds a model with a language-model head, or None."""
+    found = auto_class(config)
+    if any_head and (found is None or config.is_encoder_decoder):
+        from transformers import AutoModelForSeq2SeqLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+        if config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+            found = AutoModelForSeq2SeqLM
+    return found
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing without reentrance, by the name that this version of transformers has for it."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # before transformers 5.20
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0) -> Any:
+    """PEFT's configuration of LoRA. alpha: twice the rank where it is not given."""
+    from peft import LoraConfig
+
+    names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    scale = 2 * rank if alpha is None else alpha
+    return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
+
+
+def random_model(config: PretrainedConfig, *, any_head: bool = False, **options: Any) -> PreTrainedModel:
     """A model with random weights, from the current seed."""
     try:
-        return auto_class(config).from_config(config, **options)
+        return _class_of(config, any_head).from_config(config, **options)
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
 

@@ -18,7 +18,7 @@ from tigon.linear import weight_gradient
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.runtime import autocast_dtype, differentiable, launcher, use_triton
+from tigon.runtime import autocast_device, autocast_dtype, differentiable, launcher, use_triton
 
 # What a tile holds at once in the backward pass: gate, up, and the product's gradient.
 HELD = 3
@@ -53,7 +53,7 @@ def gated_mlp(
     dtype = autocast_dtype(device)
     if dtype is not None and x.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in tensors]
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(autocast_device(device), enabled=False):
             return _checked(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
     return _checked(*tensors, act, tile_bytes)
 

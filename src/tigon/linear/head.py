@@ -110,7 +110,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.mm(a, b, out=out)
         else:
             out.addmm_(a, b)
-    elif b.is_cuda:
+    elif b.is_cuda or b.is_meta:
         if first:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:

@@ -44,7 +44,7 @@ class LazyLogits(Tensor):
     @staticmethod
     def of(recipe: Recipe) -> LazyLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
-        return LazyLogits._make(recipe, torch.empty(shape, dtype=recipe.dtype, device="meta"))
+        return LazyLogits._make(recipe, _shape_of(shape, recipe.dtype))
 
     @staticmethod
     def _make(
@@ -62,7 +62,7 @@ class LazyLogits(Tensor):
     def then(self, step: str, value: Any = None) -> LazyLogits:
         with self._grad_mode():
             recipe = self.recipe.then(step, value)
-            return LazyLogits._make(recipe, torch.empty(self.like.shape, dtype=recipe.dtype, device="meta"))
+            return LazyLogits._make(recipe, _shape_of(self.like.shape, recipe.dtype))
 
     def view_of(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
         """`view` maps the logits, `take` the recipe; both say the same."""
@@ -160,6 +160,12 @@ class LazyLogits(Tensor):
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
 
 
+def _shape_of(shape: Any, dtype: torch.dtype) -> Tensor:
+    """What the logits look like, without memory; hidden from the modes that count the memory of meta tensors."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class GatheredLogits(LazyLogits):
     """Of a head that is split over a mesh: all of its logits already, where torch's hook expects a DTensor of them."""
 
@@ -252,7 +258,7 @@ def _add(lazy: LazyLogits, other: Any = None, *rest: Any, **options: Any) -> Any
     if recipe is None:
         return NotImplemented
     with lazy._grad_mode():
-        return LazyLogits._make(recipe, torch.empty(lazy.like.shape, dtype=recipe.dtype, device="meta"))
+        return LazyLogits._make(recipe, _shape_of(lazy.like.shape, recipe.dtype))
 
 
 def _tanh(lazy: LazyLogits, **options: Any) -> Any:
@@ -348,7 +354,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         with lazy._grad_mode():
             recipe = lazy.recipe.rows(lambda hidden: hidden[index])
             shape = (*recipe.hidden.shape[:-1], lazy.shape[-1])
-            return LazyLogits._make(recipe, torch.empty(shape, dtype=recipe.dtype, device="meta"))
+            return LazyLogits._make(recipe, _shape_of(shape, recipe.dtype))
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or (isinstance(i, slice) and _plain(i)) for i in index):
         return NotImplemented

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.dispatch import stands_for_gpu
+
 # Below, a copy's launch costs more than the memory is worth.
 LEAST_BYTES = 2**20
 # Nodes of views that keep the order of the elements, by the names that torch gives them.
@@ -34,18 +36,24 @@ class Offload:
 
     def send(self, t: Tensor) -> Away | None:
         """Start copying t out; None for what stays: parameters, what has no gradient (masks, angles), what is small."""
-        if type(t) is not Tensor or t.layout is not torch.strided or not t.is_cuda or t.is_leaf or is_weight(t):
+        if type(t) is not Tensor or t.layout is not torch.strided or t.is_leaf or is_weight(t):
             return None
+        counted = stands_for_gpu(t)
         size = t.numel() * t.element_size()
-        if size < LEAST_BYTES or torch.cuda.is_current_stream_capturing():
+        if size < LEAST_BYTES or not (counted or t.is_cuda):
+            return None
+        if not counted and torch.cuda.is_current_stream_capturing():
             return None
         key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
         known = self._known.get(key)
         away = None if known is None else known()
         if away is None or away.origin() is None:  # its memory may be another tensor's by now
-            if t.device not in self._streams:
-                self._streams[t.device] = torch.cuda.Stream(t.device)
-            away = Away(t, self._streams[t.device], self._last.get(t.device))
+            if counted:
+                away = CountedAway(t, self._last.get(t.device))
+            else:
+                if t.device not in self._streams:
+                    self._streams[t.device] = torch.cuda.Stream(t.device)
+                away = Away(t, self._streams[t.device], self._last.get(t.device))
             self._known[key] = self._last[t.device] = weakref.ref(away)
             self.bytes += size
         away.wanted += 1
@@ -106,6 +114,32 @@ class Away:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(arrived)
         back.record_stream(stream)  # it may have been fetched by a pass on another one
+        before = self.before() if self.before is not None else None
+        if before is not None and before.given == 0:
+            before.fetch()
+        return back
+
+
+class CountedAway(Away):
+    """A meta tensor that stands for a GPU's: nothing to copy, and memory again from when it would be fetched."""
+
+    def __init__(self, t: Tensor, before: weakref.ref[Away] | None) -> None:
+        self.before, self.origin, self.version = before, weakref.ref(t), t._version
+        self.wanted = self.given = 0
+        self.here: Any = None
+        self.like = t.size(), t.stride(), t.dtype
+
+    def fetch(self) -> Any:
+        if self.here is None:
+            size, stride, dtype = self.like
+            self.here = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self.here
+
+    def tensor(self) -> Tensor:
+        back: Tensor = self.fetch()
+        self.given += 1
+        if self.given % self.wanted == 0:
+            self.here = None
         before = self.before() if self.before is not None else None
         if before is not None and before.given == 0:
             before.fetch()

@@ -126,7 +126,7 @@ class Recompute:
         return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
 
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
-        address, results = y.untyped_storage().data_ptr(), self._results
+        address, results = _address(y.untyped_storage()), self._results
 
         def gone(reference: Any) -> None:
             found = results.get(address)
@@ -140,7 +140,7 @@ class Recompute:
         if not _is_plain(t):
             return None
         storage = t.untyped_storage()
-        result = self._results.get(storage.data_ptr())
+        result = self._results.get(_address(storage))
         if result is None or (result.version, result.dtype) != (t._version, t.dtype) or t.is_neg():
             return None  # the versions differ where somebody wrote into it since
         y = result.tensor()
@@ -300,6 +300,11 @@ class _Result:
         if self.contiguous:
             return t.is_contiguous() and t.numel() == self.size.numel()
         return (t.size(), t.stride()) == (self.size, self.stride)
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Where a storage lies. Storages of the meta device lie nowhere, and are told apart by themselves."""
+    return storage.data_ptr() or storage._cdata
 
 
 def _behind_views(node: Any, index: int) -> tuple[Any, int]:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.runtime import autocast_dtype, differentiable, first_order, graph_is_kept, is_traced, launcher, use_triton
+from tigon.runtime import (
+    autocast_device,
+    autocast_dtype,
+    differentiable,
+    first_order,
+    graph_is_kept,
+    is_traced,
+    launcher,
+    use_triton,
+)
 
 
 def gated_linear(
@@ -50,7 +59,9 @@ def gated_linear(
     dtype = autocast_dtype(device)
     if dtype is not None and gate.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
-        with torch.autocast(device, enabled=False):  # done above, and not to be done again in the middle
+        with torch.autocast(
+            autocast_device(device), enabled=False
+        ):  # done above, and not to be done again in the middle
             return gated_linear(*cast, act=act, inplace=inplace, saved_by=saved_by)  # type: ignore[arg-type]
     if not gate.dtype.is_floating_point or gate.dim() == 0:
         raise ValueError(f"gated_linear: gate must be (..., N) floats, got {tuple(gate.shape)} {gate.dtype}.")

@@ -8,7 +8,7 @@ rows        how the rows of a tensor lie in memory
 autocast    which dtype autocast casts to
 """
 
-from tigon.runtime.autocast import autocast_as, autocast_dtype
+from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
     differentiable,
     differentiable_directly,
@@ -38,6 +38,7 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRET",
     "autocast_as",
+    "autocast_device",
     "autocast_dtype",
     "can_describe",
     "cdiv",

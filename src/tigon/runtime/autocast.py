@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tigon.runtime.dispatch import meta_as_gpu
+
 
 class autocast_as:
     """Autocast as it stood when the head ran; enters nothing where it stands so already."""
@@ -13,7 +15,7 @@ class autocast_as:
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:
         self.context = None
         if autocast_dtype(device) != dtype:
-            self.context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+            self.context = torch.autocast(autocast_device(device), dtype=dtype, enabled=dtype is not None)
 
     def __enter__(self) -> None:
         if self.context is not None:
@@ -25,7 +27,17 @@ class autocast_as:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on this type of device; None where it is off, and on meta, which has none."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    """The dtype that autocast casts to on this type of device; None where it is off.
+
+    The meta device has no autocast, except inside `meta_as_gpu`: there it has the CPU's.
+    """
+    if device == "meta":
+        if not meta_as_gpu.active:
+            return None
+        device = autocast_device(device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def autocast_device(device: str) -> str:
+    """The type of device to name to torch.autocast: the meta device has none, and goes by the CPU's."""
+    return "cpu" if device == "meta" else device

@@ -37,12 +37,16 @@ def has_copy_engine(device: torch.device) -> bool:
 
 def can_describe(*tensors: Tensor) -> bool:
     """Whether tensors can be handed to a kernel as descriptors, of which it loads tile by tile."""
-    return has_copy_engine(tensors[0].device) and all(
-        t.stride(-1) == 1
-        and t.numel() > 0
-        and t.data_ptr() % 16 == 0
-        and all(stride > 0 and stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
-        for t in tensors
+    return (
+        TensorDescriptor is not None
+        and has_copy_engine(tensors[0].device)
+        and all(
+            t.stride(-1) == 1
+            and t.numel() > 0
+            and t.data_ptr() % 16 == 0
+            and all(stride > 0 and stride * t.element_size() % 16 == 0 for stride in t.stride()[:-1])
+            for t in tensors
+        )
     )
 
 

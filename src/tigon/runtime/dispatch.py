@@ -88,9 +88,34 @@ class use_backend:
         _forced = self._outer.pop()
 
 
+class meta_as_gpu:
+    """Inside a `with` block meta tensors take the path of a GPU's, in every thread of the process.
+
+    Operators then allocate what they would allocate on a GPU, and no kernel is launched: a training step on the meta
+    device tells how much memory the step takes on a GPU (tigon.memory.estimate). Autocast of meta tensors, which torch
+    does not have, is what autocast is on the CPU.
+    """
+
+    active = False
+
+    def __enter__(self) -> meta_as_gpu:
+        self._outer, meta_as_gpu.active = meta_as_gpu.active, True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        meta_as_gpu.active = self._outer
+
+
+def stands_for_gpu(t: Tensor) -> bool:
+    """Whether t is on the meta device, inside `meta_as_gpu`."""
+    return meta_as_gpu.active and t.is_meta
+
+
 def why_not_triton(*tensors: Tensor | None) -> str | None:
     """The reason why the Triton kernels cannot take these tensors, or None when they can."""
-    if not HAS_TRITON:
+    if not HAS_TRITON and not meta_as_gpu.active:
         return "Triton is not installed"
     device = None
     for t in tensors:
@@ -98,7 +123,7 @@ def why_not_triton(*tensors: Tensor | None) -> str | None:
             continue
         if t.dtype not in DTYPES:
             return f"the kernels take bfloat16, float16 and float32, not {str(t.dtype).removeprefix('torch.')}"
-        if t.device.type != "cuda" and not (INTERPRET and t.device.type == "cpu"):
+        if t.device.type != "cuda" and not (INTERPRET and t.device.type == "cpu") and not stands_for_gpu(t):
             return f"the kernels run on CUDA and ROCm devices, not on {t.device.type!r}"
         if device is not None and t.device != device:
             return f"the tensors are on different devices ({device} and {t.device})"

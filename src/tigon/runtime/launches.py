@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.dispatch import triton
+from tigon.runtime.dispatch import stands_for_gpu, triton
 
 # (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).
 _plans: dict[tuple, tuple[Any, Any, Any, int, tuple]] = {}
@@ -42,6 +42,8 @@ def launch(
     key = (kernel, device, key)
     found = _plans.get(key)
     if found is None or address & 15 or _hooked():
+        if stands_for_gpu(tensors[0]):
+            return
         grid, arguments, options = plan()
         compiled = kernel[(grid,)](*tensors, *arguments, **options)
         if compiled is not None and not address & 15:

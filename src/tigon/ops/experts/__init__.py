@@ -25,7 +25,7 @@ from tigon.ops.acts import Act, checked_act
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
-from tigon.runtime import autocast_dtype, use_triton
+from tigon.runtime import autocast_device, autocast_dtype, use_triton
 
 
 def moe_mlp(
@@ -80,11 +80,13 @@ def moe_mlp(
     dtype = _check(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, gated)
     if dtype != x.dtype:
         cast = [t if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias)]
-        with torch.autocast(x.device.type, enabled=False):  # done here, and not to be done again inside
+        with torch.autocast(
+            autocast_device(x.device.type), enabled=False
+        ):  # done here, and not to be done again inside
             y = moe_mlp(cast[0], top_k_index, top_k_weights, *cast[1:], **options._asdict())  # type: ignore[arg-type]
         return y.to(x.dtype)
     if autocast_dtype(x.device.type) is not None:
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(autocast_device(x.device.type), enabled=False):
             return moe_mlp(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, **options._asdict())
     tensors = (gate_up, down, gate_up_bias, down_bias)
     if not use_triton(x, top_k_weights, *tensors):

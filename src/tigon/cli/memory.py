@@ -1,0 +1,191 @@
+"""What a run would take of a GPU's memory, plain and fused, and whether a machine has as much."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.cli.problem import Problem, needs, one_line
+
+if TYPE_CHECKING:
+    from tigon.cli.model import Source
+    from tigon.memory.estimate import StepMemory
+
+GIB = 2**30
+# GiB that the drivers report, by the names that their makers give the cards; in the order in which they are listed.
+GPUS = {
+    "a10": 22.0, "a100 40gb": 39.4, "a100 80gb": 79.2, "b200": 178.0, "gh200 96gb": 94.5, "h100 80gb": 79.1,
+    "h100 nvl": 93.1, "h200": 139.8, "l4": 22.0, "l40s": 44.4, "mi210": 63.9, "mi250x": 63.9, "mi300x": 191.5,
+    "mi325x": 255.5, "mi355x": 287.5, "rtx 3090": 23.5, "rtx 4090": 23.5, "rtx 5090": 31.3, "rtx a6000": 47.4,
+    "t4": 14.6, "v100 16gb": 15.8, "v100 32gb": 31.7,
+}  # fmt: skip
+# The CUDA context, the kernels that are loaded, and NCCL's buffers: of no tensor.
+CONTEXT = 1.0 * GIB
+# Above this share of what is left, blocks of fitting sizes run out before the bytes do.
+TIGHT = 0.95
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model would be trained: the options of `tigon train` of these names. gpus: that share the shards."""
+
+    batch_size: int = 1
+    seq_len: int = 2048
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    gradient_checkpointing: bool = False
+    recompute: str = "cheap"
+    offload: bool = False
+    lora: int | None = None
+    lora_targets: str = "all-linear"
+    attention: str | None = None
+    gpus: int = 1
+    summed: bool = False  # the loss is a sum over tokens that the Trainer divides by their number
+
+    def words(self) -> str:
+        weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
+                   "bf16-pure": "bf16 weights", "fp32": "fp32 weights"}[self.precision]  # fmt: skip
+        parts = [f"{self.batch_size} × {self.seq_len:,} tokens", weights, self.optimizer]
+        if self.gradient_checkpointing:
+            parts.append("gradient checkpointing")
+        if self.lora:
+            parts.append(f"LoRA of rank {self.lora}")
+        if self.gpus > 1:
+            parts.append(f"sharded over {self.gpus} GPUs")
+        return ", ".join(parts)
+
+
+class Sides:
+    """A model on the meta device, and the memory of its step: plain first, then fused."""
+
+    def __init__(self, source: Source, setup: Setup) -> None:
+        import torch
+
+        from tigon.cli.model import checkpoint_activations, random_model
+
+        self.setup = setup
+        weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32
+        if setup.precision == "fp32":
+            weights = torch.float32
+        options = {"attn_implementation": setup.attention} if setup.attention else {}
+        with torch.device("meta"):
+            self.model = random_model(source.config, any_head=True, dtype=weights, **options).train()
+        self.model.config.use_cache = False
+        self.model.config.get_text_config().use_cache = False
+        self.whole = self.model.num_parameters()
+        if setup.lora:
+            self.model = adapted(self.model, setup)
+        if setup.gradient_checkpointing:
+            checkpoint_activations(self.model)
+        self.fusion: Any = None
+
+    def memory(self) -> StepMemory:
+        """Of a step of the model as it is now. Raises tigon.memory.estimate.CannotEstimate."""
+        import torch
+
+        from tigon.memory.estimate import step_memory
+
+        setup = self.setup
+        ids = torch.zeros(setup.batch_size, setup.seq_len, dtype=torch.long, device="meta")
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+        if setup.summed and getattr(self.model, "accepts_loss_kwargs", True):
+            inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device="meta")
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
+        sharded = setup.gpus > 1
+        return step_memory(
+            self.model, inputs, optimizer=setup.optimizer, shards=setup.gpus,
+            autocast=None if sharded else half, stored=torch.float32 if sharded and half else None,
+        )  # fmt: skip
+
+    def fuse(self) -> Any:
+        from tigon import fuse
+
+        self.fusion = fuse(self.model, recompute=self.setup.recompute, offload=self.setup.offload)
+        return self.fusion
+
+
+def adapted(model: Any, setup: Any) -> Any:
+    """The model with LoRA adapters, as `tigon train --lora` makes them."""
+    needs("--lora", "train", "peft")
+    from peft import get_peft_model
+
+    from tigon.cli.model import lora_config
+
+    return get_peft_model(model, lora_config(setup.lora, setup.lora_targets))
+
+
+def capacity_of(text: str | None) -> tuple[str, float] | None:
+    """A GPU's name and its bytes: of --gpu, a name or a number of GiB; without one, of this machine's first GPU.
+
+    Raises: Problem for a name that is not in GPUS, or is several of them.
+    """
+    if text is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        device = torch.cuda.get_device_properties(0)
+        return device.name, float(device.total_memory)
+    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gib|gb)?\s*", text, re.IGNORECASE)
+    if number:
+        return f"a GPU of {float(number[1]):g} GiB", float(number[1]) * GIB
+    wanted = _plain(text)
+    found = [name for name in GPUS if _plain(name) == wanted] or [n for n in GPUS if _plain(n).startswith(wanted)]
+    if len(found) != 1 or not wanted:
+        among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or a number of GiB"
+        raise Problem(f"--gpu must be {among}, got {text}")
+    return found[0].upper(), GPUS[found[0]] * GIB
+
+
+def _plain(name: str) -> str:
+    kept = re.sub(r"[^a-z0-9]", "", name.lower())
+    return kept.removeprefix("nvidia").removeprefix("geforce").removeprefix("amd").removeprefix("instinct")
+
+
+def verdict(peak: float, capacity: float) -> str:
+    """Whether a step fits: "fits", "tight" or "does not fit"."""
+    room = capacity - CONTEXT
+    return "does not fit" if peak > room else "tight" if peak > TIGHT * room else "fits"
+
+
+def memory_of_host() -> float:
+    """Bytes of memory that this process may still have: what the machine has free, within its container's limit."""
+    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError):  # not on Linux
+        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+        free = 1024.0 * int(available[1]) if available else free
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free = min(free, float(int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):
+            continue  # no limit, or another kind of machine
+    return free
+
+
+def standing(source: Source, setup: Setup, copies: int = 1) -> float:
+    """Bytes that a run takes whatever its batch is: weights (and further copies of them), gradients and states.
+
+    Counted from the configuration, without building the model.
+    """
+    sides = Sides(source, setup)
+    from tigon.memory.estimate import OPTIMIZERS
+
+    trained = [p for p in sides.model.parameters() if p.requires_grad]
+    weights = sum(p.numel() * p.element_size() for p in sides.model.parameters())
+    moving = sum(p.numel() * (p.element_size() + OPTIMIZERS[setup.optimizer](p.element_size())) for p in trained)
+    return (copies * weights + moving) / setup.gpus
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def reason_of(error: BaseException) -> str:
+    return one_line(error, 160)
