@@ -1,5 +1,9 @@
 """The page of result files: complete, readable by a parser, and in need of nothing beside it."""
 
+import contextlib
+import functools
+import json
+import operator
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +14,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 from test_report import CONTENTS
 
-from tigon.bench import report
+from tigon.bench import plots, report
 from tigon.bench.page import page
 from tigon.bench.runner import Row
 from tigon.cli.bench import bench
@@ -128,3 +132,52 @@ def test_a_run_writes_its_page(tmp_path, capsys):
 def test_wrong_arguments_get_a_sentence(arguments, match):
     with pytest.raises(Problem, match=match):
         bench(**arguments)
+
+
+WRONG = [None, 5, "text", [], {}, [[]], float("nan"), -1]
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_fields_that_are_missing_or_mistyped_get_a_sentence(kind, tmp_path, capsys):
+    """Every field of the file, of its environment and of its first row: left out, and of other types."""
+    content = json.loads(json.dumps(CONTENTS[kind]()))
+    file = tmp_path / "result.json"
+    shown = tried = 0
+    for inside in ((), ("environment",), ("rows", 0)):
+        place = functools.reduce(operator.getitem, inside, content)
+        for name, right in list(place.items()):
+            for wrong in ("missing", *WRONG):
+                if wrong == "missing":
+                    del place[name]
+                else:
+                    place[name] = wrong
+                file.write_text(json.dumps(content))
+                with contextlib.suppress(Problem):  # whose sentence the other tests read
+                    bench(source=[file])
+                    shown += 1
+                tried += 1
+                place[name] = right
+    assert 40 < shown < tried - 40
+    capsys.readouterr()
+
+
+def test_a_page_of_a_file_that_cannot_be_drawn_names_the_file(tmp_path):
+    content = CONTENTS["ops"]()
+    report.save(tmp_path / "good.json", content)
+    for row in content["rows"]:
+        row["times_floor"] = -0.0 if row["times_floor"] else None
+        row["op"] = ["swiglu"]
+    report.save(tmp_path / "bad.json", content)
+    with pytest.raises(Problem, match=r"--from .*bad.json"):
+        bench(source=[tmp_path / "good.json", tmp_path / "bad.json"], html=tmp_path / "r.html")
+
+
+def test_names_with_dollar_signs_are_no_formulas(tmp_path):
+    content = CONTENTS["ops"]()
+    for row in content["rows"]:
+        row["op"], row["implementation"] = r"$\frac{", "$x_{$"
+    content["environment"]["device"] = r"GPU $\nope$"
+    report.save(tmp_path / "r.json", content)
+    bench(source=[tmp_path / "r.json"], html=tmp_path / "r.html")
+    assert r"$\frac{" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    plots.plot(content, tmp_path / "r.png")

@@ -1,5 +1,6 @@
 """Whatever is wrong with a command line is said in one sentence, with exit status 2, and nothing is written."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from tigon import __version__
+from tigon.cli.problem import disk_full
 from tigon.install import install
 
 
@@ -177,3 +179,26 @@ def test_a_device_that_is_not_there(tigon, text, tmp_path):
     for command in (("demo",), ("verify", "llama-tiny"), ("train", "--model", "llama-tiny", "--data", text)):
         tigon(*command, "--device", "cuda", cwd=tmp_path, **hidden).problem("--device cuda")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EFBIG, "File too large"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError(errno.EIO, "Input/output error"),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+        RuntimeError("basic_ios::clear: iostream error"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("File too large (os error 27)"),
+    ],
+    ids=str,
+)
+def test_what_libraries_say_of_a_full_disk(error):
+    assert disk_full(error)
+    later = KeyError("raised while the first was handled")
+    later.__context__ = error
+    assert disk_full(later)
+    assert not disk_full(ValueError("a number is too large"))

@@ -36,12 +36,40 @@ def garble(folder):
     (folder / MANIFEST).write_text("{")
 
 
+def manifest(text):
+    def write(folder):
+        (folder / MANIFEST).write_bytes(text)
+
+    return write
+
+
+def replace(folder):
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+
+
 DAMAGE = [
     (cut, "model.safetensors has 200 bytes and must have 256"),
     (flip, "the contents of model.safetensors are not what was written"),
     (lose, "sub/state.json is missing"),
     (unseal, "it has no manifest.json"),
     (garble, "its manifest.json is not readable"),
+    (replace, "its manifest.json is not readable"),
+    *(
+        (manifest(text), "its manifest.json is not readable")
+        for text in (
+            b"\xff",
+            b"[" * 100_000,
+            b"[]",
+            b"5",
+            b'{"files": 5}',
+            b'{"files": []}',
+            b'{"files": {}}',
+            b'{"files": {"a": 5}}',
+            b'{"files": {"a": {}}}',
+            b'{"files": {"a": {"bytes": "256"}}}',
+        )
+    ),
 ]
 
 
@@ -59,6 +87,17 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, damage, reason):
     damage(older)
     with pytest.raises(Problem, match="no whole checkpoint"):
         newest_whole(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, monkeypatch):
+    """Root reads every file, so the system's answer is made here."""
+    folder = write(tmp_path, 5)
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(type(folder), "read_bytes", refuse)
+    assert defect(folder) == "model.safetensors cannot be read (Permission denied)"
 
 
 def test_what_was_not_published_is_no_checkpoint(tmp_path):

@@ -54,6 +54,84 @@ def test_read_json_lines_and_folders(tmp_path):
     assert read_corpus(str(tmp_path / "*.jsonl")).texts == ["one\u2028", "two"]
 
 
+def test_suffixes_of_any_case_and_byte_order_marks(tmp_path):
+    (tmp_path / "A.JSONL").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    (tmp_path / "B.Json").write_bytes(b'\xef\xbb\xbf[{"text": "two"}]')
+    (tmp_path / "C.TXT").write_bytes(b"\xef\xbb\xbfthree")
+    assert read_corpus(str(tmp_path)).texts == ["one", "two", "three"]
+    assert read_corpus(str(tmp_path / "A.JSONL")).texts == ["one"]
+
+
+MANY = "9" * 5000
+DEEP = "[" * 100_000
+UNREADABLE = [
+    ("a.jsonl", '{"text": "fine"}\n{"text": "a \\ud800"}\n', r"a.jsonl: line 2 has \\ud800, half of a surrogate pair"),
+    ("a.json", '[{"text": "\\uDC00"}]', r"a.json: row 1 has \\udc00, half of a surrogate pair"),
+    ("a.jsonl", '{"messages": [{"role": "u\\ud800", "content": ""}]}', "line 1 has .*half of a surrogate pair"),
+    ("a.jsonl", f'{{"text": "fine", "n": {MANY}}}\n', "a.jsonl: line 1 has a number too long to be read"),
+    ("a.json", f'[{{"text": "fine", "n": {MANY}}}]', "a.json has a number too long to be read"),
+    ("a.jsonl", '{"text": "fine"}\n' + DEEP, "a.jsonl: line 2 is nested too deeply to be read"),
+    ("a.json", DEEP, "a.json is nested too deeply to be read"),
+    ("a.json", "[1,\n2", "a.json: line 2 is not JSON"),
+    ("a.jsonl", '{"messages": [{"role": 5, "content": ""}]}', "line 1 must have"),
+    ("a.txt", "words".encode("utf-16"), "a.txt: not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("name", "contents", "words"), UNREADABLE)
+def test_what_no_text_can_be_read_from(tmp_path, name, contents, words):
+    (tmp_path / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    with pytest.raises(Problem, match=words):
+        read_corpus(str(tmp_path / name))
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n')
+    assert read_corpus(str(tmp_path / "a.jsonl")).texts == ["\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("/dev/null", "neither a file nor a directory"),
+        ("~nobody-of-this-name/x", "there is no such file"),
+        ("/" + "x" * 5000, "there is no such file"),
+        ("[", "no file matches the pattern"),
+    ],
+)
+def test_what_is_no_file(data, words):
+    with pytest.raises(Problem, match=words):
+        read_corpus(data)
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    """Root reads every folder, so the system's answer is made here."""
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "locked").mkdir()
+    scan = data.os.scandir
+
+    def refuse(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(data.os, "scandir", refuse)
+    with pytest.raises(Problem, match=r"locked cannot be read \(Permission denied\)"):
+        read_corpus(str(tmp_path))
+
+
+def test_a_data_set_whose_row_cannot_be_read(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def rows(*_, **__):
+        yield {"text": "fine"}
+        raise OSError("cannot decode the picture")
+
+    monkeypatch.setattr(datasets, "load_dataset", rows)
+    with pytest.raises(Problem, match="some/set: row 2 cannot be read"):
+        read_corpus("some/set")
+
+
 def test_read_a_saved_data_set(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(str(tmp_path / "set"))

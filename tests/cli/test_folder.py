@@ -261,8 +261,11 @@ def test_a_second_run_in_a_folder_gets_a_sentence(tigon, text, tmp_path, finishe
 
 
 def test_overwrite_replaces_a_run_and_keeps_what_is_beside_it(tigon, text, tmp_path, finished):
-    output = whole_run(tmp_path / "run", steps=(8, 12))
+    """In a folder whose name has what rich, emoji and matplotlib would read as markup."""
+    output = whole_run(tmp_path / "[bold]x[" / "nope] :smile: $\\frac{", steps=(8, 12))
     (output / "notes.txt").write_text("mine")
-    tigon("train", "--model", "llama-tiny", "--data", text, "--output", output, *SMALL, "--overwrite").ok()
+    (output / "run.json.partial").write_text("{")  # of a run that was killed
+    done = tigon("train", "--model", "llama-tiny", "--data", text, "--output", output, *SMALL, "--overwrite").ok()
+    assert f"the model is in {output}, its losses in {output}/metrics.jsonl" in done.out
     assert {path.name for path in output.iterdir()} == {path.name for path in finished.iterdir()} | {"notes.txt"}
     assert json.loads((output / "run.json").read_text())["closed"] == 6

@@ -130,3 +130,33 @@ def test_speeds_count_tokens_and_no_padding(tmp_path, monkeypatch):
     metrics.on_step_end(None, state, control)
     row = json.loads(metrics.file.read_text())
     assert row["tokens_per_second"] == (5 + 9 + 2 + 7 + 7) / 4
+
+
+def test_lines_that_no_run_wrote_are_passed_over(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 3}, {"step": 2, "loss": 1.5}, {"step": 2, "loss": 1.0}]
+    wrong = [
+        "5",
+        "[]",
+        "null",
+        '{"loss": 1}',
+        '{"step": "3", "loss": 1}',
+        '{"step": 3, "loss": "1"}',
+        "[" * 100_000,
+        "{",
+    ]
+    lines = [*map(json.dumps, rows), *wrong]
+    file.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
+    assert module.read_metrics(file) == ({1: 2.0, 2: 1.0}, {1: 3.0})
+    module.plot_loss(file, tmp_path / "loss.png", "loss")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"{}", b"{}\n"), (b"{}\n", b"{}\n"), (b"\xff", b"\xff\n")])
+def test_a_line_that_a_kill_cut_off_is_ended(tmp_path, before, after):
+    file = tmp_path / "metrics.jsonl"
+    module.repair(file)
+    assert not file.exists()
+    file.write_bytes(before)
+    module.repair(file)
+    assert file.read_bytes() == after

@@ -130,6 +130,8 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
         ("grpo", {"text": "a"}, "line 2 must have a 'prompt'"),
         ("grpo", {"prompt": TALK[:1]}, "some rows are texts and others conversations"),
         ("grpo", ["a"], "line 2 must have a 'prompt'"),
+        ("grpo", {"prompt": ""}, "line 2 has an empty 'prompt'"),
+        ("grpo", {"prompt": " \n"}, "line 2 has an empty 'prompt'"),
     ],
 )
 def test_rows_of_another_form(task, row, words, tmp_path):
@@ -148,6 +150,15 @@ def test_rows_and_what_a_tokenizer_learns_from(tmp_path):
     (tmp_path / "plain.txt").write_text("words")
     with pytest.raises(Problem, match="--task dpo wants JSON lines"):
         read_corpus(str(tmp_path / "plain.txt"), "dpo")
+
+
+@pytest.mark.parametrize("other", [10**30, "text", ["list"]])
+def test_columns_of_several_types(trl, other):
+    from tigon.cli.tasks import Rows
+
+    assert len(Rows([{"prompt": "a", "n": 1}, {"prompt": "b"}], "x")) == 2
+    with pytest.raises(Problem, match="--data x: the rows do not make columns of one type each"):
+        Rows([{"prompt": "a", "n": 1}, {"prompt": "b", "n": other}], "x")
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,8 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tigon, tex
     done = tigon("train", "--resume", "--output", run, "--steps", STEPS + 6, limit=2_000_000)
     assert done.code == 2, (done.out, done.err)
     assert "the disk of" in done.err
+    assert f"make room and go on by: tigon train --resume --output {run}" in done.err
+    assert not (run / ".incomplete").exists(), "what is half written takes no room"
     assert "Traceback" not in done.err
     assert not (run / f"checkpoint-{STEPS + 6}").exists()
     assert newest_whole(run) == (run / f"checkpoint-{STEPS}", [])

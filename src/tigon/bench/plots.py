@@ -81,7 +81,8 @@ def _save(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with matplotlib.rc_context(settings):
+    # Names come from files; a dollar sign in one is not the beginning of a formula.
+    with matplotlib.rc_context({"text.parse_math": False, **settings}):
         figure = KINDS[kind or content["kind"]](content, plt, across)
         if title:
             figure.suptitle(title, fontsize=8, color="#555555")

@@ -57,7 +57,7 @@ def _explain(error: Any) -> int:
         _say(str(error).removeprefix("tigon: "))
         return 2
     if disk_full(error):
-        _say(f"the disk is full: {str(error).splitlines()[0]}; what was written before is intact")
+        _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")
         return 2
     raise error
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, needs
+from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 
 def bench(
@@ -96,7 +96,8 @@ def bench(
 
 
 def _show_files(paths: list[Path], html: Path | None) -> None:
-    from tigon.bench.report import load
+    from tigon.bench.page import page
+    from tigon.bench.report import MALFORMED, load
 
     try:
         contents = [load(path) for path in paths]
@@ -105,10 +106,24 @@ def _show_files(paths: list[Path], html: Path | None) -> None:
     except ValueError as error:
         raise Problem(f"bench: --from {error}".rstrip(".")) from None
     if html is not None:
-        _write_page(contents, html)
+        try:
+            _write_page(contents, html)
+        except MALFORMED:
+            for path, content in zip(paths, contents, strict=True):  # one by one, to name the file
+                _shown(path, content, lambda one: page([one]))
+            raise
         return
-    for content in contents:
-        _show(content)
+    for path, content in zip(paths, contents, strict=True):
+        _shown(path, content, _show)
+
+
+def _shown(path: Path, content: dict[str, Any], how: Callable[[dict[str, Any]], object]) -> None:
+    from tigon.bench.report import MALFORMED
+
+    try:
+        how(content)
+    except MALFORMED as error:
+        raise Problem(f"bench: --from {path} cannot be shown ({one_line(error)})") from error
 
 
 def _write_page(contents: list[dict[str, Any]], path: Path) -> None:

@@ -58,12 +58,8 @@ def conclude(
             parts.append(f"peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
         if metrics.speeds:
             parts.append(f"{sorted(metrics.speeds)[len(metrics.speeds) // 2]:,.0f} {metrics.unit}/s")
-    console.print(f"{', '.join(parts)}, {seconds:,.0f} s in all", highlight=False, soft_wrap=True)
-    console.print(
-        f"the model is in {output}, its losses in {output / METRICS} and {output / PICTURE}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"{', '.join(parts)}, {seconds:,.0f} s in all", soft_wrap=True)
+    console.print(f"the model is in {output}, its losses in {output / METRICS} and {output / PICTURE}", soft_wrap=True)
 
 
 def _staged(output: Path) -> Path:

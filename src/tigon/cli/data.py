@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,30 +61,13 @@ class Corpus:
 
 def read_corpus(data: str, task: str = "sft") -> Corpus:
     """Read `--data` for a `--task`. Raises Problem for what is missing, empty or of the wrong form, naming the line."""
-    path = Path(data).expanduser()
-    if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and f.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
-        if not files:
-            raise Problem(f"--data {data}: the directory has no {', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} files")
-    elif path.is_file():
-        files = [path]
-    elif path.exists():
-        files = []
-    elif any(c in data for c in "*?["):
-        files = sorted(Path(f) for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
-        if not files:
-            raise Problem(f"--data {data}: no file matches the pattern")
-    elif path.suffix or data.startswith((".", "/", "~")) or data.count("/") > 1:
-        raise Problem(f"--data {data}: there is no such file")
-    else:
-        files = []
-
+    files = _files(data)
     corpus = Corpus(data, [], [])
     add = _add_rows if task == "sft" else partial(_add_task_rows, task)
     if not files:
-        add(corpus, _dataset_rows(data, path))
+        add(corpus, _dataset_rows(data))
     for file in files:
-        if file.suffix in JSON_SUFFIXES:
+        if file.suffix.lower() in JSON_SUFFIXES:
             add(corpus, _json_rows(file))
         elif task != "sft":
             raise Problem(f"--data {file}: --task {task} wants JSON lines ({', '.join(JSON_SUFFIXES)})")
@@ -98,9 +82,41 @@ def read_corpus(data: str, task: str = "sft") -> Corpus:
     return corpus
 
 
+def _files(data: str) -> list[Path]:
+    """The files that `--data` stands for; none for a data set."""
+    path = os.path.expanduser(data)
+    if os.path.isdir(path):
+        if any(os.path.exists(os.path.join(path, name)) for name in ("dataset_info.json", "dataset_dict.json")):
+            return []
+        if files := sorted(_below(data, path)):
+            return files
+        raise Problem(f"--data {data}: the directory has no {', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} files")
+    if os.path.isfile(path):
+        return [Path(path)]
+    if os.path.exists(path):
+        raise Problem(f"--data {data}: neither a file nor a directory, and a run that is resumed reads it again")
+    if any(c in data for c in "*?["):
+        if files := sorted(Path(file) for file in glob.glob(path, recursive=True) if os.path.isfile(file)):
+            return files
+        raise Problem(f"--data {data}: no file matches the pattern")
+    if os.path.splitext(data)[1] or data.startswith((".", "/", "~")) or data.count("/") > 1:
+        raise Problem(f"--data {data}: there is no such file")
+    return []
+
+
+def _below(data: str, folder: str) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise Problem(f"--data {data}: {error.filename} cannot be read ({error.strerror})") from error
+
+    for place, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            if name.lower().endswith(TEXT_SUFFIXES + JSON_SUFFIXES) and os.path.isfile(os.path.join(place, name)):
+                yield Path(place, name)
+
+
 def _decode(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise Problem(
             f"--data {file}: not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
@@ -111,31 +127,54 @@ def _decode(file: Path) -> str:
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
     text = _decode(file)
-    if file.suffix == ".json" and text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise Problem(f"--data {file}: line {error.lineno} is not JSON ({error.msg})") from error
-        yield from ((f"{file}: row {i}", row) for i, row in enumerate(rows, 1))
+    if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
+        for number, row in enumerate(_parse(text, f"{file}:", lambda error: f"line {error.lineno}"), 1):
+            where = f"{file}: row {number}"
+            _check_strings(text, row, where)
+            yield where, row
         return
     # Not splitlines(): U+2028 and its like are legal inside a JSON string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            try:
-                yield f"{file}: line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise Problem(f"--data {file}: line {number} is not JSON ({error.msg})") from error
+            where = f"{file}: line {number}"
+            row = _parse(line, where)
+            _check_strings(line, row, where)
+            yield where, row
 
 
-def _dataset_rows(data: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _parse(text: str, where: str, which: Callable[[json.JSONDecodeError], str] = lambda _: "") -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Problem(f"--data {' '.join((where, which(error))).strip()} is not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise Problem(f"--data {where.rstrip(':')} is nested too deeply to be read") from error
+    except ValueError as error:  # Python's limit of the digits of a whole number
+        raise Problem(f"--data {where.rstrip(':')} has a number too long to be read") from error
+
+
+def _check_strings(text: str, row: Any, where: str) -> None:
+    """JSON can write half of a surrogate pair; no text has one, and no tokenizer takes it."""
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise Problem(
+                f"--data {where} has \\u{ord(half):04x}, half of a surrogate pair, which is no text"
+            ) from error
+
+
+def _dataset_rows(data: str) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
         raise Problem(f"--data {data}: no such file; data sets need datasets: {install('train')}") from error
     datasets.disable_progress_bars()
+    path, number = os.path.expanduser(data), 0
     try:
-        if path.exists():
-            rows = datasets.load_from_disk(str(path))
+        if os.path.exists(path):
+            rows = datasets.load_from_disk(path)
             rows = rows["train"] if isinstance(rows, datasets.DatasetDict) else rows
         else:
             name, _, config = data.partition(":")
@@ -144,7 +183,16 @@ def _dataset_rows(data: str, path: Path) -> Iterator[tuple[str, Any]]:
         raise Problem(
             f"--data {data}: no such file, and no data set of that name can be loaded ({one_line(error, 160)})"
         ) from error
-    yield from ((f"{data}: row {i}", row) for i, row in enumerate(rows, 1))
+    found = iter(rows)
+    while True:
+        number += 1
+        try:
+            row = next(found)
+        except StopIteration:
+            return
+        except Exception as error:  # as of a column whose contents cannot be decoded
+            raise Problem(f"--data {data}: row {number} cannot be read ({one_line(error, 160)})") from error
+        yield f"{data}: row {number}", row
 
 
 def _add_rows(corpus: Corpus, rows: Iterable[tuple[str, Any]]) -> None:
@@ -170,6 +218,8 @@ def _add_task_rows(task: str, corpus: Corpus, rows: Iterable[tuple[str, Any]]) -
     for where, row in rows:
         if not isinstance(row, dict) or not _fits(task, row):
             raise Problem(f"--data {where} must have {WANTED[task]}, and is {reprlib.repr(row)}")
+        if task == "grpo" and isinstance(row["prompt"], str) and not row["prompt"].strip():
+            raise Problem(f"--data {where} has an empty 'prompt', which nothing can be generated from")
         # A reward function may want other columns too.
         names = ("prompt", "chosen", "rejected") if task == "dpo" else tuple(row)
         corpus.rows.append({name: row[name] for name in names if name in row})
@@ -190,11 +240,14 @@ def _kind(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _is_conversation(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") for m in messages)
-    )
+    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    role, content = message.get("role"), message.get("content")
+    return isinstance(role, str) and bool(role) and isinstance(content, str)
 
 
 def pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tigon.cli.folder import located
+from tigon.cli.options import SEEDS
 from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 # Both sides compute in fp32 on a CPU: the losses may differ by rounding alone.
@@ -41,7 +43,7 @@ SIZES = (
 def demo(
     output: Annotated[Path, typer.Option(help="Where the figures and the numbers go.")] = Path("tigon-demo"),
     steps: Annotated[int | None, typer.Option(help="Training steps of each side.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data order.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.", min=0, max=SEEDS)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step.", min=1)] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.", min=2)] = None,
@@ -56,10 +58,11 @@ def demo(
     needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers", "matplotlib")
     if device not in ("auto", "cpu", "cuda"):
         raise Problem(f"--device must be auto, cpu or cuda, got {device}")
+    output = Path(located("output", str(output)))
     check_writable(output, "--output")
-    from rich.console import Console
+    from tigon.cli.screen import screen
 
-    console = Console()
+    console = screen()
     started = time.perf_counter()
     machine = _machine(device)
     size = dict(zip(_COLUMNS, next(row for least, row in SIZES if machine["free_gib"] >= least), strict=True))

@@ -120,6 +120,7 @@ def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar sign in a device's name is not a formula
     from matplotlib import pyplot
 
     return pyplot

@@ -19,7 +19,7 @@ from tigon.presets import PRESETS
 LOCK = ".lock"
 METRICS, PICTURE, BOARD = "metrics.jsonl", "loss.png", "tensorboard"
 # What every run writes. What else a run has written, its model and tokenizer, is listed in its record.
-ALWAYS = (RECORD, RECORD + ".partial", METRICS, PICTURE, LOCK)
+ALWAYS = (RECORD, METRICS, PICTURE, LOCK)
 # The files by which from_pretrained knows a model, adapters and a tokenizer.
 PRETRAINED = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
@@ -186,8 +186,7 @@ def clear(output: Path) -> None:
     """Delete a run from its folder, the record last. Raises Problem, before it deletes, for files that no run wrote."""
     check_room(output, overwrite=True)
     for path in sorted(_divide(output)[0], key=lambda path: path.name == RECORD):
-        if path.name != LOCK:  # which this process holds
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _divide(output: Path) -> tuple[list[Path], list[Path]]:
@@ -196,7 +195,9 @@ def _divide(output: Path) -> tuple[list[Path], list[Path]]:
     own, foreign = [], []
     found = {path for pattern in POSSIBLE for path in output.glob(pattern)}
     for path in sorted(found | {output / name for name in recorded if (output / name).exists()}):
-        if path.name == LOCK or (path.is_file() and path.name in recorded):
+        if path.name == LOCK:  # held by this process, or left by one that was killed
+            continue
+        if path.is_file() and path.name in recorded:
             own.append(path)
         elif not recorded or path.is_symlink() or not path.is_dir() or not _writes(path):
             foreign.append(path)
@@ -204,7 +205,7 @@ def _divide(output: Path) -> tuple[list[Path], list[Path]]:
             others = _others(path)
             foreign += others
             own += [] if others else [path]
-    return [path for path in own if path.name != LOCK], foreign
+    return own, foreign
 
 
 def _writes(folder: Path) -> bool:

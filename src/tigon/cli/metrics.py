@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,8 @@ class Metrics(TrainerCallback):
         if not self.main:
             return
         self.append({"event": "start", "step": state.global_step, "steps": state.max_steps})
-        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        text = TextColumn("{task.description}", markup=False)
+        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), text)
         self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal)
         self.bar.start()
         self.task = self.bar.add_task("", total=state.max_steps, completed=state.global_step)
@@ -162,24 +164,30 @@ class Metrics(TrainerCallback):
 
 def repair(file: Path) -> None:
     """End the last line of metrics.jsonl where a kill cut it off, so that the next one stands on its own."""
-    if file.exists() and not file.read_bytes().endswith(b"\n"):
-        with open(file, "ab") as handle:
-            handle.write(b"\n")
+    if file.exists():
+        with open(file, "rb+") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(max(0, size - 1))
+            if handle.read(1) not in (b"", b"\n"):
+                handle.write(b"\n")
 
 
 def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """The training and evaluation losses by step; of a step that stands twice, the last."""
+    """The training and evaluation losses by step; of a step that stands twice, the last.
+
+    What is no line of a run's, as one that a kill cut off, is passed over.
+    """
     train: dict[int, float] = {}
     evaluation: dict[int, float] = {}
-    for line in file.read_text(encoding="utf-8").split("\n"):
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # empty, or cut off by a kill
-        if "loss" in row:
-            train[row["step"]] = row["loss"]
-        elif "eval_loss" in row:
-            evaluation[row["step"]] = row["eval_loss"]
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            for found, name in ((train, "loss"), (evaluation, "eval_loss")):
+                if isinstance(row.get(name), (int, float)):
+                    found[row["step"]] = float(row[name])
     return dict(sorted(train.items())), dict(sorted(evaluation.items()))
 
 

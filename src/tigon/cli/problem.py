@@ -58,13 +58,19 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return (text if len(text) <= limit else text[:limit] + "…").rstrip(".")
 
 
+# What torch and safetensors say, in errors of their own, of a file that takes no more bytes.
+_NO_ROOM = (
+    "No space left", "File too large", "quota exceeded", "PytorchStreamWriter failed", "unexpected pos",
+    "basic_ios::clear", "iostream error",
+)  # fmt: skip
+
+
 def disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a disk without space; safetensors and torch have their own errors."""
+    """Whether an error, or what caused it, is a disk that takes no more bytes: it is full, or fails."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             return True
-        text = str(error)
-        if "No space left" in text or "File too large" in text or "PytorchStreamWriter failed writing" in text:
+        if any(words in str(error) for words in _NO_ROOM):
             return True
         error = error.__cause__ or error.__context__
     return False

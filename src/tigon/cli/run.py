@@ -22,7 +22,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from tigon import __version__
 from tigon.cli.agree import agree, join_again
-from tigon.cli.checkpoint import STAGING, step_of
+from tigon.cli.checkpoint import STAGING, checkpoints, step_of
 from tigon.cli.closing import conclude, save, save_from
 from tigon.cli.data import Corpus
 from tigon.cli.folder import METRICS, Claim, check_room, clear, is_closed, move_in, read_record, record
@@ -31,6 +31,7 @@ from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transforme
 from tigon.cli.options import TrainOptions
 from tigon.cli.parallel import Layout, SpreadTrainer, ZeroTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
+from tigon.cli.screen import screen
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
 from tigon.cli.tokens import (
     CHAT_TEMPLATE,
@@ -55,7 +56,7 @@ def run(
     state = PartialState(cpu=use_cpu)
     # The first process has the store by which the others may still be making their group, and may have to end below.
     state.wait_for_everyone()
-    console = Console(quiet=not state.is_main_process)
+    console = screen(quiet=not state.is_main_process)
     facts = read_record(output) if checkpoint else {}
     if checkpoint and facts.get("processes") != state.num_processes:
         raise Problem(
@@ -182,22 +183,24 @@ def run(
     try:
         with stop:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except Exception as error:
+        if stop.signal:
+            sentence = f"stopped at step {trainer.state.global_step} of {total}, with a checkpoint; go on by: {command}"
+            raise Problem(sentence, code=128 + stop.signal)
+        if fusion is not None:
+            fusion.remove()
+        weights = None if layout.kind == "ddp" else trainer.whole_weights()
+        if state.is_main_process:
+            save(trainer.model, tokenizer, output, weights)
+            conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
+    except BaseException as error:  # of an interruption too: the bar must give the terminal back
         metrics.close()
-        if disk_full(error):
-            raise Problem(
-                f"the disk of {output} is full at step {trainer.state.global_step}; make room and go on by: {command}"
-            ) from error
-        raise
-    if stop.signal:
-        sentence = f"stopped at step {trainer.state.global_step} of {total}, with a checkpoint; go on by: {command}"
-        raise Problem(sentence, code=128 + stop.signal)
-    if fusion is not None:
-        fusion.remove()
-    weights = None if layout.kind == "ddp" else trainer.whole_weights()
-    if state.is_main_process:
-        save(trainer.model, tokenizer, output, weights)
-        conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
+        if not disk_full(error):
+            raise
+        shutil.rmtree(output / STAGING, ignore_errors=True)
+        on = f"go on by: {command}" if checkpoints(output) else "begin anew with --overwrite"
+        raise Problem(
+            f"the disk of {output} is full, or fails, at step {trainer.state.global_step}; make room and {on}"
+        ) from error
     state.wait_for_everyone()
 
 
@@ -209,7 +212,7 @@ def _on_cpu(options: TrainOptions) -> bool:
 
 
 def _spinner(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -242,7 +245,7 @@ def _tokenizer(
 
 def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Console) -> Any:
     if corpus.rows:
-        return Rows(corpus.rows)  # TRL's trainers tokenize them
+        return Rows(corpus.rows, corpus.name)  # TRL's trainers tokenize them
     with _spinner(console) as bar:
         task = bar.add_task("tokenizing", total=corpus.characters)
         advance = partial(bar.advance, task)

@@ -22,10 +22,21 @@ from tigon.cli.trainer import Checkpointed
 
 
 class Rows(torch.utils.data.Dataset):
-    """Prompts and answers, as TRL's trainers take them."""
+    """Prompts and answers, as TRL's trainers take them.
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    Raises: Problem for rows that are no table: TRL's trainers take columns, each of one type.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], name: str) -> None:
+        from datasets import Dataset
+
         self.rows = rows
+        try:
+            Dataset.from_list(rows)
+        except Exception as error:
+            raise Problem(
+                f"--data {name}: the rows do not make columns of one type each ({one_line(error)})"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -35,7 +46,7 @@ class Rows(torch.utils.data.Dataset):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.rows, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.rows, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass

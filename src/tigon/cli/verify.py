@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tigon.cli.options import SEEDS
 from tigon.cli.problem import Problem, needs
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 2,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=2)] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=SEEDS)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Loss and gradients of a model, plain against fused; the exit code is 1 when they differ.
