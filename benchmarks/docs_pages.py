@@ -11,6 +11,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- operators -->                  the operators by kind, with what they replace
     <!-- counted -->                    the bytes that the floors count
     <!-- modules -->                    the classes of tigon.nn
+    <!-- reference: tigon.losses -->    the public names of a package that stand on no other page
     <!-- hardware -->                   the machines and versions of all result files
     <!-- peaks: MODEL -->               the measured peaks of a model, plain and fused
     <!-- activations -->                the activations that `act=` takes
@@ -45,6 +46,7 @@ from tigon.lazy import homes_of
 from tigon.ops.acts import ACTS
 
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
 GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
@@ -126,6 +128,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
         "activations": lambda _: activations(),
+        "reference": reference,
         "families": lambda _: families.page(),
         "hardware": lambda _: guides.hardware(RESULTS),
         "peaks": lambda model: guides.peaks(RESULTS, model),
@@ -158,8 +161,12 @@ def function(name: str) -> Any:
     return getattr(importlib.import_module(str(home(name))), name)
 
 
+def path_of(name: str) -> str:
+    return f"tigon.{name}" if name in tigon.__all__ else f"{home(name)}.{name}"
+
+
 def page_of(name: str) -> str:
-    path = f"tigon.{name}" if name in tigon.__all__ else f"{home(name)}.{name}"
+    path = path_of(name)
     formula = inspect.getdoc(importlib.import_module(str(home(name)))) or ""
     return PAGE.format(name=name, formula=linked(formula), path=path, measured=measured(name))
 
@@ -210,8 +217,29 @@ def activations() -> str:
 
 def modules() -> str:
     nn = importlib.import_module("tigon.nn")
-    classes = [name for name, member in vars(nn).items() if inspect.isclass(member) and member.__module__ == "tigon.nn"]
-    return "\n\n".join(f"::: tigon.nn.{name}" for name in classes)
+    found = {name: member for name, member in vars(nn).items() if inspect.isclass(member) and name[0] != "_"}
+    return "\n\n".join(f"::: tigon.nn.{name}" for name, member in found.items() if member.__module__ == "tigon.nn")
+
+
+def reference(package: str) -> str:
+    """Entries for what a package declares public, of what has none elsewhere: operators have pages."""
+    module = importlib.import_module(package)
+    public = {name: getattr(module, name) for name in module.__all__}
+    pages = {name for kind in KINDS for name in operators(kind)} | written()
+    wanted = [name for name, value in public.items() if name not in pages and not inspect.ismodule(value)]
+    return "\n\n".join(f"::: {package}.{name}" for name in wanted)
+
+
+@functools.cache
+def written() -> set[str]:
+    """Names with an entry in a page that is written by hand."""
+    found = set()
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        found |= {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)}
+        for members in re.findall(r"^      members: \[([\w, ]+)\]", text, re.MULTILINE):
+            found |= set(members.split(", "))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ results

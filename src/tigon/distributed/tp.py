@@ -74,6 +74,9 @@ def check_heads(model: nn.Module, ranks: int) -> None:
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
     """The plan for `parallelize_module`: transformers' own for the model's products, embedding and norms added.
 
+    Args:
+        model: a transformers model with a plan of its own.
+        sequence_parallel: spread the norms and residual sums between the products over the sequence.
     Returns: a style for each module by its name.
     Raises: ValueError for a model without a plan, or with a style that has no counterpart here (experts, latent
         attention), and for sequence parallelism in a model whose layers are not built as Llama's.

@@ -39,7 +39,13 @@ class Traffic(TorchDispatchMode):
     def received(
         self, name: str | None = None, *, ranks: tuple[int, ...] | None = None, backward: bool | None = None
     ) -> int:
-        """Bytes that came to this rank; where they are given of one collective, one group of ranks, one pass."""
+        """Bytes that came to this rank, of all collectives or of some.
+
+        Args:
+            name: of a collective, such as "all_gather_into_tensor"; None for all.
+            ranks: of a process group; None for all groups.
+            backward: True for the backward pass, False for the rest, None for both.
+        """
         return sum(
             call.received
             for call in self.calls

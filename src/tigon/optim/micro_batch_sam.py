@@ -126,6 +126,11 @@ class MicroBatchSAM(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with a rho of their own if wanted.
+
+        Args:
+            param_group: as torch's optimizers take it; its "sam_rho" is rho for these parameters.
+        """
         self.optimizer.add_param_group({"sam_rho": self.rho, **param_group})
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +138,11 @@ class MicroBatchSAM(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint of this optimizer, or of the wrapped one alone."""
+        """Take over a checkpoint of this optimizer, or of the wrapped one alone.
+
+        Args:
+            state_dict: what `state_dict` of either returned.
+        """
         self.optimizer.load_state_dict(state_dict)
         for group in self.optimizer.param_groups:
             group.setdefault("sam_rho", self.rho)

@@ -31,6 +31,7 @@ def squared_norm(
     Args:
         params: tensors of any float dtypes and devices, at least one.
         grads: of the same shapes.
+        adaptive, eta: weigh each gradient by its weight's own size, |p| + eta.
     Returns: (), on the device of the first; fp64 if a parameter is fp64, else fp32. The same bits on every run.
     """
     found = []
@@ -55,6 +56,7 @@ def perturb(
         grads: of the same shapes. Their memory is used up.
         squares: what `squared_norm` found, or a sum of several. Where it is zero, infinite or NaN nothing moves.
         rho: the length of the step, of each parameter.
+        adaptive, eta: as in `squared_norm`.
     Returns: the old parameters, for `restore`: in the memory of the gradient where that is a whole storage, in the
         parameter's dtype and of no other gradient, else in a new one.
     """
@@ -77,7 +79,12 @@ def perturb(
 
 
 def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Give the parameters back the bits that `perturb` returned: one fused copy of those of one dtype on a GPU."""
+    """Give the parameters back the bits that `perturb` returned: one fused copy of those of one dtype on a GPU.
+
+    Args:
+        params: those that were moved.
+        kept: what `perturb` returned.
+    """
     copy_all(params, kept)
 
 

@@ -114,7 +114,12 @@ def stands_for_gpu(t: Tensor) -> bool:
 
 
 def why_not_triton(*tensors: Tensor | None) -> str | None:
-    """The reason why the Triton kernels cannot take these tensors, or None when they can."""
+    """The reason why the Triton kernels cannot take these tensors, or None when they can.
+
+    Args:
+        tensors: the inputs of one call; None where an optional one was not given.
+    Returns: a clause for a sentence, or None.
+    """
     if not HAS_TRITON and not meta_as_gpu.active:
         return "Triton is not installed"
     device = None

@@ -51,6 +51,7 @@ def apply_hpz(
     collectives ask for: a rank that alone gathers over all of them would wait for the others.
 
     Args:
+        model: as FSDP2 takes it, or already sharded by it.
         mesh: 1-D, of the ranks that share the weights; default: all. Ranks of a group are neighbours in it.
         group_size: ranks that share a second shard. "node": as many as there are on each host. 1: each rank keeps all
             weights for itself.

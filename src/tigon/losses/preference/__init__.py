@@ -90,8 +90,9 @@ def dpo(
         ref_chosen_logps, ref_rejected_logps: (B,) each, sums of log-probabilities under the reference; or
         ref_x, ref_weight, ref_bias: the reference's head; or
         reference_free: a reference that finds all completions equally likely.
-        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", with its
-            f_alpha_divergence_coef: what keeps the policy near the reference. Of types that see r of pairs alone.
+        f_divergence_type: what keeps the policy near the reference, "reverse_kl", "forward_kl", "js_divergence" or
+            "alpha_divergence". Of types that see r of pairs alone.
+        f_alpha_divergence_coef: α of "alpha_divergence".
         ld_alpha: in [0, 1]: weight of the tokens of a pair's longer completion that the shorter has no counterpart for.
             Reference log-probabilities that are given have to be computed with it as well.
         discopop_tau: temperature of "discopop".
@@ -357,11 +358,14 @@ def kto(
         loss_type: "kto", or "apo_zero_unpaired", which has no KL term.
         beta: β > 0.
         desirable_weight, undesirable_weight: to balance unequal numbers.
-        ref_logps: (S,), sums of log-probabilities under the reference; or ref_x, ref_weight, ref_bias: its head.
+        ref_logps: (S,), sums of log-probabilities under the reference.
+        ref_x, ref_weight, ref_bias: in their place, the reference's hidden states and head.
         kl: the KL term, of "kto" alone: a number or 0-d tensor, the mean of r (as over all processes). Or in its place
         kl_logps, ref_kl_logps: (S',) each, sums of the mismatched completions' log-probabilities. Or
         kl_x, kl_target: (S', T', H) and (S', T'), from which they are computed with this head, and, for the
-            reference, ref_kl_logps, or ref_kl_x (S', T', H') with ref_weight and ref_bias. kl_lengths: as lengths.
+            reference, ref_kl_logps or ref_kl_x.
+        ref_kl_x: (S', T', H'), with ref_weight and ref_bias.
+        kl_lengths: as lengths.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means
         over the desirable sequences and over the others (of logits: over their tokens), NaN where there are none;
         entropy, in nats a token; kl.
