@@ -44,7 +44,7 @@ class Docstrings(griffe.Extension):
             return
         text = thing.docstring.value
         # A module of tigon.nn is an operator with options fixed: what it does not explain, the operator does.
-        operator = re.match(r"(?:[^\n]+\n?)*?[^\n]*?`(tigon\.[\w.]+)`", text) if thing.is_class else None
+        operator = re.search(r"`(tigon\.[\w.]+)`", text.partition("\n\n")[0]) if thing.is_class else None
         thing.docstring.value = google(text, parameters, f"as in `{operator[1]}`." if operator else "")
 
 
