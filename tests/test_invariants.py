@@ -328,15 +328,38 @@ def test_backward_twice_with_retain_graph(op: Op, backend, device):
 @EVERY_OP
 @pytest.mark.parametrize("of", [torch.square, torch.clone], ids=["squared", "plain"])
 def test_double_backward_is_refused(op: Op, of, device, triton_backend):
-    """Also of a plain sum, whose gradient is a constant: nothing but the operator could tell that something is lost."""
+    """By whatever way a gradient is differentiated, for whatever input, and also where it came from a plain sum.
+
+    `torch.autograd.grad(…, w)` prunes all that does not lead to w. A penalty on the gradient would be lost in silence.
+    """
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
-    leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
-    result = op.public(*leaves, **case.options)
-    first = result[0] if isinstance(result, tuple) else result
-    (grad,) = torch.autograd.grad(of(first).sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
-        grad.square().sum().backward()
+    every = op.differentiable(inputs)
+    for wanted in (every, *([i for i in every if i != frozen] for frozen in every[:2] if len(every) > 1)):
+        leaves, given, loss, penalties = with_penalties(op.public, op, inputs, wanted, of)
+        expected = with_penalties(op.eager, op, inputs, wanted, of)
+        for penalty, true in zip(penalties, expected[-1], strict=True):
+            if penalty is None:
+                continue
+            with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+                (loss + penalty).backward(retain_graph=True)
+            for to, true_to in zip((*leaves, *given), (*expected[0], *expected[1]), strict=True):
+                lost = true.requires_grad and torch.autograd.grad(true, true_to, retain_graph=True, allow_unused=True)
+                if lost and lost[0] is not None and lost[0].any():
+                    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+                        torch.autograd.grad(loss + penalty, to, retain_graph=True, allow_unused=True)
+
+
+def with_penalties(fn, op: Op, inputs, wanted, of):
+    """A loss, and a penalty on each of its gradients. The inputs are no leaves: what a model computes is none."""
+    leaves = {i: inputs[i].detach().requires_grad_() for i in wanted}
+    given = {i: 1.0 * t for i, t in leaves.items()}
+    results = fn(*(given.get(i, t) for i, t in enumerate(inputs)), **op.typical.options)
+    results = results if isinstance(results, tuple) else (results,)
+    loss = sum(of(r).sum() for r in results if r.requires_grad)
+    gradients = torch.autograd.grad(loss, [*given.values()], create_graph=True, allow_unused=True)
+    penalties = [None if g is None else 10 * g.square().sum() for g in gradients]
+    return [*leaves.values()], [*given.values()], loss, penalties
 
 
 @EVERY_OP

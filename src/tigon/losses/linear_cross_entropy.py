@@ -29,7 +29,7 @@ from tigon.ops.cross_entropy import (
 from tigon.ops.cross_entropy.launches import gradient_rows
 from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
-from tigon.runtime import differentiable, differentiable_directly, launcher
+from tigon.runtime import differentiable, differentiable_directly, first_order, launcher, way_back
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -122,7 +122,8 @@ def linear_cross_entropy(
         if torch.is_grad_enabled():
             upstream = scalar(main_grad_scale, x.device, loss_dtype)
             rest = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options, shards
-            return _IntoMainGrad.apply(rows, weight, bias, *rest)  # type: ignore[no-any-return]
+            loss, *_ = _IntoMainGrad.apply(rows, weight, bias, *rest)
+            return loss  # type: ignore[no-any-return]
     arguments = (
         rows, weight, bias, labels, inverse, valid, reduction, compute, budget, accumulate == "fp32", *needs, *options,
     )  # fmt: skip
@@ -339,21 +340,21 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is None:
         return (None,) * (13 + len(ctx.options))
     if ctx.reduction == "none":
-        x, weight, bias, target, inverse = ctx.saved_tensors
+        x, weight, bias, target, inverse, *_ = ctx.saved_tensors
         dloss = dloss.contiguous() if inverse is None else dloss * inverse
         own = getattr(ctx, "own", {})
         arguments = *ctx.arguments, *ctx.needs, *ctx.options
         grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *arguments, **own)
     else:
-        dx, dw, more, db, inverse = ctx.saved_tensors
+        dx, dw, more, db, inverse, *_ = ctx.saved_tensors
         factor = dloss if inverse is None else dloss * inverse
         grads = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     wanted = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
     return *wanted, *(None for _ in range(10 + len(ctx.options)))
 
 
-_linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward)
-_over_shards = differentiable_directly(_linear_cross_entropy_fwd, _setup_context, _backward)
+_linear_cross_entropy = differentiable(_linear_cross_entropy_fwd, _setup_context, _backward, unsaved=(0, 1, 2))
+_over_shards = differentiable_directly(_linear_cross_entropy_fwd, _setup_context, _backward, unsaved=(0, 1, 2))
 
 
 class _IntoMainGrad(torch.autograd.Function):
@@ -364,7 +365,7 @@ class _IntoMainGrad(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
         reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor, options: tuple,
         shards: Shards | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
         losses = x.new_empty(chunks.visited, dtype=main_grad.dtype)
         dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
@@ -372,14 +373,18 @@ class _IntoMainGrad(torch.autograd.Function):
         factor = upstream if inverse is None else upstream * inverse
         _walk(chunks, losses, factor, dx, [main_grad], db, True, *options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(dx, db, upstream)
         total = losses.sum()
-        return total if inverse is None else total * inverse
+        way = way_back(ctx, (x, weight, bias), (0, 1, 2))
+        ctx.save_for_backward(dx, db, upstream, *way)
+        return total if inverse is None else total * inverse, *way
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx, db, upstream = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:  # type: ignore[override]
+        return first_order(_IntoMainGrad.gradients, ctx, dloss)
+
+    @staticmethod
+    def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dx, db, upstream, *_ = ctx.saved_tensors
         # main_grad has its gradient already: another one from above is made loud, without looking at the device.
         # Another way of rounding the same factors is no other gradient.
         same = (dloss - upstream).abs() <= 8 * torch.finfo(dloss.dtype).eps * upstream.abs()

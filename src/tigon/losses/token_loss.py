@@ -528,10 +528,10 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is None:
         return (None,) * ctx.arguments
     factor = dloss if ctx.boost == 1.0 else dloss / ctx.boost
-    dx, dw, more, db = ctx.saved_tensors
+    dx, dw, more, db, *_ = ctx.saved_tensors
     dx, dw, db = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     return None if dx is None else dx.view(ctx.shape), dw, db, *(None for _ in range(ctx.arguments - 3))
 
 
-_token_loss = differentiable(_token_loss_fwd, _setup_context, _backward, outputs=4)
-_over_shards = differentiable_directly(_token_loss_fwd, _setup_context, _backward, outputs=4)
+_token_loss = differentiable(_token_loss_fwd, _setup_context, _backward, outputs=4, unsaved=(0, 1, 2))
+_over_shards = differentiable_directly(_token_loss_fwd, _setup_context, _backward, outputs=4, unsaved=(0, 1, 2))

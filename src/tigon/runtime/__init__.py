@@ -16,6 +16,7 @@ from tigon.runtime.autograd import (
     graph_is_kept,
     is_traced,
     launcher,
+    way_back,
 )
 from tigon.runtime.device import can_describe, describe, has_copy_engine, multiprocessors, shared_memory
 from tigon.runtime.dispatch import (
@@ -62,5 +63,6 @@ __all__ = [
     "triton",
     "use_backend",
     "use_triton",
+    "way_back",
     "why_not_triton",
 ]

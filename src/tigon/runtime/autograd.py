@@ -67,23 +67,92 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 
 def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """What backward gives; where it is differentiated itself, as a graph that says what is missing.
+    """What backward gives. With `create_graph`, as a graph that raises wherever it is differentiated.
 
-    torch's `once_differentiable` says so only where the incoming gradient requires one; that of a plain sum does not,
-    and all would be lost. It costs 5 µs, and only where there is need.
+    The graph leads from each gradient to all that it depends on: the operator's inputs and the upstream gradients.
+    `torch.autograd.grad(…, w)` prunes what does not lead to w: an error that hung on nothing would be pruned, and the
+    loss differentiated without that term. torch's `once_differentiable` gives no error at all where the upstream
+    gradient requires none, as that of a plain sum.
+
+    Without `create_graph` this costs nothing: what leads to the inputs is found from what backward has saved.
     """
     if not torch.is_grad_enabled():
         return backward(ctx, *gradients)
+    unpacked = _Unpacked(ctx)
     with torch.no_grad():
-        found = backward(ctx, *gradients)
-    error = torch._C._functions.DelayedError(
-        b"tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own.", 1
-    )
-    return tuple(g if g is None else error(g.detach().requires_grad_()) for g in found)
+        found = backward(unpacked, *gradients)
+    ways = [t for t in (*gradients, *unpacked.saved_tensors, *_leaves(ctx, unpacked.saved_tensors)) if t is not None]
+    given = [g for g in found if g is not None]
+    # The gradients themselves are leaves, too: without any other way the error is still met by `.backward()`.
+    refused = iter(_Refused.apply(len(given), *(g.detach().requires_grad_() for g in given), *ways) if given else ())
+    return tuple(g if g is None else next(refused) for g in found)
+
+
+def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """In forward: an output without elements, to be saved, where no other saved tensor leads to the inputs.
+
+    A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to its
+    inputs as well, but users write `loss += penalty`, and what was saved may not be written to.
+    """
+    if any(ctx.needs_input_grad[i] and not args[i].is_leaf for i in unsaved):
+        return (args[unsaved[0]].new_empty(0),)
+    return ()
+
+
+class _Unpacked:
+    """A context whose saved tensors are unpacked already: activation checkpointing hands them out no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
+class _Refused(torch.autograd.Function):
+    """The gradients of an operator, and all that they depend on → the gradients. Backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own. "
+            "Operators on tensors have one `with tigon.use_backend('torch')`; losses of a head have none."
+        )
+
+
+def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
+    """The leaves behind those inputs of an operator that it has not saved; none where it has saved an output."""
+    reached = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in saved if t is not None and t.requires_grad}
+    if any(node is ctx for node, _ in reached):  # an output of its own leads to every input
+        return []
+    nodes = [edge[0] for edge in ctx.next_functions if edge[0] is not None and tuple(edge) not in reached]
+    leaves, seen = [], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return leaves
 
 
 def differentiable(
-    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+    launch: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    outputs: int = 1,
+    unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Give a launch function its gradient, and return the function to call.
 
@@ -91,6 +160,8 @@ def differentiable(
         launch: what `@launcher` made; its first `outputs` results are the operator's, the others are for the backward.
         setup_context: (ctx, inputs, output) → None; saves what the backward needs.
         backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
+        unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
+            tensors may be followed by one more, which backward ignores: see `way_back`.
 
     In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
     same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
@@ -114,7 +185,11 @@ def differentiable(
             ctx.set_materialize_grads(False)
             ctx.hides = True  # what is beyond `outputs`: nobody but the backward pass ever sees it
             setup_context(ctx, args, result)
-            return visible(result)
+            way = way_back(ctx, args, unsaved) if unsaved else ()
+            if not way:
+                return visible(result)
+            ctx.save_for_backward(*ctx.to_save, *way)
+            return (*(result[:outputs] if isinstance(result, (tuple, list)) else (result,)), *way)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -131,11 +206,20 @@ def differentiable(
             return visible(op(*args))
         return Eager.apply(*args) if transformed() else bare_apply(*args)
 
-    return apply
+    def apply_without_way(*args: Any) -> Any:
+        result = apply(*args)
+        return visible(result) if isinstance(result, tuple) else result
+
+    return apply_without_way if unsaved else apply
 
 
 def differentiable_directly(
-    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1
+    launch: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    outputs: int = 1,
+    unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """As `differentiable`, of calls with what no op of torch.library can be given: apply(*args, own).
 
@@ -150,14 +234,20 @@ def differentiable_directly(
             ctx.set_materialize_grads(False)
             ctx.hides, ctx.own = True, own
             setup_context(ctx, tuple(args), result)
-            return result[0] if outputs == 1 else tuple(result[:outputs])
+            way = way_back(ctx, args, unsaved)
+            ctx.save_for_backward(*ctx.to_save, *way)
+            return (*result[:outputs], *way)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             return *first_order(backward, ctx, *gradients), None
 
+    def apply(*given: Any) -> Any:
+        result = Direct.apply(*given)
+        return result[0] if outputs == 1 else result[:outputs]
+
     _name(Direct, launch)
-    return Direct.apply  # type: ignore[no-any-return]
+    return apply
 
 
 def _name(function: Any, launch: Callable[..., Any]) -> None:

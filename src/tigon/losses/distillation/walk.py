@@ -186,12 +186,12 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * ctx.arguments
-    dx, dw, more, db, inverse = ctx.saved_tensors
+    dx, dw, more, db, inverse, *_ = ctx.saved_tensors
     factor = dloss if inverse is None else dloss * inverse
     factor = factor if ctx.boost == 1.0 else factor / ctx.boost
     grads = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
     return *grads, *(None for _ in range(ctx.arguments - 3))
 
 
-walk = differentiable(_distill_fwd, _setup_context, _backward, outputs=3)
-walk_over_shards = differentiable_directly(_distill_fwd, _setup_context, _backward, outputs=3)
+walk = differentiable(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))
+walk_over_shards = differentiable_directly(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))

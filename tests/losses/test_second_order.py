@@ -1,0 +1,69 @@
+"""A gradient of a fused loss may be taken with create_graph, and is not lost in silence where it is differentiated."""
+
+import pytest
+import torch
+
+import tigon
+from tigon import losses
+from tigon.losses import distill, distill_topk
+
+S, T, H, V = 4, 5, 8, 33
+TARGET = torch.randint(0, V, (S, T), generator=torch.Generator().manual_seed(0))
+ADVANTAGES = torch.tensor([0.5, -1.0, 2.0, 0.3])
+LABEL = torch.tensor([True, False, True, False])
+LOGPS = torch.tensor([-3.0, -2.0])
+
+
+def rows(fn):
+    return lambda x, w: fn(x.reshape(-1, H), w)
+
+
+def accumulated(x, w):
+    return tigon.linear_cross_entropy(x, w, TARGET, main_grad=torch.zeros(V, H))
+
+
+LOSSES = {
+    "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET),
+    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET, reduction="none").sum(),
+    "main_grad": accumulated,
+    "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, TARGET).logprob.sum(),
+    "dpo": lambda x, w: losses.dpo(x, w, TARGET, ref_chosen_logps=LOGPS, ref_rejected_logps=LOGPS)[0],
+    "orpo": lambda x, w: losses.orpo(x, w, TARGET)[0],
+    "cpo": lambda x, w: losses.cpo(x, w, TARGET)[0],
+    "simpo": lambda x, w: losses.simpo(x, w, TARGET)[0],
+    "kto": lambda x, w: losses.kto(x, w, TARGET, LABEL, ref_logps=LOGPS.repeat(2), kl=0.1)[0],
+    "grpo": lambda x, w: losses.grpo(x, w, TARGET, advantages=ADVANTAGES)[0],
+    "rloo": lambda x, w: losses.rloo(x, w, TARGET, advantages=ADVANTAGES)[0],
+    "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), TARGET.flatten())[0]),
+    "distill_topk": rows(
+        lambda x, w: distill_topk(x, w, TARGET.flatten()[:, None], -torch.ones(S * T, 1), TARGET.flatten())[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["learned", "frozen head"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_penalty_on_the_gradient_is_refused(name, frozen, backend):
+    """Also where no other way leads from the penalty to the parameter than through the loss."""
+    w, before = torch.randn(V, H).requires_grad_(not frozen), torch.randn(H, H, requires_grad=True)
+    h = torch.randn(S, T, H) @ before
+    x = torch.tanh(h)
+    loss = LOSSES[name](x, w)
+    assert loss.grad_fn is not None
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    penalised = loss + 10 * g.square().sum()
+    for to in (before, h, x, *(() if frozen or name == "main_grad" else (w,))):
+        with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+            torch.autograd.grad(penalised, to, retain_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        penalised.backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_create_graph_gives_the_same_gradient(name, backend):
+    w, x = torch.randn(V, H, requires_grad=True), torch.randn(S, T, H, requires_grad=True)
+    loss = LOSSES[name](2 * x, w)
+    (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss += 1.0  # a loss may be written to: what leads back from it is another tensor
+    (same,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.equal(plain, same)
