@@ -140,7 +140,6 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a result file: {error}.") from None
-<<<<<<< HEAD
     if not isinstance(content, dict) or not isinstance(content.get("kind"), str) or "schema" not in content:
         raise ValueError(f"{path} is not a result file of tigon bench.")
     if content.get("schema") != SCHEMA:
@@ -156,46 +155,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"has a field of another type ({error})"
         raise ValueError(f"{path} is not a result file: {where} {what}.") from None
-=======
-    if not isinstance(content, dict) or content.get("kind") not in list(COLUMNS):  # a list cannot be a key
-        raise ValueError(f"{path} is not a result file of tigon bench.")
-    if content.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has schema {content.get('schema')!r}, this version reads {SCHEMA}.")
-    if wrong := _malformed(content):
-        raise ValueError(f"{path} is not a result file of tigon bench: {wrong}.")
->>>>>>> a621392 (Answer damaged files, odd names and full disks with a sentence)
     return content
-
-
-# What reading a field of the wrong type raises, and a field that is not there.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-
-
-def _malformed(content: dict[str, Any]) -> str | None:
-    """What is missing or of the wrong type, found by showing each row; None where nothing is."""
-    parts = {"environment": dict, "rows": list, "date": str, "command": str}
-    for name, kind in parts.items():
-        if not isinstance(content.get(name), kind):
-            return f"its {name!r} is {'missing' if name not in content else 'of the wrong type'}"
-    try:
-        headline(content)
-    except MALFORMED as error:
-        return f"its 'environment' or 'ceilings' cannot be read ({_reason(error)})"
-    for number, row in enumerate(content["rows"], 1):
-        try:
-            if not isinstance(row["status"], str):
-                raise TypeError("'status' is no text")
-            hash(case_of(row))
-            for column in COLUMNS[content["kind"]].values():
-                if not isinstance(column(row), str):
-                    raise TypeError("a name is no text")
-        except MALFORMED as error:
-            return f"row {number} cannot be read ({_reason(error)})"
-    return None
-
-
-def _reason(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
 
 
 def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
