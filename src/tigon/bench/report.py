@@ -134,6 +134,10 @@ def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
+# What reading a field raises that is missing or of the wrong type.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a result file. Raises ValueError with a sentence for anything that is not one of this schema."""
     try:
@@ -150,9 +154,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         content["command"].split()
         for number, row in enumerate(content["rows"], 1):
             where = f"row {number}"
-            case_of(row)
-            cells({**content, "rows": [row]})
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            hash(case_of(row))
+            row.get("status", "ok").startswith("ok")
+            if not all(isinstance(cell, str) for cell in cells({**content, "rows": [row]})[1][0]):
+                raise TypeError("a name is no text")
+    except MALFORMED as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"has a field of another type ({error})"
         raise ValueError(f"{path} is not a result file: {where} {what}.") from None
     return content
