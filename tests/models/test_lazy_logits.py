@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.fusion.ledger import Ledger
-from tigon.linear.chunks import ValidCount
+from tigon.logits import labels as labels_module
 from tigon.logits.compiled import CompiledLogits
 from tigon.logits.lazy import LazyLogits
 from tigon.logits.recipe import Recipe
@@ -468,25 +468,78 @@ def test_wrong_targets_get_the_message_of_pytorch():
         case.lazy()[:, :-1].view(-1, V)
 
 
-def test_the_bound_on_valid_targets_is_used_only_where_it_is_one():
-    """On a GPU the count of the labels travels ahead of the loss."""
+# ------------------------------------------------------------------------------------- how many of the labels count
+
+
+@pytest.fixture
+def counted_labels(monkeypatch):
+    """As on a GPU: labels are counted when the model is called, and the count travels ahead of the loss."""
+    monkeypatch.setattr(labels_module, "is_far", lambda labels: True)
+    return labels_module.counted
+
+
+KEEPS = {
+    "transformers' shift": lambda t: F.pad(t, (0, 1), value=-100)[..., 1:].contiguous().view(-1),
+    "slice": lambda t: t[..., 1:].reshape(-1).to(t.device),
+    "mask": lambda t: t[t != 3].flatten(),
+    "filled": lambda t: t.masked_fill(t == 3, -100).view(-1),
+    "written": lambda t: written(t).view(-1),
+}
+LOSES = {
+    "prompt too": lambda t: torch.where(t == -100, 1, t).view(-1),
+    "twice": lambda t: torch.cat([t, t])[:B].view(-1),
+    "clamped": lambda t: t.clamp(min=0).view(-1),
+    "padded with a class": lambda t: F.pad(t, (1, 0), value=1)[:, :-1].reshape(-1),
+    "one word many times": lambda t: t[:, [2] * T].reshape(-1),
+    "spread": lambda t: t[:1].masked_fill(torch.zeros(B, T, dtype=torch.bool), -100).view(-1),
+    "filled with a class": lambda t: t.masked_fill(t == -100, 1).view(-1),
+    "written with a class": lambda t: written(t, 1).view(-1),
+    "written from outside": lambda t: torch.Tensor.fill_(t, 1).view(-1),
+}
+
+
+def written(labels, value=-100):
+    labels = labels.clone()
+    labels[:, 2] = value
+    return labels
+
+
+@pytest.mark.parametrize("taken", KEEPS)
+def test_the_count_of_the_labels_follows_what_takes_some_of_them(taken, counted_labels):
     case = Case()
-    labels = case.target
-    case.ledger.valid = ValidCount(labels), labels.numel()
-    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
-    assert int(case.ledger.valid_targets(shifted, -100)) == int((labels != -100).sum()) >= int((shifted != -100).sum())
-    assert case.ledger.valid_targets(shifted, 0) is None, "another ignore_index"
-    assert case.ledger.valid_targets(torch.cat([shifted, shifted]), -100) is None, "more targets than labels"
-    expected = F.cross_entropy(case.real().view(-1, V), shifted)
-    torch.testing.assert_close(F.cross_entropy(case.lazy().view(-1, V), shifted), expected)
-    case.ledger.see_labels(labels, shifted)
-    assert case.ledger.valid_targets(shifted, -100) is None, "two kinds of labels"
-    case.ledger.valid = 3, labels.numel()
-    assert F.cross_entropy(case.lazy().view(-1, V), labels.view(-1)).isnan(), "a wrong bound is never silent"
+    plain = KEEPS[taken](case.target.clone())
+    target = KEEPS[taken](counted_labels(case.target.clone()))
+    assert torch.equal(target, plain)
+    count = labels_module.valid_count(target, -100)
+    assert int(count) == int((case.target != -100).sum()) >= int((plain != -100).sum())
+    assert labels_module.valid_count(target, 0) is None, "another ignore_index"
+    rows = target.numel()
+    expected = F.cross_entropy(case.real().view(-1, V)[:rows], plain)
+    torch.testing.assert_close(F.cross_entropy(case.lazy().view(-1, V)[:rows], target), expected)
+    assert case.ledger.calls["head", None] == 1
+
+
+@pytest.mark.parametrize("taken", LOSES)
+def test_a_loss_with_targets_of_its_own_never_relies_on_the_count_of_the_labels(taken, counted_labels):
+    case = Case()
+    plain, target = LOSES[taken](case.target.clone()), LOSES[taken](counted_labels(case.target.clone()))
+    assert labels_module.valid_count(target, -100) is None
+    expected = F.cross_entropy(case.real().view(-1, V), plain)
+    torch.testing.assert_close(F.cross_entropy(case.lazy().view(-1, V), target), expected)
+
+
+def test_counted_labels_are_labels(counted_labels):
+    labels = torch.tensor([[1, -100, 3]])
+    counted = counted_labels(labels)
+    assert repr(counted) == repr(labels)
+    for made in (pickle.loads(pickle.dumps(counted)), copy.deepcopy(counted), counted + 0, counted.clamp(min=0)):
+        assert type(made) is torch.Tensor
+    assert F.cross_entropy(torch.zeros(3, 5), counted.view(-1)).item() == pytest.approx(np.log(5))
+    assert torch.compile(lambda t: t.view(-1) + 1, backend="eager", fullgraph=True)(counted).tolist() == [2, -99, 4]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_ignored_rows_are_left_out():
+def test_on_a_gpu_ignored_rows_are_left_out(monkeypatch):
     from zoo import batch, build
 
     import tigon
@@ -495,9 +548,9 @@ def test_on_a_gpu_ignored_rows_are_left_out():
     inputs = {k: v.cuda() for k, v in batch("llama").items()}
     plain = model(**inputs).loss
     seen = []
-    with tigon.fuse(model) as fusion:
-        bound = fusion._ledger.valid_targets
-        fusion._ledger.valid_targets = lambda *a: seen.append(bound(*a)) or seen[-1]
+    bound = labels_module.valid_count
+    monkeypatch.setattr("tigon.logits.recipe.valid_count", lambda *a: seen.append(bound(*a)) or seen[-1])
+    with tigon.fuse(model):
         torch.testing.assert_close(model(**inputs).loss, plain, rtol=1e-5, atol=0)
     assert [int(count) for count in seen] == [int((inputs["labels"] != -100).sum())]
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from zoo import FAMILIES, batch, build
 
-from tigon.memory.recompute import HELD, LEVELS, Recompute
+from tigon.memory.recompute import HELD, LEVELS, Pass, Recompute
 from tigon.ops import gated_linear
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
@@ -211,13 +211,13 @@ def test_what_is_left_out_is_freed(device, monkeypatch):
 
 def test_it_is_computed_once_for_all_who_saved_it_and_dropped_by_the_last(device, monkeypatch):
     computed = []
-    compute = Recompute._compute
-    monkeypatch.setattr(Recompute, "_compute", lambda self, work: computed.append(work) or compute(self, work))
+    compute = Pass._compute
+    monkeypatch.setattr(Pass, "_compute", lambda self, work: computed.append(work) or compute(self, work))
     model, fusion, x = fused_mixed(device)
     model(x).backward()
     assert len(computed) == 1
     assert computed[0].results is None
-    held = fusion._ledger.recompute._held
+    held = fusion._ledger.recompute._last._held
     assert not any(r() is not None and r().results is not None for works in held.values() for r in works)
 
 
@@ -228,7 +228,7 @@ def test_a_part_of_the_graph_leaves_little_behind(device):
     inputs = {k: v.to(device) for k, v in batch("llama").items()}
     loss = model(**inputs).loss
     first = torch.autograd.grad(loss, [model.model.layers[0].self_attn.q_proj.weight], retain_graph=True)
-    held = fusion._ledger.recompute._held.get(loss.device, [])
+    held = fusion._ledger.recompute._last._held.get(loss.device, [])
     assert sum(r() is not None and r().results is not None for r in held) <= HELD
     loss.backward()
     assert torch.equal(first[0], model.model.layers[0].self_attn.q_proj.weight.grad)
@@ -498,7 +498,7 @@ def test_the_report_says_it(device):
 def test_what_a_node_saves_of_its_own_does_not_keep_it_alive(device, monkeypatch):
     """Such a tensor knows its node: held as it is, the two would hold each other, and nothing would ever be freed."""
     kept = []
-    pack = Recompute._pack
+    pack = Pass.pack
 
     def seen(self, t):
         packed = pack(self, t)
@@ -511,7 +511,7 @@ def test_what_a_node_saves_of_its_own_does_not_keep_it_alive(device, monkeypatch
 
     model = Exp().to(device)
     tigon.fuse(model)
-    monkeypatch.setattr(Recompute, "_pack", seen)
+    monkeypatch.setattr(Pass, "pack", seen)
     loss = model(torch.randn(3, 5, 16, device=device, requires_grad=True))
     assert len(kept) == 1
     gc.disable()

@@ -2,40 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tigon.memory.recompute import Recompute
+
+
+class Call:
+    """One call of a fused model, or of a model around it, on the thread that makes it.
+
+    lazy: labels are given, so that the head may leave the logits unbuilt.
+    outer: the call that this one is a part of.
+    """
+
+    def __init__(self, lazy: bool, outer: Call | None) -> None:
+        self.lazy, self.outer, self.over = lazy, outer, False
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.innermost: Call | None = None
 
 
 class Ledger:
     """The state that all replaced forwards of one model share.
 
     active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
-    lazy: the model's forward is running with labels, so that its head may leave the logits unbuilt.
-    fusion: whose ledger it is, for who meets a part of the model first.
     check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
     recompute: what is computed again in the backward pass instead of being kept.
+
+    What belongs to one call of the model, `Call`, is kept for each thread: threads may run one model at the same time,
+    as those of torch.nn.DataParallel do.
     """
 
     def __init__(self, owner: nn.Module, recompute: Recompute | None = None) -> None:
         self.owner = weakref.ref(owner)
         self.active = True
-        self.fusion: Any = None
         self.recompute = recompute or Recompute("none")
-        self.lazy = False
         self.check_arguments: Callable[[Mapping[str, Any]], None] | None = None
-        self.valid: tuple[Any, int] | None = None
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
         self.plain_heads: Counter[str] = Counter()
+        self._calls = _Calls()
+        self.lock = threading.RLock()
+        self._running = 0
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the head that runs now, on this thread, may leave its logits unbuilt."""
+        call = self._calls.innermost
+        return call is not None and call.lazy
+
+    def enter(self, lazy: bool) -> Call:
+        """A call of the model begins. A model inside a model is part of the same step, as are calls side by side."""
+        outer = self._calls.innermost
+        call = self._calls.innermost = Call(lazy, outer)
+        if outer is None and not torch.compiler.is_compiling():
+            with self.lock:
+                self._running += 1
+                alone = self._running == 1
+            if alone:
+                self.new_step()
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The call has ended. Calls end in any order where generators run them."""
+        call.over = True
+        innermost = self._calls.innermost
+        while innermost is not None and innermost.over:
+            innermost = innermost.outer
+        self._calls.innermost = innermost
+        if call.outer is None and not torch.compiler.is_compiling():
+            with self.lock:
+                self._running -= 1
+
+    @contextlib.contextmanager
+    def lazily(self) -> Iterator[None]:
+        """Heads leave their logits unbuilt in here, without labels too."""
+        call = self.enter(lazy=True)
+        try:
+            yield
+        finally:
+            self.leave(call)
 
     def count(self, kind: str, key: Any = None) -> None:
         """key: which of the rows of this kind it was."""
@@ -56,30 +113,6 @@ class Ledger:
             self.calls.clear()
             self.built_by.clear()
             self.plain_heads.clear()
-
-    def see_labels(self, labels: Any, shift_labels: Any) -> None:
-        """Start counting the labels on their way to the host, so that the loss can leave ignored rows out.
-
-        The count is of all labels, unshifted. What reaches the loss is some of them, shifted, masked or flattened, and
-        maybe padding that is ignored: the count is an upper bound for all of these, at most one row per sequence above
-        the exact number for a causal shift. The loss takes an upper bound, and answers one that is too small with NaN.
-        Where the bound is not certain (both kinds of labels, another ignore_index, more targets than labels) there is
-        none, and no row is left out. On a CPU the loss counts its own targets.
-        """
-        self.valid = None
-        given = labels if shift_labels is None else shift_labels if labels is None else None
-        if not isinstance(given, Tensor) or torch.compiler.is_compiling() or not given.is_cuda:
-            return
-        if given.dtype == torch.int64 and type(given) is Tensor and not torch.cuda.is_current_stream_capturing():
-            from tigon.linear.chunks import ValidCount
-
-            self.valid = ValidCount(given, -100), given.numel()
-
-    def valid_targets(self, target: Tensor, ignore_index: int) -> Any:
-        if self.valid is None or torch.compiler.is_compiling():
-            return None
-        count, labels = self.valid
-        return count if ignore_index == -100 and target.numel() <= labels else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         owner = memo.get(id(self.owner()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,7 +91,7 @@ def fuse(
     if not fusion._modules:
         # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
         patches = (vars(m).get("_tigon") for m in model.modules())
-        others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.ledger.fusion) is not None}
+        others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.fusion) is not None}
         if len(others) == 1:
             return _as_it_is(others.popitem()[1], options)
     vars(model)["_tigon_fusion"] = fusion
@@ -100,6 +101,7 @@ def fuse(
 def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
     """What was fused before. Defaults ask for nothing: hosts call fuse without options on models that may be fused."""
     defaults = {name: p.default for name, p in inspect.signature(fuse).parameters.items()}
+    fusion._see_heads()
     unlike = {name: x for name, x in options.items() if x not in (defaults[name], fusion._options.get(name, x))}
     if unlike:
         asked = ", ".join(f"{name}={x!r}" for name, x in unlike.items())
@@ -113,19 +115,36 @@ def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
 
 
 class Fusion:
-    """What tigon.fuse did to one model."""
+    """What tigon.fuse did to one model. The model keeps it; it does not keep the model."""
 
     def __init__(self, model: nn.Module, recompute: str = "cheap", offload: bool = False) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
+        self._name = type(model).__name__
         self._ledger = Ledger(model, Recompute(recompute, offload))
-        self._ledger.fusion = self
         self._options: dict[str, Any] = {}  # of fuse
-        self._modules: list[nn.Module] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._heads: list[_HeadOf] = []
         self._rows: Counter[tuple[str, str, bool, str | Reason]] = Counter()
         self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that was fused.
+
+        Raises: ReferenceError where it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError(f"Fusion: the {self._name} that was fused is gone; a Fusion does not keep its model.")
+        return model
+
+    def _parts(self) -> list[nn.Module]:
+        """The modules with a replaced forward, as far as they are still there."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
     def report(self) -> Report:
         """What was replaced, how often it ran in the last step, what was left, and what to do about that."""
+        self._see_heads()
         ledger = self._ledger
         totals: Counter[str] = Counter()
         for (kind, _), calls in ledger.calls.items():
@@ -137,19 +156,27 @@ class Fusion:
             advice = what.advice if isinstance(what, Reason) else ""
             rows.append(Row(kind, name, count, fused, str(what), calls, advice))
         return Report(
-            type(self.model).__name__, ledger.active, sorted(rows, key=lambda row: not row.fused), ledger.steps,
-            dict(totals), dict(ledger.built_by), ledger.recompute.level, ledger.recompute.tensors,
-            ledger.recompute.bytes, 0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
-            dict(ledger.plain_heads),
-        )  # fmt: skip
+            model=self._name,
+            active=ledger.active,
+            rows=sorted(rows, key=lambda row: not row.fused),
+            steps=ledger.steps,
+            calls=dict(totals),
+            logits_built_by=dict(ledger.built_by),
+            recompute=ledger.recompute.level,
+            tensors_not_kept=ledger.recompute.tensors,
+            bytes_not_kept=ledger.recompute.bytes,
+            bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
+            plain_heads=dict(ledger.plain_heads),
+        )
 
     def remove(self) -> None:
         """Put the model back as it was. A second call does nothing."""
         self._ledger.active = False
-        for module in self._modules:
+        for module in self._parts():
             restore(module)
-        if vars(self.model).get("_tigon_fusion") is self:
-            del vars(self.model)["_tigon_fusion"]
+        model = self._model()
+        if model is not None and vars(model).get("_tigon_fusion") is self:
+            del vars(model)["_tigon_fusion"]
 
     def __enter__(self) -> Fusion:
         return self
@@ -162,20 +189,27 @@ class Fusion:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
         # Reached when the whole model is copied: its modules have been, and their bound forwards with them.
-        model = memo.get(id(self.model))
+        model = memo.get(id(self._model()))
         if model is None:
             return None
         copied = memo[id(self)] = Fusion(model)
         copied._ledger = copy.deepcopy(self._ledger, memo)
-        copied._ledger.fusion = copied
-        copied._modules = [memo[id(m)] for m in self._modules if id(m) in memo]
+        copied._modules = [weakref.ref(memo[id(m)]) for m in self._parts() if id(m) in memo]
+        copied._heads = [head for h in self._heads if (head := h.copied(memo)) is not None]
         copied._options = dict(self._options)
         copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
         clones = Clones(copied._ledger)
-        for module in copied._modules:
-            patch = vars(module).get("_tigon")
-            if patch is not None and patch.kind == "rotary" and patch.installed_on(module):
-                install(module, clones.of(type(module).forward), patch)
+        for module in self._parts():
+            # By the memo: the copy of the model itself does not have its attributes yet.
+            patch = memo.get(id(vars(module).get("_tigon")))
+            if isinstance(patch, Patch):
+                patch.fusion = copied
+            twin = memo.get(id(module))
+            if twin is None:
+                continue
+            patch = vars(twin).get("_tigon")
+            if patch is not None and patch.kind == "rotary" and patch.installed_on(twin):
+                install(twin, clones.of(type(twin).forward), patch)
         return copied
 
     def __reduce__(self) -> Any:
@@ -216,7 +250,7 @@ class Fusion:
                 self._fuse_head_norms(module, clones)
         if self._modules:
             for owner in owners:
-                if not any(owner is m for m in self._modules):  # the model may itself be a norm
+                if not any(owner is m for m in self._parts()):  # the model may itself be a norm
                     self._wrap_model(owner)
 
     def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
@@ -233,7 +267,8 @@ class Fusion:
         self._done(kind, module, str(formula))
 
     def _install(self, module: nn.Module, forward: Callable[..., Any], patch: Patch) -> None:
-        self._modules.append(module)  # first, so that remove() restores it even if install is interrupted
+        patch.fusion = self
+        self._modules.append(weakref.ref(module))  # first, so that remove() restores it even if install is interrupted
         install(module, forward, patch)
 
     def _done(self, kind: str, module: nn.Module, what: str, key: Any = None) -> None:
@@ -270,12 +305,17 @@ class Fusion:
             layers = list(_linear_layers(head))
             if not layers:
                 reason = _why_no_linear(head)
+            self._heads.append(_HeadOf(owner, head))
             fused = False
             for layer in layers:
-                why = reason or _why_not_head(layer)
+                own = self._is_mine(layer)
+                why = reason or (None if own else _why_not_head(layer))
                 if why is None:
-                    before = vars(layer).get("forward")
-                    self._install(layer, head_forward, Patch("head", self._ledger, None, before=before))
+                    if own:
+                        self._modules.append(weakref.ref(layer))
+                    else:
+                        before = vars(layer).get("forward")
+                        self._install(layer, head_forward, Patch("head", self._ledger, None, before=before))
                     biased = " + b" if layer.bias is not None else ""
                     self._done("head", layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
                     taken.add(id(layer))
@@ -290,10 +330,36 @@ class Fusion:
             self._left("head", self.model, NO_HEAD)
         return owners + [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
+    def _is_mine(self, module: nn.Module) -> bool:
+        patch = vars(module).get("_tigon")
+        return patch is not None and patch.ledger is self._ledger and patch.installed_on(module)
+
+    def _see_heads(self) -> None:
+        """Fuse the head that a model was given in the place of its fused one, as by `resize_token_embeddings`."""
+        model = self._model()
+        if model is None or not self._ledger.active or not self._options.get("head"):
+            return
+        if not any(head.is_another() for head in self._heads):
+            return
+        with self._ledger.lock:
+            modules = list(dict.fromkeys(model.modules()))
+            inside = {id(module) for module in modules}
+            heads = {id(m) for m in self._parts() if vars(m)["_tigon"].kind == "head"}
+            for module in self._parts():
+                if id(module) in heads and id(module) not in inside:
+                    restore(module)
+            self._modules = [r for r in self._modules if id(r()) not in heads]
+            self._rows = Counter({row: n for row, n in self._rows.items() if row[0] != "head"})
+            self._heads = []
+            for owner in self._fuse_heads(modules, set()):
+                if not self._is_mine(owner):
+                    self._wrap_model(owner)
+
     def _wrap_model(self, owner: nn.Module) -> None:
         before = vars(owner).get("forward")
         patch = Patch("model", self._ledger, None, before=before, labels_at=_labels_at(owner))
-        self._install(owner, model_forward(type(owner).forward if before is None else before), patch)
+        forward = model_forward(type(owner).forward if before is None else before, before is not None)
+        self._install(owner, forward, patch)
 
     def _fuse_rotary(self, module: nn.Module, clones: Clones) -> None:
         for name, formula in clones.found(type(module).forward).items():
@@ -338,6 +404,27 @@ class Fusion:
         row = "qk_norm", type(module).__name__, True, f"{norms[0][0]}, {norms[1][0]} and the rotation in one pass"
         self._rows[row] += 1
         self._keys[row] = name_of(type(module).forward)
+
+
+class _HeadOf:
+    """A model and what it gave as its head."""
+
+    def __init__(self, owner: Any, head: nn.Module) -> None:
+        self.owner, self.head = weakref.ref(owner), weakref.ref(head)
+
+    def is_another(self) -> bool:
+        owner = self.owner()
+        if owner is None:
+            return False
+        try:
+            head = owner.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            return False
+        return head is not None and head is not self.head()
+
+    def copied(self, memo: dict[int, Any]) -> _HeadOf | None:
+        owner, head = (memo.get(id(reference())) for reference in (self.owner, self.head))
+        return None if owner is None or head is None else _HeadOf(owner, head)
 
 
 # -------------------------------------------------------------------------------------------- what is left, and why

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-import types
+import inspect
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tigon.fusion.ledger import Ledger
-from tigon.fusion.probe import HOOKS
+from tigon.fusion.probe import HOOKS, INSTALLED
 
 
 def nothing() -> None:
@@ -19,14 +21,56 @@ def nothing() -> None:
     return
 
 
+class Bound:
+    """A function bound to a module that does not keep the module alive: a method of its own would, until gc runs."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.__func__ = function
+        self._module = weakref.ref(module)
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("tigon: the module of this forward is gone. Keep the model, not its forward alone.")
+        return module
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__func__", "_module"):  # half made, by copy or pickle
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Bound) and (self.__func__, self._module) == (other.__func__, other._module)
+
+    def __hash__(self) -> int:
+        return hash((self.__func__, self._module))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        return Bound(self.__func__, copy.deepcopy(self.__self__, memo))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's own
+
+
 class Patch:
     """What a replaced forward needs, in its module's `_tigon`: copied along with the module.
 
     before: the forward that this instance had of its own, if it had one.
     act: the activation whose formula was recognised; another one in its place is honoured.
+    fusion: what the patch is a part of. The modules keep it, and it does not keep them.
     heads: a norm whose result the module around it rotates next, if it is one of heads.
     """
 
+    fusion: Any = None
     key: Any = None  # of its row in the report
     heads = False
 
@@ -60,18 +104,22 @@ class Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
         copied = Patch(self.kind, ledger, self.formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.heads = self.function, self.key, self.heads
+        # A copy of the whole model has a Fusion of its own, which is made when its modules are.
+        copied.fusion = self.fusion if ledger is self.ledger else None
         return copied
 
 
 def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> None:
-    # A bound method, so that a deep copy of the module binds it to the copy.
     state = vars(module)
-    # Methods are pickled by name: a loaded module then has its class's own.
     function.__name__ = "forward"
     patch.function = function
     state["_tigon"] = patch
-    state["forward"] = types.MethodType(function, module)
-    state["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, module)
+    state["forward"] = Bound(function, module)
+    state["_replicate_for_data_parallel"] = Bound(_replicate_for_data_parallel, module)
+    if sys.version_info >= (3, 11):
+        # copy and pickle look it up on the instance. Before 3.11 no class had one, and a wrapper that hands on what it
+        # lacks, as PEFT's does, would find ours. There each patch pickles as nothing, and copy.copy takes them along.
+        state["__getstate__"] = Bound(_state, module)
 
 
 def restore(module: nn.Module) -> None:
@@ -83,18 +131,51 @@ def restore(module: nn.Module) -> None:
     # A forward that is still the one of before means that install was interrupted: then the rest goes too.
     if not patch.installed_on(module) and state.get("forward") is not patch.before:
         return
-    for name in ("_tigon", "forward", "_replicate_for_data_parallel"):
+    for name in INSTALLED:
         state.pop(name, None)
     if patch.before is not None:
         state["forward"] = patch.before
 
 
+class _State(dict[str, Any]):
+    """What a copy or pickle takes of a fused module: the state of the plain one; a deep copy what is fused as well.
+
+    A shallow copy shares its modules with the original, but may be given others: a forward of the original would run
+    without them.
+    """
+
+    def __init__(self, state: dict[str, Any], plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self.fused = state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.fused, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+def _state(self: Any) -> Any:
+    own = getattr(type(self), "__getstate__", None)
+    state = vars(self) if own is None or own is getattr(object, "__getstate__", None) else own(self)
+    if type(state) is not dict:
+        return state
+    patch: Patch = vars(self)["_tigon"]
+    left_out = {*INSTALLED, "_tigon_fusion"}
+    if not patch.installed_on(self):  # somebody has wrapped it
+        left_out.remove("forward")
+    plain = {name: value for name, value in state.items() if name not in left_out}
+    if patch.before is not None:
+        plain.setdefault("forward", patch.before)
+    return _State(state, plain)
+
+
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """torch.nn.DataParallel copies `__dict__`, and with it a forward that is bound to the original."""
+    """torch.nn.DataParallel copies `__dict__`, and with it what is bound to the original."""
     replica: Any = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
-    forward = vars(self).get("forward")
-    if isinstance(forward, types.MethodType):
-        vars(replica)["forward"] = types.MethodType(forward.__func__, replica)
+    for name, value in vars(self).items():
+        if isinstance(value, Bound):
+            vars(replica)[name] = Bound(value.__func__, replica)
     return replica
 
 

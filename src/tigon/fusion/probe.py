@@ -25,7 +25,8 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-
+# What fuse puts into the `__dict__` of a module.
+INSTALLED = ("_tigon", "forward", "_replicate_for_data_parallel", "__getstate__")
 
 ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
 
@@ -105,7 +106,7 @@ def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, 
     """A module of the same class and settings, with these weights and children, without hooks."""
     probe = object.__new__(module.__class__)  # FSDP2's own __new__ makes a module of the class that it has wrapped
     state = dict(vars(module))
-    for name in ("forward", "_replicate_for_data_parallel", "_tigon"):
+    for name in INSTALLED:
         state.pop(name, None)
     for name in HOOKS:
         if name in state:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.logits.freed import Regather, is_released
+from tigon.logits.labels import plain, valid_count
 from tigon.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.runtime import autocast_dtype
@@ -200,7 +201,7 @@ class Recipe:
         device = self.hidden.device.type
         # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
         dtype = self.dtype if autocast_dtype(device) is None else torch.float32
-        valid = self.ledger.valid_targets(target, ignore_index)
+        valid, target = valid_count(target, ignore_index), plain(target)
         # The mean over no label is 0 in Tigon's losses. In a fused model F.cross_entropy is torch's, whose mean is NaN.
         count = (target != ignore_index).sum() if reduction == "mean" else None
         bias = self.bias

@@ -21,18 +21,30 @@ VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Offload:
-    """What one forward pass has sent away, in order."""
+    """What a fused model sends to host memory, one trip for each forward pass."""
 
     def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: Trip | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What the last forward pass has sent."""
+        return 0 if self._last is None else self._last.bytes
+
+    def begin(self) -> Trip:
+        self._last = Trip(self.streams)
+        return self._last
+
+
+class Trip:
+    """What one forward pass has sent away, in order."""
+
+    def __init__(self, streams: dict[torch.device, torch.cuda.Stream]) -> None:
         self.bytes = 0
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = streams
         self._last: dict[torch.device, weakref.ref[Away]] = {}
         self._known: dict[Any, weakref.ref[Away]] = {}
-
-    def begin(self) -> None:
-        self.bytes = 0
-        self._last.clear()
-        self._known.clear()
 
     def send(self, t: Tensor) -> Away | None:
         """Start copying t out; None for what stays: parameters, what has no gradient (masks, angles), what is small."""

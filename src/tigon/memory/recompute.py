@@ -52,14 +52,20 @@ class Recompute:
         # What is saved goes to host memory, and a recipe's inputs would be kept for it: one or the other.
         self.offload = Offload() if offload else None
         self.cheap = self.cheap and not offload
-        # Of the last forward pass: how many tensors were not kept, and their bytes.
-        self.tensors = self.bytes = 0
-        self._results: dict[int, _Result] = {}  # by the address of their memory
-        self._nodes: dict[Any, _Result] = {}  # by the node that made them, and the number of its output
-        self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works that have their results now
+        self._last: Pass | None = None
 
     def __deepcopy__(self, memo: Any) -> Recompute:
         return Recompute(self.level, self.offload is not None)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors the last forward pass did not keep."""
+        return 0 if self._last is None else self._last.tensors
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensors that the last forward pass did not keep."""
+        return 0 if self._last is None else self._last.bytes
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -69,15 +75,13 @@ class Recompute:
         if not wanted or not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
             yield
             return
-        self.tensors = self.bytes = 0
-        if self.offload is not None:
-            self.offload.begin()
+        # The pass holds what belongs to one forward: two threads may run the same model at the same time.
+        current = self._last = Pass(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
                 yield
         finally:
-            self._results.clear()
-            self._nodes.clear()
+            current.end()
 
     def note(
         self,
@@ -93,21 +97,9 @@ class Recompute:
         if not self.cheap or torch.compiler.is_compiling():
             return
         running = _running()
-        if running is not self:  # the fusion of a model around this one, a checkpoint, or none
-            if running is not None:
-                running.note(results, again, *inputs, where_known=where_known)
-            return
-        results = results if isinstance(results, tuple) else (results,)
-        if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
-            return
-        # Inputs that nobody differentiates are kept by nobody.
-        if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
-            return
-        if where_known and not any(t is not None and self._result_of(t) for t in inputs):
-            return
-        work = _Work(again, [t if t is None else self._stand_in(t) for t in inputs], results[0].device)
-        for index, y in enumerate(results):
-            self._remember(y, work, index)
+        # None in a checkpoint and outside of a forward pass. Else it may belong to the fusion of a model around this.
+        if running is not None and running.cheap:
+            running.note(results, again, *inputs, where_known=where_known)
 
     @staticmethod
     def is_running() -> bool:
@@ -124,6 +116,40 @@ class Recompute:
         """What a checkpoint saves by, of those that stop early, where it is one that sees what is saved here."""
         hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
         return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
+
+
+class Pass:
+    """One forward pass under `Recompute.forward`, and the backward passes through its graph."""
+
+    def __init__(self, owner: Recompute) -> None:
+        self.cheap = owner.cheap
+        self.offload = None if owner.offload is None else owner.offload.begin()
+        # How many tensors were not kept, and their bytes.
+        self.tensors = self.bytes = 0
+        self._results: dict[int, _Result] = {}  # by the address of their memory
+        self._nodes: dict[Any, _Result] = {}  # by the node that made them, and the number of its output
+        self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works that have their results now
+
+    def end(self) -> None:
+        """The forward pass is over: what is saved from here on is not of it."""
+        self._results.clear()
+        self._nodes.clear()
+
+    def note(
+        self, results: Tensor | tuple[Tensor, ...], again: Callable[..., Any], *inputs: Tensor | None, where_known: bool
+    ) -> None:
+        """As `Recompute.note`."""
+        results = results if isinstance(results, tuple) else (results,)
+        if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
+            return
+        # Inputs that nobody differentiates are kept by nobody.
+        if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
+            return
+        if where_known and not any(t is not None and self._result_of(t) for t in inputs):
+            return
+        work = _Work(again, [t if t is None else self._stand_in(t) for t in inputs], results[0].device)
+        for index, y in enumerate(results):
+            self._remember(y, work, index)
 
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
         address, results = _address(y.untyped_storage()), self._results
@@ -166,7 +192,7 @@ class Recompute:
 
     # --------------------------------------------------------------------------------------------- what autograd calls
 
-    def _pack(self, t: Tensor) -> _Kept | _Again | Away:
+    def pack(self, t: Tensor) -> _Kept | _Again | Away:
         away = None if self.offload is None else self.offload.send(t)
         if away is not None:
             return away
@@ -180,7 +206,7 @@ class Recompute:
                 self.bytes += t.untyped_storage().nbytes()
         return packed
 
-    def _unpack(self, packed: _Kept | _Again | Away) -> Tensor:
+    def unpack(self, packed: _Kept | _Again | Away) -> Tensor:
         if isinstance(packed, Away):
             return packed.tensor()
         if isinstance(packed, _Again):
@@ -231,11 +257,11 @@ class Recompute:
         held[:] = [r for r in held if r() is not work]
 
 
-def _running() -> Recompute | None:
-    """Whose hooks see what is saved here, if they are ours."""
+def _running() -> Pass | None:
+    """The pass whose hooks see what is saved here, if they are ours."""
     hooks = _top_hooks(False)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, Recompute) else None
+    return owner if isinstance(owner, Pass) else None
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,17 @@ from torch import Tensor
 from tigon.fusion.patch import Patch, _plain, transformed
 from tigon.logits.compiled import CompiledLogits
 from tigon.logits.freed import regather_of
+from tigon.logits.labels import counted
 from tigon.logits.lazy import LazyLogits
 from tigon.logits.recipe import Recipe
 from tigon.logits.split import is_gathered, is_split
 from tigon.parts.sharded_rows import is_dtensor
 
 
-def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
+def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
     """The model's forward, which also tells the head whether labels are given.
 
-    before: the forward that it stands for: the class's, or one of the instance's own, bound.
+    before: the forward that it stands for: the class's, or, where `bound`, one of the instance's own.
     """
 
     # Dynamo puts a CrossEntropyLoss that is made in the forward into its graph unseen, and takes tensors alone for it.
@@ -35,28 +35,27 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
         patch: Patch | None = getattr(self, "_tigon", None)
         if patch is None or patch.function is not forward:
             # Removed, but kept in use by a wrapper, around which the model was fused again.
-            own = () if isinstance(before, types.MethodType) else (self,)
-            return before(*own, *args, **kwargs)
+            return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
         if not ledger.active:
             return run(*args, **kwargs)
         if ledger.check_arguments is not None:
             ledger.check_arguments(kwargs)
+        if not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
+            patch.fusion._see_heads()
         at = patch.labels_at
-        labels = kwargs.get("labels")
-        if labels is None and at is not None and len(args) > at:
-            labels = args[at]
-        shifted = kwargs.get("shift_labels")
-        outer = ledger.lazy
-        if not outer:  # a model inside a model is part of the same step
-            ledger.new_step()
-            ledger.see_labels(labels, shifted)
-        ledger.lazy = outer or labels is not None or shifted is not None
-        if makes_loss_module and torch.compiler.is_compiling():
-            ledger.lazy = False
+        if at is not None and len(args) > at:
+            args = (*args[:at], labels := counted(args[at]), *args[at + 1 :])
+        else:
+            labels = kwargs.get("labels")
+        # A new name for each: the caller's own dictionary is not written into.
+        kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
+        given = labels is not None or kwargs.get("shift_labels") is not None
+        compiling = torch.compiler.is_compiling()
+        call = ledger.enter((given or ledger.lazy) and not (compiling and makes_loss_module))
         try:
-            if torch.compiler.is_compiling():  # its partitioner decides what is kept
+            if compiling:  # its partitioner decides what is kept
                 return run(*args, **kwargs)
             with ledger.recompute.forward():
                 return run(*args, **kwargs)
@@ -65,9 +64,7 @@ def model_forward(before: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"{error} Fuse with recompute='product', which needs none.") from error
             raise
         finally:
-            ledger.lazy = outer
-            if not outer:
-                ledger.valid = None
+            ledger.leave(call)
 
     return forward
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.patch import Bound
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
 from tigon.losses.linear_logprob import linear_logprob
 
@@ -31,7 +32,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         found, direct = _fused_forward(forward)
         if found is None:
             continue
-        if not isinstance(forward, types.MethodType):
+        if not isinstance(forward, (types.MethodType, Bound)):
             swaps.not_replaced(role, "the model's forward is wrapped by what is no method")
             continue
         function, name = found
@@ -85,7 +86,7 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _forward(
-    before: types.MethodType, cloned: types.FunctionType, context: Callable[[], Any], role: str, swaps: Swaps
+    before: types.MethodType | Bound, cloned: types.FunctionType, context: Callable[[], Any], role: str, swaps: Swaps
 ) -> Callable[..., Any]:
     own = before.__func__
 

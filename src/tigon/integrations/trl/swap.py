@@ -78,15 +78,10 @@ class Swaps:
     @contextlib.contextmanager
     def lazily(self) -> Iterator[None]:
         """Heads leave their logits unbuilt in here, without labels too."""
-        self.new_forward()
-        before = {role: ledger.lazy for role, ledger in self.ledgers.items()}
-        for ledger in self.ledgers.values():
-            ledger.lazy = True
-        try:
+        with contextlib.ExitStack() as stack:
+            for ledger in self.ledgers.values():
+                stack.enter_context(ledger.lazily())
             yield
-        finally:
-            for role, ledger in self.ledgers.items():
-                ledger.lazy = before[role]
 
 
 def trls_own(trainer: Any, *methods: str) -> bool:
