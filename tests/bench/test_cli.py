@@ -38,6 +38,16 @@ def test_bench_writes_table_json_and_png(tmp_path):
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_cpu_is_told_what_its_rows_are_and_who_is_left_out(capsys):
+    bench(ops=["swiglu"], quick=True, shape=["8x8"], device="cpu")
+    out = capsys.readouterr().out
+    assert "Tigon's rows are its PyTorch reference: the kernels do not run on this device." in out
+    assert "Left out: liger (runs on a GPU only)." in out
+    assert "--peers compile" in out
+    rows = [line for line in out.splitlines() if line.startswith("swiglu")]
+    assert ["the PyTorch reference" in row for row in rows] == [True, False]
+
+
 def test_bench_host_writes_table_and_json(tmp_path, capsys):
     bench(ops=["swiglu"], host=True, quick=True, peers="eager", device="cpu", json=tmp_path / "r.json")
     assert [row["op"] for row in report.load(tmp_path / "r.json")["rows"]] == [*["floor"] * 3, "swiglu", "swiglu"]

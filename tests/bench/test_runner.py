@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from tigon.bench.cases import OPS, Implementation
-from tigon.bench.runner import Ceilings, Settings, choose, measure_ceilings, parse_shape, run_case, time_ms
+from tigon.bench.inputs import TOLERANCE
+from tigon.bench.runner import (
+    Ceilings,
+    Row,
+    Settings,
+    choose,
+    left_out,
+    measure_ceilings,
+    parse_shape,
+    run_case,
+    time_ms,
+)
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(10.0, 0.1, "by hand")
@@ -81,6 +92,42 @@ def test_a_loss_whose_gradient_is_all_target_is_wrong(op):
         return (logits.detach().logsumexp(-1) - picked).mean()
 
     assert run(op, {"filtered": by(targets_only)}, torch.bfloat16)["filtered"].status == "wrong"
+
+
+def test_the_bound_knows_how_far_eager_code_is_off():
+    """Few labels that count and many that do not: rounding alone puts dW further off than a few roundings."""
+    op = OPS["linear_cross_entropy-ignored90"]
+    (shape,) = op.small
+    eager = {"eager": op.implementations["eager"]}
+    (row,) = run_case(op, shape, torch.bfloat16, CPU, CEILINGS, implementations=eager, settings=SHORT)
+    assert row.errors["dweight"] > TOLERANCE[torch.bfloat16]
+    assert row.status == "ok"
+
+    def off(by):
+        real = op.implementations["eager"].load()
+        return lambda weight, **arguments: real(weight=weight * by + (1 - by) * weight.detach(), **arguments)
+
+    broken = {"broken": Implementation(lambda: off(1.03)), "zeros": Implementation(lambda: off(0.0))}
+    rows = run_case(op, shape, torch.bfloat16, CPU, CEILINGS, implementations=broken, settings=SHORT)
+    assert [row.status for row in rows] == ["wrong", "wrong"]
+    assert "in dweight" in rows[0].reason
+
+
+def test_where_eager_code_is_hopeless_zeros_are_still_wrong():
+    op = OPS["swiglu"]
+    hopeless = dataclasses.replace(op, implementations={"eager": by(lambda gate, up: gate * up * 30)})
+    rows = run(hopeless, {"zeros": by(lambda gate, up: 0 * gate * up)})
+    assert rows["zeros"].status == "wrong"
+
+
+def test_peers_without_a_row_are_named_with_the_reason():
+    op = OPS["linear_cross_entropy"]
+    chosen = {name: one for name, one in choose(op, None, CPU).items() if name != "compile"}
+    found = left_out(op, {**chosen, "absent": by(None)}, [Row(op.name, (), "", name) for name in chosen], CPU)
+    assert found["liger"] == found["quack"] == found["trl"] == "runs on a GPU only"
+    assert found["absent"] == "is not installed"
+    assert "--peers compile" in found["compile"]
+    assert "tigon-compact" not in found, "on request alone"
 
 
 def test_a_failing_implementation_is_a_row_and_the_others_are_measured():

@@ -469,7 +469,7 @@ def to_text(content: dict[str, Any]) -> str:
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([headline(content), line(header), *(line(row) for row in rows)])
+    return "\n".join([headline(content), line(header), *(line(row) for row in rows), *content.get("notes", ())])
 
 
 def to_rich(content: dict[str, Any]) -> Any:
@@ -498,7 +498,8 @@ def to_rich(content: dict[str, Any]) -> Any:
             table.add_row(*(Text(row[i]) for i in kept), style=style)
         remarks = [f"  {row[header.index('by')]}: {_remark(data)}" for row, data in members if _remark(data)]
         parts += ["", table, *(Text(remark, style="dim") for remark in remarks)]
-    return Group(*parts)
+    notes = [Text(note) for note in content.get("notes", ())]
+    return Group(*parts, *(["", *notes] if notes else []))
 
 
 def to_markdown(content: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ def _bench_ops(
 
     from tigon.bench import report
     from tigon.bench.inputs import DTYPES
-    from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, run_case
+    from tigon.bench.runner import Settings, choose, left_out, measure_ceilings, parse_shape, run_case
 
     chosen = _chosen(names, peers, dtype)
     if shapes and len(chosen) != 1:
@@ -162,9 +162,12 @@ def _bench_ops(
         ]
     except ValueError as error:
         raise Problem(str(error)) from None
-    settings = Settings(1, 5.0, 20.0) if quick else Settings(rounds)
+    settings = Settings(1, 5.0, 20.0, least=2) if quick else Settings(rounds)
     plan = [choose(op, peers, device) for op, _ in cases]
+    if quick and peers is None and device.type != "cuda":  # there it takes more than all the rest
+        plan = [{name: one for name, one in chosen.items() if name != "compile"} for chosen in plan]
     rows: list[Any] = []
+    absent: dict[str, str] = {}
     with _progress(sum(1 + (1 + settings.rounds) * len(chosen) for chosen in plan)) as step:
         step("copy bandwidth and matmul rate", 0)
         ceilings = measure_ceilings(device, settings)
@@ -183,9 +186,23 @@ def _bench_ops(
             )
             expected += 1 + (1 + settings.rounds) * len(implementations)
             step("", 0, expected)
-            content = report.result("ops", rows, device=device, ceilings=asdict(ceilings))
+            absent |= left_out(op, implementations, rows, device) if peers is None else {}
+            notes = _notes(absent, rows)
+            content = report.result("ops", rows, device=device, ceilings=asdict(ceilings), notes=notes)
             keep(content)
     return content
+
+
+def _notes(absent: dict[str, str], rows: list[Any]) -> list[str]:
+    """Sentences below the table: what Tigon's rows are, and which peers have none."""
+    from tigon.bench.runner import REFERENCE
+
+    notes = []
+    if any(row.note.startswith(REFERENCE) for row in rows):
+        notes.append("Tigon's rows are its PyTorch reference: the kernels do not run on this device.")
+    for why in dict.fromkeys(absent.values()):
+        notes.append(f"Left out: {', '.join(name for name in absent if absent[name] == why)} ({why}).")
+    return notes
 
 
 def _chosen(names: list[str], peers: list[str] | None, dtype: str) -> list[Any]:
