@@ -29,7 +29,8 @@ class Scale(nn.Module):
             self.g = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        v, wide = self.variant, x.float()
+        v = self.variant
+        wide = x.float()
         if v == "mean subtracted":
             wide = wide - wide.mean(-1, keepdim=True)
         if v == "eps outside":
@@ -159,7 +160,8 @@ class Shift(nn.Module):
             self.a = nn.Parameter(torch.ones(N))
 
     def forward(self, x):
-        v, wide = self.variant, x.float()
+        v = self.variant
+        wide = x.float()
         wide = wide - wide.mean(-1, keepdim=True)
         square = wide.square().sum(-1, keepdim=True) / (N - 1 if v == "unbiased" else N)
         y = wide * torch.rsqrt(square + self.tiny)

@@ -22,7 +22,7 @@ from torch import nn
 from tigon.fusion.clones import name_of
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.patch import Patch, install, nothing, restore
-from tigon.fusion.probe import shape_of, signature_of
+from tigon.fusion.probe import shape_of, signature_of, watched_of
 from tigon.fusion.reasons import (
     ADAPTER_ON_HEAD,
     FUSED_BEFORE,
@@ -260,10 +260,13 @@ class Fusion:
         if reason is not None:
             self._left(kind, module, reason)
             return
-        act = getattr(formula, "act_module", None)
-        self._install(
-            module, forward, Patch(kind, self._ledger, formula, None if act is None else getattr(module, act))
-        )
+        name = getattr(formula, "act_module", None)
+        act = None if name is None else getattr(module, name)
+        patch = Patch(kind, self._ledger, formula, act)
+        live = getattr(formula, "live", ())
+        patch.watched = tuple((k, v) for k, v in watched_of(module) if k not in live)
+        patch.watched_act = () if act is None else watched_of(act)
+        self._install(module, forward, patch)
         self._done(kind, module, str(formula))
 
     def _install(self, module: nn.Module, forward: Callable[..., Any], patch: Patch) -> None:

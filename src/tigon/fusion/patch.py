@@ -66,11 +66,15 @@ class Patch:
 
     before: the forward that this instance had of its own, if it had one.
     act: the activation whose formula was recognised; another one in its place is honoured.
+    watched: the attributes that the module's code reads, with their values when the formula was found; those that
+        the formula reads at each call, as eps, are not among them. watched_act: those of the activation.
     fusion: what the patch is a part of. The modules keep it, and it does not keep them.
     heads: a norm whose result the module around it rotates next, if it is one of heads.
     """
 
     fusion: Any = None
+    watched: tuple[tuple[str, Any], ...] = ()
+    watched_act: tuple[tuple[str, Any], ...] = ()
     key: Any = None  # of its row in the report
     heads = False
 
@@ -91,6 +95,18 @@ class Patch:
     def installed_on(self, module: nn.Module) -> bool:
         return getattr(vars(module).get("forward"), "__func__", None) is self.function
 
+    def still_holds(self, module: nn.Module) -> bool:
+        """Whether the module, and its activation, are as they were when their formula was found."""
+        for name, value in self.watched:
+            if getattr(module, name, self) != value:
+                return False
+        if self.act is None:
+            return True
+        act = getattr(module, self.formula.act_module)
+        if act is not self.act or any(vars(act).get(name) for name in HOOKS):
+            return False
+        return all(getattr(act, name, self) == value for name, value in self.watched_act)
+
     def is_all_of(self, module: nn.Module) -> bool:
         """Whether to call the module is to call this forward: no hook on it, and none on all modules."""
         state = vars(module)
@@ -106,6 +122,7 @@ class Patch:
         copied.function, copied.key, copied.heads = self.function, self.key, self.heads
         # A copy of the whole model has a Fusion of its own, which is made when its modules are.
         copied.fusion = self.fusion if ledger is self.ledger else None
+        copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
 
 
@@ -184,5 +201,5 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def _plain(self: Any, *args: Any, **kwargs: Any) -> Any:
+def plain_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)

@@ -4,7 +4,9 @@ A probe is a copy of the module with small random weights on the CPU. It runs in
 that Tigon has. A formula is accepted when it agrees
 
     in fp32   to a few units in the last place: both sides round, in orders of summation that may differ;
-    in bf16   rounding for rounding, or, where Tigon rounds once and the module more often, within those roundings.
+    in bf16   rounding for rounding, or, where Tigon rounds once and the module more often, within those roundings;
+    and the same holds in the other CASES: for one token and for many, large and small numbers, in fp16, with numbers
+    that are not finite, and for the gradients of the input and of every parameter.
 
 Nothing of the module itself is touched, and modules on the meta device can be probed like any other.
 """
@@ -13,13 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tigon.fusion.reading import reading_of
+from tigon.fusion.reasons import Reason
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -29,6 +37,82 @@ HOOKS = (
 INSTALLED = ("_tigon", "forward", "_replicate_for_data_parallel", "__getstate__")
 
 ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of a probe, beyond those that tell one formula from another.
+
+    shape: sequences and tokens. powers: of ten, the sizes of the first and the last token. gradients: are compared, and
+    autograd records, as in training. broken: some of the numbers are infinite or none.
+    """
+
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, int] = (2, 8)
+    powers: tuple[float, float] = (-1.0, 1.0)
+    training: bool = True
+    gradients: bool = False
+    broken: bool = False
+
+    def input(self, *widths: int) -> Tensor:
+        """(sequences, tokens, *widths)."""
+        generator = torch.Generator().manual_seed(2)
+        sequences, tokens = self.shape[0], min(self.shape[1], max(1, LARGEST // math.prod(widths)))
+        x = torch.randn(sequences, tokens, *widths, generator=generator)
+        x = (x * torch.logspace(*self.powers, tokens).view(-1, *(1,) * len(widths))).to(self.dtype)
+        if self.broken:
+            for token, value in enumerate((math.nan, math.inf, -math.inf)):
+                x[:, token].view(sequences, -1)[:, 1] = value
+        return x.requires_grad_(self.gradients)
+
+    def agrees(
+        self, y: Any, expected: Tensor, leaves: Sequence[Tensor] = (), *, roundings: int = 0, size: Tensor | None = None
+    ) -> bool:
+        """Whether y is the expected result in this case. leaves: of what its gradients are compared."""
+        if self.broken:
+            if not isinstance(y, Tensor) or y.shape != expected.shape:
+                return False
+            return torch.equal(*(torch.isfinite(t).all(-1) for t in (y, expected)))
+        with torch.no_grad():
+            # The formula has been told from others: of so many more numbers some are further off, in fp32 by roundings
+            # of the largest of their row.
+            size = expected.float().abs() if size is None else size
+            if expected.dtype == torch.float32:
+                size = size.amax(-1, keepdim=True).expand_as(size)
+            if not same_numbers(y, expected, roundings=roundings, size=size):
+                return False
+        return not self.gradients or same_gradients(y, expected, leaves)
+
+
+LARGEST = 2**19  # elements of a long input
+CASES = (
+    Case(gradients=True), Case(gradients=True, training=False, powers=(-6.0, 6.0)),
+    Case(gradients=True, dtype=torch.bfloat16), Case(shape=(1, 1), powers=(0.0, 0.0)), Case(shape=(1, 4099)),
+    Case(dtype=torch.float16, powers=(-1.0, 0.5)), Case(broken=True),
+)  # fmt: skip
+
+
+def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Runs a recognition of modules as `probing` does, and takes its word only for code that leaves nothing behind and
+    branches on nothing but what the module is."""
+
+    @functools.wraps(recognize)
+    def recognized(module: nn.Module) -> Any:
+        with probing():
+            found = recognize(module)
+        if found is None or isinstance(found, Reason):
+            return found
+        act = getattr(found, "act_module", None)
+        for part in (module, *(() if act is None else (getattr(module, act),))):
+            reading = reading_of(part)
+            reason = reading if isinstance(reading, Reason) else reading.reason
+            if reason is None and getattr(reading, "asks_rank", False) and not hasattr(found, "ranks"):
+                reason = Reason("its forward depends on how many dimensions its input has")
+            if reason is not None:
+                return reason
+        return found
+
+    return recognized
 
 
 @contextlib.contextmanager
@@ -45,30 +129,58 @@ def probing() -> Iterator[None]:
         yield
 
 
-def _numbers(module: nn.Module) -> list[int]:
+def whole_numbers_of(module: nn.Module) -> list[int]:
     """The whole numbers among a module's attributes, alone or in tuples: one may be its width."""
     values = [n for v in vars(module).values() for n in (v if isinstance(v, tuple) else (v,))]
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
-def signature_of(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that one probe can stand for: same class, same settings, same shape of children."""
+# What every module has, and no forward computes with.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_tigon", "_tigon_fusion", "forward", "_replicate_for_data_parallel"}
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
-    def simple(v: Any) -> Any:
-        return v if v is None or isinstance(v, (bool, int, float, str, torch.dtype)) else id(v)
 
-    settings = tuple(
-        (k, simple(v)) for k, v in sorted(vars(module).items()) if not k.startswith("_") and k not in ("training",)
-    )
+def settings_of(module: nn.Module, names: frozenset[str] | None) -> dict[str, Any]:
+    """A module's attributes that are none of torch's, of these names; all where `names` is None."""
+    state = vars(module).items()
+    return {k: v for k, v in state if k not in _OF_EVERY_MODULE and (names is None or k in names)}
+
+
+def watched_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The numbers, strings and tuples that a module's forward reads, as they are now."""
+    reading = reading_of(module)
+    names = None if isinstance(reading, Reason) else reading.names
+    settings = settings_of(module, names).items()
+    return tuple((k, v) for k, v in settings if isinstance(v, (*_SIMPLE, tuple)) and v == v)
+
+
+def signature_of(module: nn.Module, also: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+    """Equal for modules that one probe can stand for: same class, same shape of children, and the same values of the
+    attributes, private ones too, that the code of its forward can read. A `layer_idx` that the code does not name does
+    not enter. also: names that the code around the module reads."""
+    reading = reading_of(module)
+    names = None if isinstance(reading, Reason) or reading.names is None else reading.names | also
+    settings = tuple((k, _value(v)) for k, v in sorted(settings_of(module, names).items()))
     parameters = tuple(
         (k, None if p is None else (len(shape_of(p)), shape_of(p)[-1:])) for k, p in module._parameters.items()
     )
     children = tuple(
-        (k, type(c), linear_widths(c), None if linear_widths(c) else signature_of(c))
+        (k, type(c), linear_widths(c), None if linear_widths(c) else signature_of(c, names or frozenset()))
         for k, c in module._modules.items()
         if c is not None
     )
     return type(module), settings, parameters, children
+
+
+def _value(v: Any) -> Any:
+    """Equal for equal settings; of objects, for the same one."""
+    if isinstance(v, (tuple, list)):
+        return type(v), tuple(map(_value, v))
+    if isinstance(v, dict):
+        return dict, tuple((_value(k), _value(x)) for k, x in v.items())
+    if isinstance(v, functools.partial):
+        return functools.partial, _value(v.func), _value(v.args), _value(v.keywords)
+    return (type(v), repr(v)) if isinstance(v, _SIMPLE) else id(v)  # repr: nan is no number that equals itself
 
 
 def shape_of(p: Tensor) -> torch.Size:
@@ -82,7 +194,7 @@ def linear_widths(module: nn.Module) -> tuple[int, int] | None:
     return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
 
 
-def _parameters_of(module: nn.Module) -> list[str]:
+def inputs_of(module: nn.Module) -> list[str]:
     """The names of what its forward takes."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]
@@ -122,7 +234,9 @@ def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, 
     return probe
 
 
-def run(fn: Callable[..., Any], *args: Tensor, **options: Any) -> Any:
+def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # Views: a hook that fn registers on an input is then none on the leaf, of which the formula takes the gradient too.
+    args = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
     try:
         return fn(*args, **options)
     except Exception:  # whatever a module does with an input that it was not made for, it is not the formula
@@ -141,10 +255,37 @@ def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor |
     if not bool(torch.isfinite(y).all()):
         return False
     unit = torch.finfo(y.dtype).eps
+    # The roundings of fp16 are absolute where its numbers are least.
+    least = max(1e-30, (roundings + 1) * unit * torch.finfo(y.dtype).smallest_normal)
     size = expected.float().abs() if size is None else size
     error = (y.float() - expected.float()).abs()
     if y.dtype == torch.float32:
-        return bool((error <= ULPS * unit * size + 1e-30).all())
+        return bool((error <= ULPS * unit * size + least).all())
     if roundings:
-        return bool((error <= (roundings + 1) * unit / 2 * size + 1e-30).all())
-    return bool((error <= unit * size + 1e-30).all()) and float((error > 0).float().mean()) <= 0.01
+        return bool((error <= (roundings + 1) * unit / 2 * size + least).all())
+    return bool((error <= unit * size + least).all()) and float((error > 0).float().mean()) <= 0.01
+
+
+def same_gradients(y: Any, expected: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether y and the expected result, of the same leaves, hand the same gradients down to each of them.
+
+    A formula that holds forward may lack a term backward, where something is detached, or scale it. Such terms are no
+    roundings: a thousandth of the largest number of a row is enough to tell, in bf16 a sixteenth.
+    """
+    generator = torch.Generator().manual_seed(3)
+    upstream = torch.randn(expected.shape, generator=generator)
+    upstream = (upstream * 10 ** (4 * torch.rand(expected.shape[:-1], generator=generator)[..., None] - 2)).to(y.dtype)
+    try:
+        theirs, ours = (torch.autograd.grad(t, leaves, upstream, allow_unused=True) for t in (y, expected))
+    except RuntimeError:  # y has no gradient at all
+        return False
+    share = 1e-3 if y.dtype == torch.float32 else 2**-4
+    for g, e in zip(theirs, ours, strict=True):
+        if g is None or e is None:
+            if g is not e:
+                return False
+            continue
+        row = e.float().abs().amax(-1, keepdim=True) if e.dim() > 1 else e.float().abs().max()
+        if not bool(((g.float() - e.float()).abs() <= share * row + 1e-30).all()):
+            return False
+    return True

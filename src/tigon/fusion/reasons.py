@@ -41,6 +41,8 @@ NO_SOURCE = Reason(
     "the source of its forward is not to be had", "import the model from a file that is still as it was imported"
 )
 
+WRITES_GLOBALS = Reason("its forward assigns globals, which a copy of its code would keep to itself")
+
 
 def dtype_of_head(dtype: str) -> Reason:
     advice = "load the model in float32, bfloat16 or float16" if dtype == "float64" else ""

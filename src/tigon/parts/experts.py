@@ -13,21 +13,21 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.patch import Patch, _plain, transformed
-from tigon.fusion.probe import _parameters_of, probe_of, probing, run, same_numbers
+from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
 from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
-from tigon.parts.mlp import _act_is_known
+from tigon.parts.mlp import has_state
 from tigon.runtime import autocast_dtype, use_triton
 
 GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, of the same formula
@@ -41,7 +41,7 @@ class Experts:
     gate_up, down, gate_up_bias, down_bias: names of the module's parameters. by_columns: stored as (E, D, 2I).
     inputs: the names of what its forward takes. alpha, limit: attributes that hold these options, or None.
     act_module: the child that computes the activation. held: attributes that do something else, and the values with
-    which it is nothing.
+    which it is nothing. implementation: of transformers, that the module was set to; another one set since is obeyed.
     """
 
     gate_up: str
@@ -58,6 +58,12 @@ class Experts:
     limit: str | None = None
     up_offset: float = 0.0
     held: tuple[tuple[str, float], ...] = ()
+    implementation: str | None = None
+
+    @property
+    def live(self) -> tuple[str | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return self.alpha, self.limit
 
     def __str__(self) -> str:
         up = " · up" if not self.up_offset else " · (up + 1)"
@@ -77,7 +83,7 @@ class Experts:
         return first, second, next(biases), next(biases)
 
 
-@probing()
+@recognition
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The formula of stacked experts; Reason for what is called so and is none that Tigon has; None for the rest."""
     given = {k: p for k, p in module._parameters.items() if p is not None}
@@ -88,7 +94,7 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     def left(reason: str) -> Reason | None:
         return Reason(reason) if named else None
 
-    inputs = tuple(_parameters_of(module))
+    inputs = tuple(inputs_of(module))
     if len(inputs) != 3:
         return left("its forward takes something else than tokens, their experts and weights")
     if any(not p.is_floating_point() or p.element_size() == 1 for p in given.values()):
@@ -97,20 +103,20 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     if not layouts:
         return left("its parameters are not two stacked matrices, with or without biases")
     children = dict(module.named_children())
-    if len(children) > 1 or any(_has_state(c) for c in children.values()) or any(module.buffers()):
+    if len(children) > 1 or any(has_state(c) for c in children.values()) or any(module.buffers()):
         return left(f"it has other modules: {', '.join(children)}")
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = _implementation(module)
     if implementation not in GENERAL:
         return left(f"it is set to run by {implementation!r}")
     for layout in layouts:
         found = _of_layout(module, layout, inputs, next(iter(children), None))  # type: ignore[arg-type]
         if found is not None:
-            return found
+            return replace(found, implementation=implementation)
     return left("its numbers fit no formula of moe_mlp")
 
 
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+def _implementation(module: Any) -> Any:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 @dataclass(frozen=True)
@@ -198,21 +204,11 @@ class _Probes:
         self.weights = torch.rand(self.TOKENS, K, generator=generator) + 0.5
         x = torch.randn(self.TOKENS, self.D, generator=generator)
         self.inputs = {torch.float32: x * torch.logspace(-2, 1, self.TOKENS)[:, None], torch.bfloat16: x}
+        self.module, self.layout, self.attributes, self.drawn = module, layout, attributes, drawn
         self.probes: dict[torch.dtype, nn.Module] = {}
         self.results: list[tuple[torch.dtype, bool, Any]] = []
         for dtype, training in itertools.product(self.inputs, (True, False)):
-            stored = {
-                k: (w.transpose(1, 2).contiguous() if layout.by_columns and w.dim() == 3 else w).to(dtype)
-                for k, w in drawn.items()
-            }
-            probe = self.probes[dtype] = probe_of(module, stored)
-            vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(attributes)})
-            config = vars(probe).get("config")
-            if config is not None:  # each expert by itself, whatever the model is set to
-                vars(probe)["config"] = config = copy.copy(config)
-                vars(config)["_experts_implementation_internal"] = "eager"
-            for part in (probe, *probe.children()):
-                part.training = training
+            probe = self.probes[dtype] = self._probe(dtype, training)
             self.results.append((dtype, False, run(probe, *self._arguments(dtype, self.index))))
         # What another rank's experts are marked by: nothing, or an error.
         self.beyond = self.index.clone()
@@ -220,6 +216,45 @@ class _Probes:
         self.results.append(
             (torch.float32, True, run(self.probes[torch.float32], *self._arguments(torch.float32, self.beyond)))
         )
+
+    def _probe(self, dtype: torch.dtype, training: bool) -> nn.Module:
+        stored = {
+            k: (w.transpose(1, 2).contiguous() if self.layout.by_columns and w.dim() == 3 else w).to(dtype)
+            for k, w in self.drawn.items()
+        }
+        probe = probe_of(self.module, stored)
+        vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(self.attributes)})
+        config = vars(probe).get("config")
+        if config is not None:  # each expert by itself, whatever the model is set to
+            vars(probe)["config"] = config = copy.copy(config)
+            vars(config)["_experts_implementation_internal"] = "eager"
+        for part in (probe, *probe.children()):
+            part.training = training
+        return probe
+
+    def _holds(self, formula: Experts, case: Case) -> bool:
+        """Whether the module computes its formula in another case, with the gradients of all that has one."""
+        probe = self._probe(case.dtype, case.training)
+        x = case.input(self.D).detach().flatten(0, 1).requires_grad_(case.gradients)
+        places = torch.arange(len(x)) % self.TOKENS
+        index, weights = self.index[places], self.weights[places].to(case.dtype).requires_grad_(case.gradients)
+        with torch.set_grad_enabled(case.gradients):
+            y = run(probe, x, index, weights)
+            ours = moe_mlp_reference(  # type: ignore[misc]
+                *_of_used_experts(x, index, weights, *formula.weights(probe)), options=formula.options(probe)
+            )
+        if y is None:
+            return case.dtype == torch.float16  # which some of torch does not do on a CPU
+        if not isinstance(y, Tensor) or y.shape != ours.shape or y.dtype != ours.dtype:
+            return False
+        if case.broken:
+            return case.agrees(y[None], ours[None])
+        with torch.no_grad():
+            unit = ROUNDINGS * torch.finfo(case.dtype).eps
+            if not bool(((y - ours).abs() <= unit * ours.abs().amax(-1, keepdim=True)).all()):
+                return False
+        leaves = [x, weights, *(p for p in probe.parameters() if p is not None)]
+        return not case.gradients or same_gradients(y, ours, leaves)
 
     def _arguments(self, dtype: torch.dtype, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.inputs[dtype].to(dtype), index, self.weights.to(dtype)
@@ -230,9 +265,10 @@ class _Probes:
             if beyond and y is None:
                 continue
             probe = self.probes[dtype]
-            arguments = (*self._arguments(dtype, self.beyond if beyond else self.index), *formula.weights(probe))
+            x, index, weights = self._arguments(dtype, self.beyond if beyond else self.index)
+            arguments = _of_used_experts(x, index, weights, *formula.weights(probe))
             options = formula.options(probe)
-            ours = moe_mlp_reference(*arguments, options)
+            ours = moe_mlp_reference(*arguments, options=options)  # type: ignore[misc]
             if dtype == torch.float32:
                 size = ours.abs().amax(-1, keepdim=True).expand_as(ours) * (ROUNDINGS / 8)
                 if not same_numbers(y, ours, size=size):
@@ -245,7 +281,17 @@ class _Probes:
             error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
             if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
                 return False
-        return True
+        # As many tokens as a step has would take eager code seconds, one expert after another: some hundreds do.
+        cases = [replace(case, shape=(1, min(case.shape[1], 300))) if case.shape[1] > 8 else case for case in CASES]
+        # Eager code adds the gradient of a bias in bf16 in an order of its own: no number to compare with.
+        cases = [replace(case, gradients=case.gradients and case.dtype == torch.float32) for case in cases]
+        return all(self._holds(formula, case) for case in cases)
+
+
+def _of_used_experts(x: Tensor, index: Tensor, weights: Tensor, *experts: Tensor | None) -> tuple[Any, ...]:
+    """The same arguments without the experts that no token has chosen: the reference takes one after another."""
+    used = index[index < experts[0].shape[0]].unique()  # type: ignore[union-attr]
+    return x, torch.searchsorted(used, index), weights, *(None if t is None else t[used] for t in experts)
 
 
 # ----------------------------------------------------------------------------------------------------------- forward
@@ -254,20 +300,20 @@ class _Probes:
 def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Experts = patch.formula
-    if not patch.ledger.active or transformed() or not _act_is_known(self, patch):
-        return _plain(self, *args, **kwargs)
+    if not patch.ledger.active or transformed() or not patch.still_holds(self):
+        return plain_forward(self, *args, **kwargs)
     given = dict(zip(formula.inputs, args, strict=False)) | kwargs
     if len(args) > 3 or len(given) != len(args) + len(kwargs) or given.keys() != set(formula.inputs):
-        return _plain(self, *args, **kwargs)
+        return plain_forward(self, *args, **kwargs)
     x, index, weights = (given[name] for name in formula.inputs)
-    if any(getattr(self, name, None) != value for name, value in formula.held):
-        return _plain(self, *args, **kwargs)
+    if _implementation(self) != formula.implementation:  # set_experts_implementation since: its choice runs
+        return plain_forward(self, *args, **kwargs)
     experts = formula.weights(self)
     if not _fits(x, index, weights, experts):
-        return _plain(self, *args, **kwargs)
+        return plain_forward(self, *args, **kwargs)
     # In a graph the reference would have to take every token through every expert.
     if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
-        return _plain(self, *args, **kwargs)
+        return plain_forward(self, *args, **kwargs)
     patch.ledger.count("experts", patch.key)
     return moe_mlp(x, index, weights, *experts, **formula.options(self)._asdict())
 

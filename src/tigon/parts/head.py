@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import Tensor
 
-from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.logits.compiled import CompiledLogits
 from tigon.logits.freed import regather_of
 from tigon.logits.labels import counted
@@ -71,7 +71,7 @@ def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[.
 
 def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
-    ledger, plain = patch.ledger, patch.before or functools.partial(_plain, self)
+    ledger, plain = patch.ledger, patch.before or functools.partial(plain_forward, self)
     if not (ledger.active and ledger.lazy) or args or kwargs:
         return plain(input, *args, **kwargs)
     compiling = torch.compiler.is_compiling()

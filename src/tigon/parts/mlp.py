@@ -13,8 +13,20 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.patch import Patch, _plain, transformed
-from tigon.fusion.probe import HOOKS, linear_widths, probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.probe import (
+    CASES,
+    HOOKS,
+    Case,
+    linear_widths,
+    probe_of,
+    recognition,
+    run,
+    same_gradients,
+    same_numbers,
+    takes_one_argument,
+)
+from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.ops.acts import ACTS, Act
@@ -26,13 +38,13 @@ from tigon.runtime import autocast_dtype
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Gated = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not _act_is_known(self, patch):
-        return _plain(self, *args, **kwargs)
-    if any(getattr(self, name, None) != value for name, value in formula.held):
-        return _plain(self, *args)
+    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not patch.still_holds(self):
+        return plain_forward(self, *args, **kwargs)
     x = args[0]
-    if formula.between is not None and not _same_dtype(getattr(self, formula.gate), getattr(self, formula.down)):
-        return _plain(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
+    if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
+        getattr(self, formula.gate), getattr(self, formula.down)
+    ):
+        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
     recompute = patch.ledger.recompute
     if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tiled = _tiled_mlp(self, patch, x)
@@ -76,7 +88,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     down = getattr(self, formula.down)
     plain = formula.between is None and formula.gate_scale is None
     recompute = patch.ledger.recompute
-    if plain and recompute.product and _fit_each_other(gate, up) and _is_plain_linear(down, gate):
+    if plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
         # What two plain layers have just made is seen by nobody else, and may be written over in the end.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
@@ -122,14 +134,7 @@ def _same_dtype(one: Any, other: Any) -> bool:
     )
 
 
-def _act_is_known(self: Any, patch: Patch) -> bool:
-    if patch.act is None:
-        return True
-    act = getattr(self, patch.formula.act_module)
-    return act is patch.act and not any(vars(act).get(name) for name in HOOKS)
-
-
-def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
+def fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
     if not gate.dtype.is_floating_point or gate.dim() == 0:
         return False
     if up is None:
@@ -140,7 +145,7 @@ def _fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
 def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
     formula: Gated = patch.formula
     scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
-    if _fit_each_other(gate, up):
+    if fit_each_other(gate, up):
         patch.ledger.count("mlp", patch.key)
         unit = functools.partial(gated_unit, act=formula.act, gate_multiplier=scale)
         product = unit(gate, up)
@@ -161,6 +166,7 @@ class Gated:
     gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
         dropped in training.
     held: attributes that do something else, and the values with which it is nothing.
+    same_dtypes: the module's code does something else where its layers have several.
     """
 
     gate: str
@@ -175,13 +181,19 @@ class Gated:
     scale: str | None = None
     dropout: str | None = None
     held: tuple[tuple[str, float], ...] = ()
+    same_dtypes: bool = False
+
+    @property
+    def live(self) -> tuple[str | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return self.gate_scale, self.scale, self.dropout
 
     def __str__(self) -> str:
         gate = "gate" if self.gate_scale is None else "s · gate"
         return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
 
 
-@probing()
+@recognition
 def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     """The formula of a gated MLP; Reason for what is built like one and computes something else; None for the rest."""
     children = dict(module.named_children())
@@ -201,7 +213,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         return None if mixer else Reason("its forward takes more than one input")
     none: list[str | None] = [None]
     acts: list[str | None] = [
-        k for k in others if not isinstance(children[k], nn.Dropout) and not _has_state(children[k])
+        k for k in others if not isinstance(children[k], nn.Dropout) and not has_state(children[k])
     ]
     for act_module in acts or none:
         rest = [k for k in others if k != act_module]
@@ -225,7 +237,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
 
 
-def _has_state(module: nn.Module) -> bool:
+def has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
@@ -273,31 +285,13 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
     found: set[Gated] = set()
     dropouts: set[str | None] = set()
     generator = torch.Generator().manual_seed(0)
-    narrow, wide = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
     gate, up, down = formula.gate, formula.up, formula.down
     for dtype in (torch.float32, torch.bfloat16):
         for training in (True, False):
-            layers: dict[str, _Recorder] = {}
-            order: list[str] = []
-            for name in (gate, up, down):
-                if name is None:
-                    continue
-                size = (wide, narrow) if name == down else (narrow, 2 * wide if up is None else wide)
-                layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
-                for k, p in layer.named_parameters():
-                    setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
-                layer.name, layer.seen, layer.order = name, [], order
-            marks = {k: _Mark() for k in rest}
-            for k, mark in marks.items():
-                mark.factor = factors[k]
-            probe = probe_of(module, {}, {**layers, **marks})
-            vars(probe).update(scales)
-            probe.training = training
-            for child in probe.children():
-                child.training = training
+            probe, layers, order = _probe(module, formula, factors, scales, dtype, training, generator)
             # Small and large numbers: a limit that gate or up is held to shows.
-            x = torch.randn(16, narrow, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
-            x = x.view(2, 8, narrow).to(dtype)
+            x = torch.randn(16, NARROW, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
+            x = x.view(2, 8, NARROW).to(dtype)
             y = run(probe, x)
             inputs = layers[down].seen
             if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
@@ -330,9 +324,79 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
     placed = {k for f in found for k in (f.between, f.after) if k is not None}
     if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
         return None
-    return replace(found.pop(), dropout=dropouts.pop())
+    same_dtypes = getattr(reading_of(module), "compares_dtypes", False)
+    whole = replace(found.pop(), dropout=dropouts.pop(), same_dtypes=same_dtypes)
+    return whole if all(_holds(module, whole, factors, scales, case) for case in CASES) else None
 
 
+def _probe(
+    module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], dtype: torch.dtype,
+    training: bool, generator: torch.Generator,
+) -> tuple[nn.Module, dict[str, _Recorder], list[str]]:  # fmt: skip
+    """A copy of the module with small layers that remember their inputs, and the order in which they are called."""
+    layers: dict[str, _Recorder] = {}
+    order: list[str] = []
+    for name in (formula.gate, formula.up, formula.down):
+        if name is None:
+            continue
+        size = (WIDE, NARROW) if name == formula.down else (NARROW, 2 * WIDE if formula.up is None else WIDE)
+        layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
+        for k, p in layer.named_parameters():
+            setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
+        layer.name, layer.seen, layer.order = name, [], order
+    marks = {k: _Mark() for k in factors}
+    for k, mark in marks.items():
+        mark.factor = factors[k]
+    probe = probe_of(module, {}, {**layers, **marks})
+    vars(probe).update(scales)
+    probe.training = training
+    for child in probe.children():
+        child.training = training
+    return probe, layers, order
+
+
+def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], case: Case) -> bool:
+    """Whether the module computes its formula in another case, from x to the result, and its gradients."""
+    training = case.training and formula.dropout is None  # what a dropout leaves is another thing at every call
+    generator = torch.Generator().manual_seed(1)
+    probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
+    x = case.input(NARROW)
+    numbers: dict[Any, float] = {None: 1.0, **factors, **scales}
+    gate, up, down = (None if n is None else layers[n] for n in (formula.gate, formula.up, formula.down))
+    assert gate is not None
+    assert down is not None
+    with torch.set_grad_enabled(case.gradients):
+        y = run(probe, x)
+        if y is None:
+            return case.dtype == torch.float16  # which some of torch does not do on a CPU
+        if len(down.seen) != 1:
+            return False
+        hidden = down.seen[0]
+        g = F.linear(x, gate.weight, gate.bias)
+        u = None if up is None else F.linear(x, up.weight, up.bias)
+        expected = gated_reference(g, u, formula.act, numbers[formula.gate_scale])
+        result = F.linear(expected * numbers[formula.between], down.weight, down.bias)
+        result = result * numbers[formula.after] * numbers[formula.scale]
+    with torch.no_grad():
+        written_out = case.dtype != torch.float32 and formula.act == "gelu_tanh"
+        share = 0.5 if case.dtype == torch.float32 or written_out else 2**-15
+        terms = (expected.abs() + share * _product(g, u)) * (4 if case.dtype == torch.float32 else 1)
+        roundings = 6 if written_out else 2
+        last = F.linear(hidden, down.weight, down.bias) * (numbers[formula.after] * numbers[formula.scale])
+        if not case.broken:
+            same = same_numbers(hidden / numbers[formula.between], expected, roundings=roundings, size=terms)
+            return (
+                same
+                and torch.equal(y, last)
+                and (
+                    not case.gradients
+                    or same_gradients(y, result, [x, *(p for m in layers.values() for p in m.parameters())])
+                )
+            )
+    return case.agrees(y, result)
+
+
+NARROW, WIDE = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
 _PLACES = ("between", "after", "gate_scale", "scale")
 
 

@@ -13,23 +13,26 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.patch import Patch, _plain, transformed
+from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import (
-    _numbers,
-    _parameters_of,
+    CASES,
+    Case,
+    inputs_of,
     probe_of,
-    probing,
+    recognition,
     run,
     same_numbers,
     shape_of,
     takes_one_argument,
+    whole_numbers_of,
 )
+from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.gated import gated_reference, swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
-from tigon.parts.mlp import _fit_each_other
+from tigon.parts.mlp import fit_each_other
 from tigon.parts.qk_norm import HeadNorm
 from tigon.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
 from tigon.runtime import autocast_dtype
@@ -38,21 +41,27 @@ from tigon.runtime import autocast_dtype
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Norm = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1 + formula.gated or transformed():
-        return _plain(self, *args, **kwargs)
+    if (
+        not patch.ledger.active
+        or kwargs
+        or len(args) != 1 + formula.gated
+        or transformed()
+        or not patch.still_holds(self)
+    ):
+        return plain_forward(self, *args, **kwargs)
     x = args[0]
     weight = None if formula.weight is None else getattr(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
     if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
-        return _plain(self, *args)
-    if formula.gated and not (isinstance(args[1], Tensor) and _fit_each_other(args[1], x)):
-        return _plain(self, *args)
+        return plain_forward(self, *args)
+    if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
+        return plain_forward(self, *args)
     eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
     if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
         return HeadNorm(x, weight, eps, formula.offset, formula.cast, patch)
     split = is_dtensor(x) or is_dtensor(weight)
     if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
-        return _plain(self, *args)
+        return plain_forward(self, *args)
     patch.ledger.count("norm", patch.key)
     if formula.centered:
         if formula.offset and weight is not None:
@@ -104,6 +113,11 @@ class Norm:
     gated: bool = False
     ranks: tuple[int, ...] = ()
 
+    @property
+    def live(self) -> tuple[str | float | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return (self.eps,)
+
     def __str__(self) -> str:
         weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
         weight += " · silu(gate)" if self.gated else ""
@@ -120,7 +134,7 @@ RANKS = (2, 3, 4)
 FREE_WIDTH = 96  # of the probe of a norm without a weight
 
 
-@probing()
+@recognition
 def recognize_norm(module: nn.Module) -> Norm | Reason | None:
     """The formula of a norm over the last dimension; Reason for what is called a norm and is none that Tigon has;
     None for the rest."""
@@ -137,11 +151,11 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
     epsilons: list[str | float] = [k for k, v in vars(module).items() if isinstance(v, float) and 0.0 <= v < 0.1]
     if isinstance(module, nn.RMSNorm) and module.eps is None:
         epsilons = [torch.finfo(torch.float32).eps]
-    gated = named and _parameters_of(module)[1:] == ["gate"]
+    gated = named and inputs_of(module)[1:] == ["gate"]
     if not (epsilons or named) or not (gated or takes_one_argument(module)):
         return Reason("it is no norm over one input") if named else None
     # A norm without a weight may still be made for one width.
-    widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *_numbers(module)]
+    widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *whole_numbers_of(module)]
     found = None
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
         for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
@@ -152,6 +166,8 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
             if False in others.values():
                 continue
             formula = replace(formula, ranks=tuple(rank for rank in RANKS if others.get(rank, True)))
+            if not all(_is_norm(module, formula, width, case=case) for case in CASES):
+                continue
             # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU, and swiglu an fp32 factor.
             own = gated or (formula.centered and formula.native)
             mixed = not own and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
@@ -166,7 +182,8 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
 def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:
     """All formulas that these parameters may be those of."""
     called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    native = "rms_norm" in called or "layer_norm" in called
+    reading = reading_of(module)
+    native = "rms_norm" in called or "layer_norm" in called or getattr(reading, "asks_autocast", False)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         native = native or "forward" in called  # that of its base class, by super()
     if len(vectors) < 2:
@@ -180,7 +197,9 @@ def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: in
             yield Norm(weight, eps, offset, "gemma", False, native, width, centered=True, bias=bias)
 
 
-def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool = False, rank: int = 3) -> bool | None:
+def _is_norm(
+    module: nn.Module, formula: Norm, width: int, *, mixed: bool = False, rank: int = 3, case: Case | None = None
+) -> bool | None:
     """Whether it computes this formula of inputs of this rank, in training and not; None if it refuses them."""
     generator = torch.Generator().manual_seed(0)
     rows = 4 * max(2, 512 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
@@ -192,35 +211,52 @@ def _is_norm(module: nn.Module, formula: Norm, width: int, *, mixed: bool = Fals
     dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
     # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
     values = (None, 0.05) if isinstance(eps, str) else (None,)
-    for (x_dtype, w_dtype), value, training in itertools.product(dtypes, values, (True, False)):
+    trainings: tuple[bool, ...] = (True, False)
+    if case is not None:
+        dtypes, values, trainings, x = [(case.dtype, case.dtype)], (None,), (case.training,), case.input(width)
+    for (x_dtype, w_dtype), value, training in itertools.product(dtypes, values, trainings):
         here = x.to(x_dtype)
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
         given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
         probe = probe_of(module, given)
+        if case is not None:  # the gradients of both are those of the same tensors
+            weight, bias = (None if n is None else probe._parameters[n] for n in (formula.weight, formula.bias))
         probe.training = training
         if value is not None and isinstance(eps, str):
             vars(probe)[eps] = value
         added = vars(probe)[eps] if isinstance(eps, str) else eps
         gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
-        y = run(probe, here, gate) if formula.gated else run(probe, here)
+        gate.requires_grad_(here.requires_grad)
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            y = run(probe, here, gate) if formula.gated else run(probe, here)
         if y is None:
-            return None
-        size = None
-        if formula.centered:
-            scale = weight if weight is None or not formula.offset else weight + formula.offset
-            expected = layer_norm_reference(here, scale, bias, eps=added)
-            # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
-            wide = here.float()
-            size = wide.abs() + wide.mean(-1, keepdim=True).abs()
-            size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + added)
-            size = size * (1.0 if scale is None else scale.float().abs()) + (
-                0.0 if bias is None else bias.float().abs()
-            )
-        else:
-            expected = rms_norm_reference(here, weight, eps=added, offset=formula.offset, cast=formula.cast)
-        if formula.gated:
-            expected = gated_reference(gate, expected, "silu")
+            return x_dtype == torch.float16 or None  # which some of torch does not do on a CPU
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            expected, size = _expected(formula, here, weight, bias, added)
+            if formula.gated:
+                expected = gated_reference(gate, expected, "silu")
         # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
-        if not same_numbers(y, expected, roundings=0 if given else 2, size=size):
+        # In fp16 a formula was told by its roundings before: here another one by its size.
+        roundings = 0 if given and x_dtype != torch.float16 else 2
+        if case is None and not same_numbers(y, expected, roundings=roundings, size=size):
+            return False
+        leaves = [t for t in (here, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
+        if case is not None and not case.agrees(y, expected, leaves, roundings=roundings, size=size):
             return False
     return True
+
+
+def _expected(
+    formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """What the formula gives, and what its roundings are relative to, if not to that."""
+    if not formula.centered:
+        return rms_norm_reference(x, weight, eps=eps, offset=formula.offset, cast=formula.cast), None
+    scale = weight if weight is None or not formula.offset else weight + formula.offset
+    with torch.no_grad():
+        # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
+        wide = x.float()
+        size = wide.abs() + wide.mean(-1, keepdim=True).abs()
+        size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)
+        size = size * (1.0 if scale is None else scale.float().abs()) + (0.0 if bias is None else bias.float().abs())
+    return layer_norm_reference(x, scale, bias, eps=eps), size

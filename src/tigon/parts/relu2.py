@@ -9,18 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.ledger import Ledger
-from tigon.fusion.patch import _plain, transformed
-from tigon.fusion.probe import probe_of, probing, run, same_numbers, takes_one_argument
+from tigon.fusion.patch import plain_forward, transformed
+from tigon.fusion.probe import CASES, probe_of, recognition, run, same_numbers, takes_one_argument
+from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.relu2 import relu2, relu2_reference
-from tigon.parts.mlp import _has_state
+from tigon.parts.mlp import has_state
 
 
 def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ledger: Ledger = self._tigon.ledger
     x = args[0] if len(args) == 1 and not kwargs else None
     if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
-        return _plain(self, *args, **kwargs)
+        return plain_forward(self, *args, **kwargs)
+    if not self._tigon.still_holds(self):
+        return plain_forward(self, *args, **kwargs)
     ledger.count("mlp", self._tigon.key)
     y = relu2(x)
     ledger.recompute.note(y, relu2, x)
@@ -35,9 +38,9 @@ class Squared:
         return "relu(x)²"
 
 
-@probing()
-def recognize_relu2(module: nn.Module) -> Squared | None:
-    if next(module.children(), None) is not None or _has_state(module) or not takes_one_argument(module):
+@recognition
+def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
+    if next(module.children(), None) is not None or has_state(module) or not takes_one_argument(module):
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
@@ -47,5 +50,13 @@ def recognize_relu2(module: nn.Module) -> Squared | None:
             probe.training = training
             y = run(probe, x.to(dtype))
             if not same_numbers(y, relu2_reference(x.to(dtype))):
+                return None
+    for case in CASES:
+        probe = probe_of(module, {})
+        probe.training = case.training
+        x = case.input(40)
+        with torch.set_grad_enabled(case.gradients):
+            y, expected = run(probe, x), relu2_reference(x)
+            if not case.agrees(y, expected, [x]):
                 return None
     return Squared()

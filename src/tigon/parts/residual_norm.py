@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.patch import Patch, transformed
-from tigon.fusion.reasons import NO_SOURCE, Reason
+from tigon.fusion.reading import writes_globals
+from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.logits.recipe import DTYPES
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
 from tigon.parts.norm import Norm, norm_fits
@@ -60,7 +61,7 @@ class Sums:
         transformers wraps the forward of a layer class, and of every class made from it, in the function that
         checkpoints. FSDP2 makes such a class, after fuse(), of layers that are fused already.
         """
-        first = self._clone(forward)
+        first = WRITES_GLOBALS if writes_globals(forward) else self._clone(forward)
         if isinstance(first, Reason):
             return first
 

@@ -16,7 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.patch import transformed
-from tigon.fusion.reasons import Reason
+from tigon.fusion.reading import writes_globals
+from tigon.fusion.reasons import WRITES_GLOBALS, Reason
 from tigon.logits.recipe import DTYPES, version_of
 from tigon.ops.rope import rope
 from tigon.parts.qk_norm import as_tensor, bare, rope_of
@@ -50,6 +51,8 @@ class Clones:
         return names[:first]
 
     def of(self, forward: Any) -> Any:
+        if writes_globals(forward):
+            return WRITES_GLOBALS
         if forward not in self._clones:
             self._clones[forward] = clone(forward, self._with_rope)
         return self._clones[forward]
@@ -60,7 +63,7 @@ class Clones:
         scope.pop("__name__", None)
         for name, formula in self.found(fn).items():
             if isinstance(formula, Rotary):
-                scope[name] = _rotary(fn.__globals__[name], formula, self.ledger, name_of(fn))
+                scope[name] = _rotary(fn.__globals__, name, formula, self.ledger, name_of(fn))
         return rebuilt(fn, scope, fn.__closure__)
 
 
@@ -69,7 +72,9 @@ def _sounds_rotary(fn: Any) -> bool:
     return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
 
 
-def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
+def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
+    """What stands for the function of this name in a forward's globals. key: counts the calls of that forward."""
+    recognised = scope[name]
     turn = formula.turn
     # All layers of a model are handed the same cos and sin.
     spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
@@ -98,7 +103,9 @@ def _rotary(plain: Callable[..., Any], formula: Rotary, ledger: Ledger, key: str
         return turned
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        bound = formula.bind(args, kwargs) if ledger.active and not transformed() else None
+        plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
+        fits = plain is recognised and ledger.active and not transformed()  # another function has its place since?
+        bound = formula.bind(args, kwargs) if fits else None
         heads = () if bound is None else tuple(bare(x) for x in bound[0])
         if bound is None or not _tensors_fit(*heads, *bound[1:3]):
             return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})

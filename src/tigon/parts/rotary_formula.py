@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.probe import probing, run, same_numbers
+from tigon.fusion.probe import CASES, Case, probing, run, same_numbers
+from tigon.fusion.reading import reading_of_function
 from tigon.fusion.reasons import Reason
 from tigon.ops.rope import rope_reference
 
@@ -178,6 +179,12 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
             break
     else:
         return Reason("its numbers fit no formula of tigon.rope")
+    reading = reading_of_function(fn)
+    reason = reading if isinstance(reading, Reason) else reading.reason
+    if reason is not None:
+        return reason
+    if not all(_is_rope(fn, turn, names, default, width, case=case) is not None for width in shown for case in CASES):
+        return Reason("its numbers fit no formula of tigon.rope")
     if len(set(shown.values())) > 1:
         return Reason("its results have another dtype for partial than for full rotation")
 
@@ -203,7 +210,7 @@ def _turns(complex_: bool) -> Iterator[Turn]:
 
 def _is_rope(
     fn: Callable[..., Any], turn: Turn, names: tuple[str, ...], dim: int, width: int, *, flat: bool = False,
-    alone: bool = False, **options: Any,
+    alone: bool = False, case: Case | None = None, **options: Any,
 ) -> bool | None:  # fmt: skip
     """None where the numbers differ; else whether the heads keep their dtype beside a cos of fp32."""
     if not turn.fits(width, HEAD):
@@ -211,18 +218,26 @@ def _is_rope(
     generator = torch.Generator().manual_seed(0)
     keeps = None
     complex_ = len(names) == 3 and names[2].startswith("freqs")
-    for x_dtype, cos_dtype in (
+    dtypes = [
         (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for x_dtype, cos_dtype in dtypes if case is None else [(case.dtype, case.dtype)]:
         if complex_ and cos_dtype != torch.float32:
-            continue
-        batch = 1 if flat else 2
+            if case is None:
+                continue
+            cos_dtype = torch.float32
+        batch, time = (1 if flat else 2), 5
         q, k = (
-            torch.randn(batch, *((heads, 5) if dim == 1 else (5, heads)), HEAD, generator=generator).to(x_dtype)
+            torch.randn(batch, *((heads, time) if dim == 1 else (time, heads)), HEAD, generator=generator).to(x_dtype)
             for heads in (4, 3)
         )
+        if case is not None:
+            q, k = (case.input(heads, HEAD).detach() for heads in (4, 3))
+            batch, time = q.shape[:2]
+            q, k = (x.transpose(1, 2).contiguous() if dim == 1 else x for x in (q, k))
+            q, k = (x.requires_grad_(case.gradients) for x in (q, k))
         given = width // 2 if turn.angles == "half" else width
-        cos, sin = (torch.randn(batch, 5, given, generator=generator).to(cos_dtype) for _ in range(2))
+        cos, sin = (torch.randn(batch, time, given, generator=generator).to(cos_dtype) for _ in range(2))
         angles = (torch.complex(cos, sin),) if complex_ else (sin, cos) if names[-1] == "cos" else (cos, sin)
         heads = (q,) if alone or names[1] in ("cos", "sin") else (q, k)
         inputs = (*heads, *angles)
@@ -230,13 +245,26 @@ def _is_rope(
             inputs = tuple(t[0] for t in inputs)
         if alone:
             inputs = (inputs[0], None, *inputs[1:])
-        result = run(fn, *inputs, **options)
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            result = run(fn, *inputs, **options)
+        if result is None and x_dtype == torch.float16:
+            return True  # which some of torch does not do on a CPU
         turned = (result,) if isinstance(result, Tensor) else result
         if not isinstance(turned, tuple) or len(turned) != len(heads) or not all(isinstance(t, Tensor) for t in turned):
             return None
         wide = turn.spread(cos, sin)
-        for x, y, z in zip(heads, turned, turn.of(rope_reference, heads, *wide, dim), strict=True):
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            rotated = turn.of(rope_reference, heads, *wide, dim)
+        for x, y, z in zip(heads, turned, rotated, strict=True):
             y = y[None] if flat else y
+            if case is not None:
+                size = _terms(turn, x.detach(), *(t.unsqueeze(dim) for t in wide))
+                with torch.set_grad_enabled(case.gradients):
+                    z = z.to(y.dtype)
+                if not case.agrees(y, z, [x], roundings=3, size=size):
+                    return None
+                keeps = y.dtype == x.dtype
+                continue
             if x_dtype == cos_dtype:
                 if y.dtype != x.dtype:
                     return None
