@@ -136,7 +136,13 @@ def whole_numbers_of(module: nn.Module) -> list[int]:
 
 
 # What every module has, and no forward computes with.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_tigon", "_tigon_fusion", "forward", "_replicate_for_data_parallel"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
+    "_tigon",
+    "_tigon_fusion",
+    "forward",
+    "_replicate_for_data_parallel",
+    "__getstate__",
+}
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
