@@ -1,0 +1,47 @@
+"""Figures in the prose of the documentation are those of the result files."""
+
+import re
+from pathlib import Path
+
+from tigon.bench import report
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def page(name):
+    return " ".join((ROOT / "docs" / "how-it-works" / f"{name}.md").read_text().split())
+
+
+def cases(name, *operators):
+    """Of each shape the rows by implementation."""
+    found = {}
+    for row in report.load(RESULTS / name)["rows"]:
+        if row["op"] in operators and row["dtype"] == "bfloat16" and row.get("total_ms"):
+            found.setdefault((row["op"], *row["shape"]), {})[row["implementation"]] = row
+    return found
+
+
+def test_where_quack_is_ahead():
+    both = [by for by in cases("h200-matmul.json", "linear_cross_entropy").values() if {"quack", "tigon"} <= set(by)]
+    time = [by["tigon"]["total_ms"] / by["quack"]["total_ms"] for by in both]
+    memory = sorted(by["quack"]["peak_mib"] / by["tigon"]["peak_mib"] for by in both)
+    error = [by[w]["errors"]["dweight"] for by in both if len(by["quack"]["errors"]) > 2 for w in ("quack", "tigon")]
+    faster, slower = sorted(t - 1 for t in time if t > 1), sorted(1 - t for t in time if t < 1)
+    assert (len(faster), len(both)) == (5, 8)
+    text = page("losses")
+    assert f"QuACK is {100 * faster[0]:.0f} to {100 * faster[-1]:.0f} % faster on five of eight shapes" in text
+    assert f"and {100 * slower[0]:.0f} to {100 * slower[-1]:.0f} % slower on the three smallest" in text
+    assert f"{memory[1]:.1f} to {memory[-1]:.1f} times the memory, on one shape {memory[0]:.1f} times" in text
+    ratios = [a / b for a, b in zip(error[::2], error[1::2], strict=True) if b]
+    assert all(1.5 < ratio < 2.5 for ratio in ratios)
+    assert len(ratios) >= 4
+
+
+def test_the_widest_norms():
+    rows = cases("h200-memory.json", "layer_norm", "rms_norm")
+    layer, rms = (rows[op, 8192, 16384]["tigon"]["times_floor"] for op in ("layer_norm", "rms_norm"))
+    (said,) = re.findall(
+        r"([\d.]+) × the floor on 8192 × 16384, where `rms_norm`, with one sum, is at ([\d.]+) ×", page("memory-bound")
+    )
+    assert said == (f"{layer:.2f}", f"{rms:.2f}")
