@@ -145,12 +145,6 @@ def test_lengths_that_do_not_fit_are_refused(device):
             token_loss("toy", [], [0], x, weight, target, sides=sides, lengths=lengths)
 
 
-def test_bytes_are_refused(device):
-    x, weight, _, target, sides, _ = batch(device)
-    with pytest.raises(ValueError, match=r"toy: target must hold signed integers, got torch.uint8"):
-        token_loss("toy", [], [0], x, weight, target.clamp(min=0).byte(), sides=sides)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -23,6 +23,7 @@ from torch import Tensor
 from tigon.linear.head import Head, empty_logits, logit_bytes, take
 from tigon.linear.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.shard_statistics import columns, shard_statistics
+from tigon.ops.targets import as_labels
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
@@ -84,7 +85,7 @@ class ValidCount:
 
     def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
         labels = target[..., 1:] if shift else target
-        self._arrival = _Arrival((labels != ignore_index).sum())
+        self._arrival = _Arrival((as_labels(labels, ignore_index) != ignore_index).sum())
 
     def __int__(self) -> int:
         return int(self._arrival.wait())
@@ -101,7 +102,7 @@ class ValidLengths:
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
-        self._arrival = _Arrival((target != ignore_index).sum(-1))
+        self._arrival = _Arrival((as_labels(target, ignore_index) != ignore_index).sum(-1))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._arrival.wait().tolist())

@@ -21,14 +21,13 @@ from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.ops.cross_entropy import (
     check_options,
-    check_target,
     cross_entropy_reference,
     cross_entropy_rows,
     inverse_divisor,
 )
 from tigon.ops.cross_entropy.launches import gradient_rows
-from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
+from tigon.ops.targets import checked_target
 from tigon.runtime import differentiable, differentiable_directly, first_order, launcher, way_back
 
 if TYPE_CHECKING:
@@ -99,8 +98,8 @@ def linear_cross_entropy(
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias)
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
-    check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
-    rows, labels = x.reshape(-1, x.shape[-1]), signed(target).reshape(-1).contiguous()
+    target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     loss_dtype = torch.promote_types(compute, torch.float32)

@@ -21,17 +21,24 @@ from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
 from tigon.linear.head import Head, check_accumulate, check_head, class_blocks, empty_logits
 from tigon.linear.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
-from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import (
     LogProb,
     check_transform,
     logprob_gradient_rows,
     logprob_reference,
     logprob_rows,
-    signed,
 )
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
-from tigon.runtime import differentiable, differentiable_directly, graph_is_kept, is_traced, launcher, use_triton
+from tigon.ops.targets import checked_target
+from tigon.runtime import (
+    can_look,
+    differentiable,
+    differentiable_directly,
+    graph_is_kept,
+    is_traced,
+    launcher,
+    use_triton,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -96,13 +103,14 @@ def linear_logprob(
                 f"{name}: lora must be (A, B, s), A (r, {H}) and B ({V}, r), got {tuple(lora_a.shape)} and "
                 f"{tuple(lora_b.shape)}."
             )
-    check_target(name, target, x.shape[:-1], V if shards is None else shards.classes, ignore_index, x.device)
+    classes = V if shards is None else shards.classes
+    target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
 
-    labels = signed(target).reshape(-1).contiguous()
+    labels = target.reshape(-1).contiguous()
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     valid = -1 if num_valid is None else int(num_valid)
-    if valid < 0 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if valid < 0 and x.device.type == "cpu" and can_look(labels):
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
     arguments = (
         x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tigon.losses.token_loss import ALONE, BATCH, FAMILIES, Family, Part, token_loss
 from tigon.ops.logprob import logprob_reference
+from tigon.ops.targets import as_labels
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
@@ -484,7 +485,7 @@ def _policy(
             f"{name}: x must be (S, T, H) and target (S, T), got {tuple(x.shape)} and {tuple(target.shape)}."
         )
     (S, T), acc = target.shape, torch.promote_types(x.dtype, torch.float32)
-    mask = target != ignore_index
+    mask = as_labels(target, ignore_index) != ignore_index
     counts = mask.sum(1).to(acc)
     tokens = counts.sum().clamp(min=1)
     sides: dict[str, Tensor] = {}

@@ -26,10 +26,10 @@ from tigon.linear.chunks import chunk_budget, chunk_rows, spared_by_one_chunk
 from tigon.linear.head import Head, check_accumulate, check_head, empty_logits, take
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import InputGradient, Shards, shards_of
-from tigon.ops.cross_entropy import check_target
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
-from tigon.runtime import differentiable, differentiable_directly, launcher
+from tigon.ops.targets import checked_target
+from tigon.runtime import can_look, differentiable, differentiable_directly, launcher
 
 ALONE = 0  # every token by itself
 BATCH = -1  # the whole batch
@@ -244,9 +244,7 @@ def token_loss(
         if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref_", sequences=True) != compute:
             raise ValueError(f"{name}: ref_x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
-    check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
-    if target.dtype == torch.uint8:  # where torch takes class 156 for an ignore_index of -100
-        raise ValueError(f"{name}: target must hold signed integers, got {target.dtype}.")
+    target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     if len(sides) > SIDES:
         raise ValueError(f"{name}: there is room for {SIDES} sides, got {len(sides)}.")
     instance = _family(family, ",".join(kinds), [0.0, *numbers])
@@ -277,7 +275,7 @@ def token_loss(
 def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
     """A number a sequence, or nothing where the host does not know."""
     if lengths is None:
-        looks = target.device.type == "cpu" and not torch.compiler.is_compiling()
+        looks = target.device.type == "cpu" and can_look(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     known = [int(n) for n in lengths]
     if len(known) != target.shape[0] or any(not 0 <= n <= target.shape[1] for n in known):

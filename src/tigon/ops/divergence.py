@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.ops.targets import as_labels
 from tigon.runtime import (
     INTERPRET,
     cdiv,
@@ -159,6 +160,7 @@ def _divergence(
             f"{name}: labels must be integers on {input.device}, one a row, {tuple(input.shape[:-1])}, "
             f"got {tuple(labels.shape)} {labels.dtype} on {labels.device}."
         )
+    labels = None if labels is None else as_labels(labels, ignore_index)
     options = (kind, form, beta, temperature, ignore_index)
     rows = _rows(input, target, labels, *options) if use_triton(input, target) else None
     if rows is None:

@@ -14,8 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.cross_entropy import CHECKS
-from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.ops.targets import CHECKS
+from tigon.runtime import (
+    can_look,
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    next_power_of_2,
+    rows_of,
+    tl,
+    triton,
+    use_triton,
+)
 
 PIECE = 64  # tokens
 # Up to so many tokens are sorted by counting, M² comparisons in one launch; more by radix, M in a dozen launches.
@@ -50,7 +61,7 @@ def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
         raise ValueError(f"embedding: padding_idx must lie in [{-V}, {V}) or be None, got {padding_idx}.")
     # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
     looks = input.device.type == "cpu" or CHECKS
-    if looks and not torch.compiler.is_compiling() and input.numel():
+    if looks and can_look(input):
         ids = input.long()  # torch compares a uint8 with what 300 is in uint8
         wrong = (ids < 0) | (ids >= V)
         if wrong.any():

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.cross_entropy import check_target
 from tigon.ops.cross_entropy.kernels import LN2, LOWEST, _cap
+from tigon.ops.targets import checked_target
 from tigon.runtime import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
 
@@ -67,19 +67,14 @@ def logprob(
     check_transform("logprob", temperature, softcap, scale)
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"logprob: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
-    check_target("logprob", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
-    target = signed(target)
+    shape, classes = logits.shape[:-1], logits.shape[-1]
+    target = checked_target("logprob", target, shape, classes, ignore_index, logits.device)
     options = (ignore_index, temperature, softcap or 0.0, scale)
     if not use_triton(logits):
         result = logprob_reference(logits, target, *options)
     else:
         result = LogProb(*_logprob(logits, target, *options))
     return LogProb(*result[:2], *(t.detach() for t in result[2:]))
-
-
-def signed(target: Tensor) -> Tensor:
-    """In uint8 torch takes class 156 for an ignore_index of -100."""
-    return target.long() if target.dtype == torch.uint8 else target
 
 
 def check_transform(name: str, temperature: float, softcap: float | None, scale: float) -> None:

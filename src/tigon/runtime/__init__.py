@@ -10,6 +10,7 @@ autocast    which dtype autocast casts to
 
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
+    can_look,
     differentiable,
     differentiable_directly,
     first_order,
@@ -42,6 +43,7 @@ __all__ = [
     "autocast_device",
     "autocast_dtype",
     "can_describe",
+    "can_look",
     "cdiv",
     "describe",
     "differentiable",

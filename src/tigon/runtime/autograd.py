@@ -21,7 +21,20 @@ def _gpus() -> int:
 
 def is_traced(x: Tensor) -> bool:
     """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
-    return torch.compiler.is_compiling() or type(x) not in _PLAIN
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or _is_recorded()
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether there are numbers in x that the host may look at."""
+    return not is_traced(x) and not x.is_meta and x.numel() > 0
+
+
+def _is_recorded() -> bool:
+    """Whether `make_fx` records what is done to plain tensors, or a FakeTensorMode takes them for fake ones."""
+    if not torch._C._len_torch_dispatch_stack():  # the common case, in 30 ns
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
 
 
 def graph_is_kept() -> bool:
@@ -181,7 +194,7 @@ def differentiable(
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            result = direct(*args) if type(args[0]) in _PLAIN else op(*args)
+            result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
             ctx.set_materialize_grads(False)
             ctx.hides = True  # what is beyond `outputs`: nobody but the backward pass ever sees it
             setup_context(ctx, args, result)

@@ -28,9 +28,9 @@ from tigon.linear.head import check_accumulate, check_head, logit_bytes, logits_
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
 from tigon.losses.distillation.walk import logits_dtypes, walk, walk_over_shards
-from tigon.ops.cross_entropy import check_target
-from tigon.ops.logprob import signed
 from tigon.ops.shard_statistics import IGNORED
+from tigon.ops.targets import checked_target
+from tigon.runtime import can_look
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -259,11 +259,11 @@ def _distill(
         raise ValueError(f"{name}: {argument} goes with a target, got None.")
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
     if target is not None:
-        check_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
+        target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     rows = x.reshape(-1, x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
     if shards is not None and labels is not None:
-        labels, ignore_index = shards.labels(signed(labels), ignore_index), IGNORED
+        labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     valid = -1 if num_valid is None else int(num_valid)
     loss_dtype = torch.promote_types(compute, torch.float32)
     inverse = _inverse(rows, labels, ignore_index, reduction, divisor, loss_dtype)
@@ -308,7 +308,7 @@ def _inverse(
 
 def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
     """On a GPU it would wait: there the kernel answers NaN."""
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+    if ids.device.type == "cpu" and can_look(ids):
         wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
         if wrong.any():
             raise ValueError(f"{name}: teacher_ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")

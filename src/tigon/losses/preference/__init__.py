@@ -42,6 +42,7 @@ from tigon.losses.preference.families import (
     KTO_TYPES,
 )
 from tigon.losses.token_loss import token_loss
+from tigon.ops.targets import as_labels
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -141,7 +142,7 @@ def dpo(
     pairs = _pairs("dpo", x, target)
     given = _given("dpo", pairs, ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
     source = _source("dpo", "ref_chosen_logps and ref_rejected_logps", given, ref_x, reference_free)
-    mask = target != ignore_index
+    mask = as_labels(target, ignore_index) != ignore_index
     shares, counts = _shares(x, mask)
     sides = [*shares, _filled(x, 1.0) / counts.sum().clamp(min=1)]
     if given:
@@ -196,7 +197,7 @@ def orpo(
     """
     _check_positive("orpo", beta=beta)
     _pairs("orpo", x, target)
-    sides, _ = _shares(x, target != ignore_index)
+    sides, _ = _shares(x, as_labels(target, ignore_index) != ignore_index)
     if completion_mask is not None:
         if completion_mask.shape != target.shape:
             raise ValueError(
@@ -411,7 +412,7 @@ def kto(
         "kto", (source,), (beta,), x, weight, target, bias, reference=(ref_x, ref_weight, ref_bias), sides=sides,
         lengths=lengths, **walk,
     )  # fmt: skip
-    tokens = (target != ignore_index).sum(1)
+    tokens = (as_labels(target, ignore_index) != ignore_index).sum(1)
     chosen, tokens_chosen, all_tokens = label.sum(), torch.where(label, tokens, 0).sum(), tokens.sum()
     for name, of_chosen, of_all in (
         ("rewards", chosen, S),
@@ -504,7 +505,7 @@ def _contrast(
 ) -> Result:  # fmt: skip
     _check_smoothing(name, numbers[2])
     _pairs(name, x, target)
-    sides, _ = _shares(x, target != ignore_index)
+    sides, _ = _shares(x, as_labels(target, ignore_index) != ignore_index)
     return token_loss(
         "cpo", kinds, numbers, x, weight, target, bias, sides=sides, ignore_index=ignore_index, name=name, **walk
     )

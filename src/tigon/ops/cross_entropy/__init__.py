@@ -11,7 +11,6 @@ The operator in the usual order: here the promise, then reference.py, kernels.py
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,12 +20,12 @@ from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
 from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
+from tigon.ops.targets import checked_target
 from tigon.runtime import use_triton
 
 __all__ = [
     "CrossEntropyDetails",
     "check_options",
-    "check_target",
     "cross_entropy",
     "cross_entropy_reference",
     "cross_entropy_rows",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
-CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 
 
 class CrossEntropyDetails(NamedTuple):
@@ -112,7 +110,7 @@ def cross_entropy(
     check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
-    check_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
+    target = checked_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
     if weight is not None:
         _check_weight(weight, logits)
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
@@ -180,26 +178,6 @@ def check_options(
         raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
     if isinstance(divisor, Tensor) and divisor.dim() != 0:
         raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
-
-
-def check_target(
-    name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int, device: torch.device
-) -> None:
-    if target.shape != shape:
-        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
-    if target.dtype.is_floating_point or target.dtype == torch.bool:
-        raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
-    if target.device != device:  # a kernel would read a host address
-        raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
-    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
-    if (CHECKS or target.device.type == "cpu") and not torch.compiler.is_compiling() and target.numel():
-        target = target.long()  # torch compares a uint8 with what 300 is in uint8
-        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-        if wrong.any():
-            value = int(target[wrong].flatten()[0])
-            raise ValueError(
-                f"{name}: target must lie in [0, {classes}) or be ignore_index={ignore_index}, got {value}."
-            )
 
 
 def _check_weight(weight: Tensor, logits: Tensor) -> None:

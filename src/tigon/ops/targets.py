@@ -1,0 +1,45 @@
+"""Class indices that callers hand over: checked, and in a dtype that every comparison with a class is right in."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from tigon.runtime import can_look
+
+CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
+
+
+def as_labels(target: Tensor, ignore_index: int) -> Tensor:
+    """target as the operators compare it: int64, or int32 where that holds ignore_index.
+
+    torch compares a tensor with a number in the tensor's dtype. There 300 is 44 in uint8, so that classes beyond a
+    narrow dtype wrap, −100 is class 156, and 2⁴⁰ is class 0 in int32.
+    """
+    if target.dtype == torch.int64 or (target.dtype == torch.int32 and -(2**31) <= ignore_index < 2**31):
+        return target
+    return target.long()
+
+
+def checked_target(
+    name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int, device: torch.device
+) -> Tensor:
+    """target `as_labels`. Raises: ValueError where it does not fit, or holds what is no class."""
+    if target.shape != shape:
+        raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
+    if target.dtype.is_floating_point or target.dtype == torch.bool or target.dtype.is_complex:
+        raise ValueError(f"{name}: target must hold integer class indices, got {target.dtype}.")
+    if target.device != device:  # a kernel would read a host address
+        raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
+    target = as_labels(target, ignore_index)
+    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    if (CHECKS or target.device.type == "cpu") and can_look(target):
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            value = int(target[wrong].flatten()[0])
+            raise ValueError(
+                f"{name}: target must lie in [0, {classes}) or be ignore_index={ignore_index}, got {value}."
+            )
+    return target
