@@ -187,7 +187,7 @@ def test_conversations_are_cut_and_those_without_a_turn_to_learn_left(tokenizer)
     rows, note = conversation_rows(Corpus("", [], [CONVERSATION, short]), tokenizer, 70, ignore)
     assert len(rows) == 1
     assert len(rows.rows[0][0]) == 70
-    assert "1 of 2 conversations were cut" in note
+    assert "1 of 2 examples were cut" in note
     with pytest.raises(Problem, match="assistant"):
         conversation_rows(Corpus("", [], [short]), tokenizer, 40, ignore)
 

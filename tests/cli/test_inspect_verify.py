@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tigon.cli.verify import compare
 
@@ -86,6 +87,8 @@ def test_verify_a_preset(tigon, model, dtype):
     shown = tigon("verify", model, "--dtype", dtype).ok().out
     assert "plain and fused agree" in shown
     assert "q_proj" in shown
+    # Without a GPU it says so: nobody may take this for a test of the kernels.
+    assert ("No kernel was tested: the kernels run on CUDA" in shown) == (not torch.cuda.is_available())
 
 
 def test_verify_tells_what_differs(monkeypatch):
@@ -111,8 +114,6 @@ def test_verify_tells_what_differs(monkeypatch):
 
 
 def test_compare_is_strict():
-    import torch
-
     exact = {"loss": torch.tensor(1.0).double(), "a.0.w": torch.ones(4).double(), "a.1.w": torch.ones(4).double()}
     near = {name: value * (1 + 1e-7) for name, value in exact.items()}
 

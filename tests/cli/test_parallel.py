@@ -143,7 +143,7 @@ def test_deepspeed(together, arguments, text, tmp_path):
 @pytest.mark.parametrize(
     ("different", "sentence"),
     [
-        (("--lr", 1e-3), "the processes of this run disagree: --lr is 0.0003 on rank 0 .* and 0.001 on rank 1"),
+        (("--lr", 1e-3), "the processes of this run disagree: --lr is 2e-05 on rank 0 .* and 0.001 on rank 1"),
         (("--data", "{longer}"), "disagree: --data is .*text.txt on rank 0 .* and .*longer.txt on rank 1"),
         (("--data", "nowhere.txt"), r"rank 1 \(.*\) cannot go on: .*nowhere.txt"),
     ],

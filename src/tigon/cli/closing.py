@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tigon.cli.checkpoint import STAGING, write_json
-from tigon.cli.folder import METRICS, PICTURE, PRETRAINED, move_in, record
+from tigon.cli.checkpoint import STAGING, publish, seal, write_json
+from tigon.cli.folder import MERGED, METRICS, PICTURE, PRETRAINED, move_in, record
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics
 
 
@@ -23,6 +23,17 @@ def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | Non
     model.save_pretrained(staged, state_dict=weights)
     tokenizer.save_pretrained(staged)
     move_in(output, staged)
+
+
+def save_merged(model: Any, tokenizer: Any, output: Path) -> None:
+    """Write the model with its adapters merged into its weights, as a model of its own, in a folder of the run."""
+    merged = model.merge_and_unload()
+    merged.config.use_cache = True
+    staged = output / STAGING / MERGED
+    merged.save_pretrained(staged)
+    tokenizer.save_pretrained(staged)
+    seal(staged)
+    publish(staged, output / MERGED)
 
 
 def save_from(checkpoint: Path, output: Path) -> None:

@@ -3,6 +3,7 @@
     plain text             all files after one another, an end-of-text token between them, cut into blocks of --seq-len
     {"text": "…"}          JSON lines; each is a text
     {"messages": [{…}]}    JSON lines; each conversation is one example, loss on the assistant's turns alone
+    {"prompt", "completion"}, Alpaca's and ShareGPT's rows: rows.py
 
 For preferences, JSON lines of {"prompt", "chosen", "rejected"}, and for rewards of {"prompt"}: all of them texts, or
 all of them conversations, as TRL has them.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.cli.problem import Problem, one_line
+from tigon.cli.rows import FORMS, as_conversation, as_pair, flattened, is_conversation, length
 from tigon.install import install
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py")
@@ -34,16 +36,20 @@ PIECE = 1 << 18
 
 @dataclass
 class Corpus:
-    """The data before tokenization: texts, or conversations (lists of {"role", "content"}), or rows for TRL."""
+    """The data before tokenization: texts, or examples, or rows for TRL.
+
+    conversations: lists of {"role", "content"}. pairs: prompt and completion, two texts or two such lists.
+    """
 
     name: str
     texts: list[str]
     conversations: list[list[dict[str, Any]]]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def characters(self) -> int:
-        return sum(map(len, self.texts)) + sum(len(str(m["content"])) for c in self.conversations for m in c)
+        return sum(map(len, self.texts)) + sum(map(length, (*self.conversations, *self.pairs)))
 
     @property
     def strings(self) -> list[str]:
@@ -51,12 +57,18 @@ class Corpus:
         talks = ["\n".join(m["content"] for m in c) for c in self.conversations]
         parts = [[row[name] for name in ("prompt", "chosen", "rejected") if name in row] for row in self.rows]
         flat = ["".join(p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in row) for row in parts]
-        return self.texts or talks or flat
+        pairs = [flattened(prompt) + flattened(completion) for prompt, completion in self.pairs]
+        return self.texts or [*talks, *pairs] or flat
 
     @property
     def chats(self) -> bool:
         """Whether a chat template is needed."""
-        return bool(self.conversations) or any(not isinstance(v, str) for row in self.rows[:1] for v in row.values())
+        lists = any(not isinstance(prompt, str) for prompt, _ in self.pairs)
+        return (
+            bool(self.conversations)
+            or lists
+            or any(not isinstance(v, str) for row in self.rows[:1] for v in row.values())
+        )
 
 
 def read_corpus(data: str, task: str = "sft") -> Corpus:
@@ -73,11 +85,13 @@ def read_corpus(data: str, task: str = "sft") -> Corpus:
             raise Problem(f"--data {file}: --task {task} wants JSON lines ({', '.join(JSON_SUFFIXES)})")
         else:
             corpus.texts.append(_decode(file))
-    if corpus.texts and corpus.conversations:
-        raise Problem(f"--data {data}: some rows have a 'text' and others 'messages'; train on one kind at a time")
+    if corpus.texts and (corpus.conversations or corpus.pairs):
+        raise Problem(
+            f"--data {data}: some rows have a 'text' and others are conversations; train on one kind at a time"
+        )
     if len({_kind(row) for row in corpus.rows}) > 1:
         raise Problem(f"--data {data}: some rows are texts and others conversations; train on one kind at a time")
-    if not any(t.strip() for t in corpus.texts) and not corpus.conversations and not corpus.rows:
+    if not any(t.strip() for t in corpus.texts) and not (corpus.conversations or corpus.pairs or corpus.rows):
         raise Problem(f"--data {data}: the data set is empty")
     return corpus
 
@@ -199,13 +213,12 @@ def _add_rows(corpus: Corpus, rows: Iterable[tuple[str, Any]]) -> None:
     for where, row in rows:
         if isinstance(row, dict) and isinstance(row.get("text"), str):
             corpus.texts.append(row["text"])
-        elif isinstance(row, dict) and _is_conversation(row.get("messages")):
-            corpus.conversations.append(row["messages"])
+        elif (conversation := as_conversation(row)) is not None:
+            corpus.conversations.append(conversation)
+        elif (pair := as_pair(row)) is not None:
+            corpus.pairs.append(pair)
         else:
-            raise Problem(
-                f"--data {where} must have a 'text' string, or 'messages' of {{'role', 'content'}}, and is "
-                f"{reprlib.repr(row)}"
-            )
+            raise Problem(f"--data {where} must have {FORMS}, and is {reprlib.repr(row)}")
 
 
 WANTED = {
@@ -227,27 +240,16 @@ def _add_task_rows(task: str, corpus: Corpus, rows: Iterable[tuple[str, Any]]) -
 
 def _fits(task: str, row: dict[str, Any]) -> bool:
     if task == "grpo":
-        return isinstance(row.get("prompt"), str) or _is_conversation(row.get("prompt"))
+        return isinstance(row.get("prompt"), str) or is_conversation(row.get("prompt"))
     answers = row.get("chosen"), row.get("rejected")
     if all(isinstance(a, str) for a in answers):
         return isinstance(row.get("prompt"), str)
     # The prompt of conversations may be what both begin with.
-    return all(map(_is_conversation, answers)) and ("prompt" not in row or _is_conversation(row["prompt"]))
+    return all(map(is_conversation, answers)) and ("prompt" not in row or is_conversation(row["prompt"]))
 
 
 def _kind(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{n} {type(row[n]).__name__}" for n in ("prompt", "chosen", "rejected") if n in row)
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
-    role, content = message.get("role"), message.get("content")
-    return isinstance(role, str) and bool(role) and isinstance(content, str)
 
 
 def pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:

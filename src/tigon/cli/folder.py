@@ -17,7 +17,7 @@ from tigon.cli.problem import Problem
 from tigon.presets import PRESETS
 
 LOCK = ".lock"
-METRICS, PICTURE, BOARD = "metrics.jsonl", "loss.png", "tensorboard"
+METRICS, PICTURE, BOARD, MERGED = "metrics.jsonl", "loss.png", "tensorboard", "merged"
 # What every run writes. What else a run has written, its model and tokenizer, is listed in its record.
 ALWAYS = (RECORD, METRICS, PICTURE, LOCK)
 # The files by which from_pretrained knows a model, adapters and a tokenizer.
@@ -26,7 +26,7 @@ PRETRAINED = (
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model",
 )  # fmt: skip
 # What a run could write, and so must not find in a folder where no run has written it.
-POSSIBLE = (*ALWAYS, BOARD, STAGING, "checkpoint-[0-9]*", *PRETRAINED)
+POSSIBLE = (*ALWAYS, BOARD, MERGED, STAGING, "checkpoint-[0-9]*", *PRETRAINED)
 _WILD = "*?["
 
 
@@ -209,7 +209,7 @@ def _divide(output: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _writes(folder: Path) -> bool:
-    return folder.name in (BOARD, STAGING) or NAME.fullmatch(folder.name.removesuffix(BROKEN)) is not None
+    return folder.name in (BOARD, MERGED, STAGING) or NAME.fullmatch(folder.name.removesuffix(BROKEN)) is not None
 
 
 def _others(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 from dataclasses import dataclass
@@ -65,20 +66,27 @@ class Sides:
     def __init__(self, source: Source, setup: Setup) -> None:
         import torch
 
-        from tigon.cli.model import checkpoint_activations, random_model
+        from tigon.cli.model import (
+            attention_options,
+            checkpoint_activations,
+            lora_config,
+            random_model,
+            with_adapters,
+        )
 
         self.setup = setup
         weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32
         if setup.precision == "fp32":
             weights = torch.float32
-        options = {"attn_implementation": setup.attention} if setup.attention else {}
+        options = attention_options(setup.attention)
         with torch.device("meta"):
-            self.model = random_model(source.config, any_head=True, dtype=weights, **options).train()
+            self.model = random_model(copy.deepcopy(source.config), any_head=True, dtype=weights, **options).train()
         self.model.config.use_cache = False
         self.model.config.get_text_config().use_cache = False
         self.whole = self.model.num_parameters()
         if setup.lora:
-            self.model = adapted(self.model, setup)
+            needs("--lora", "train", "peft")
+            self.model = with_adapters(self.model, lora_config(setup.lora, setup.lora_targets))
         if setup.gradient_checkpointing:
             checkpoint_activations(self.model)
         self.fusion: Any = None
@@ -106,16 +114,6 @@ class Sides:
 
         self.fusion = fuse(self.model, recompute=self.setup.recompute, offload=self.setup.offload)
         return self.fusion
-
-
-def adapted(model: Any, setup: Any) -> Any:
-    """The model with LoRA adapters, as `tigon train --lora` makes them."""
-    needs("--lora", "train", "peft")
-    from peft import get_peft_model
-
-    from tigon.cli.model import lora_config
-
-    return get_peft_model(model, lora_config(setup.lora, setup.lora_targets))
 
 
 def capacity_of(text: str | None) -> tuple[str, float] | None:
@@ -189,3 +187,65 @@ def gib(size: float) -> str:
 
 def reason_of(error: BaseException) -> str:
     return one_line(error, 160)
+
+
+def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) -> str | None:
+    """Before anything large is built: raise a Problem where a run plainly cannot fit, or return what to say about it.
+
+    On a GPU the step is estimated; on a CPU, whose allocations nobody has measured, only what stands at any batch.
+    """
+    from tigon.memory.estimate import CannotEstimate
+
+    kind = options.parallel.partition("=")[0]
+    gpus = 1 if kind == "ddp" else processes
+    setup = Setup(
+        options.batch_size * (2 if options.task == "dpo" else 1), options.seq_len, resolved(options, use_cpu), "adamw",
+        options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
+        options.attention, gpus, summed=True,
+    )  # fmt: skip
+    reference = options.task == "dpo" or bool(options.beta)
+    copies = 2 if reference and not options.lora and options.task != "sft" else 1
+    way_out = (
+        "; a smaller --batch-size or --seq-len, --gradient-checkpointing, --lora or --precision bf16-pure takes less, "
+        "and --no-memory-check runs it nevertheless"
+    )
+    if use_cpu:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, room = standing(source, setup, copies) * local, memory_of_host()
+        if needed > room:
+            raise Problem(
+                f"{options.model} needs {gib(needed)} for weights, gradients and optimizer, and this machine has "
+                f"{gib(room)} of memory left; --lora or --precision bf16-pure takes less, and --no-memory-check runs "
+                "it nevertheless"
+            )
+        return None
+    name, capacity = capacity_of(None) or ("", 0.0)
+    at_least = standing(source, setup, copies)
+    if at_least > capacity - CONTEXT:
+        raise Problem(
+            f"{options.model} needs {gib(at_least)} for weights, gradients and optimizer alone, and {name} has "
+            f"{gib(capacity)}{way_out}"
+        )
+    if options.task != "sft" or options.compile or kind == "tp":
+        return None  # TRL's losses, and what a compiler keeps, are not estimated
+    sides = Sides(source, setup)
+    try:
+        if not options.plain:
+            sides.fuse()
+        peak = sides.memory().peak.total
+    except CannotEstimate:
+        return None
+    words = f"a step of {setup.words()} is estimated at {gib(peak)}, and {name} has {gib(capacity)}"
+    told = verdict(peak, capacity)
+    if told == "does not fit":
+        raise Problem(f"{options.model}: {words}{way_out}")
+    return f"memory is tight: {words}" if told == "tight" else None
+
+
+def resolved(options: Any, use_cpu: bool) -> str:
+    """--precision with auto decided: bf16 where the GPU has it."""
+    import torch
+
+    if options.precision != "auto":
+        return str(options.precision)
+    return "bf16" if not use_cpu and torch.cuda.is_bf16_supported() else "fp32"

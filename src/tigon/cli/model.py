@@ -144,12 +144,27 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
 
 
+def with_adapters(model: Any, config: Any) -> Any:
+    """The model with LoRA adapters. Raises Problem for targets that it does not have."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise Problem(f"--lora-targets: {one_line(error)}") from error
+
+
 def random_model(config: PretrainedConfig, *, any_head: bool = False, **options: Any) -> PreTrainedModel:
     """A model with random weights, from the current seed."""
     try:
         return _class_of(config, any_head).from_config(config, **options)
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
+
+
+def attention_options(attention: str | None) -> dict[str, Any]:
+    """--attention, as transformers takes it."""
+    return {} if attention is None else {"attn_implementation": attention}
 
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:

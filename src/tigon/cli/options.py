@@ -26,9 +26,14 @@ TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 
 # Above these NumPy takes no seed, and no library a number of steps, sequences or tokens.
 SEEDS, COUNTS = 2**32 - 1, 2**31 - 1
 # The options that may name files.
-PATHS = ("model", "data", "output", "tokenizer", "reward")
+PATHS = ("model", "data", "eval_data", "output", "tokenizer", "reward")
 # A resumed run may differ in these: they do not change what any step before the end computes.
-FREE = {"output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs"}
+FREE = {
+    "output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs", "merge",
+    "no_memory_check",
+}  # fmt: skip
+# Peak learning rates: of all weights of a trained model, and of new weights (from scratch, or of adapters).
+FINE_TUNE_LR, NEW_LR = 2e-5, 3e-4
 
 
 @dataclass
@@ -49,7 +54,7 @@ class TrainOptions:
     batch_size: int = 8
     grad_accum: int = 1
     seq_len: int = 512
-    lr: float = 3e-4
+    lr: float | None = None
     warmup: float = 0.05
     schedule: str = "cosine"
     weight_decay: float = 0.1
@@ -64,6 +69,14 @@ class TrainOptions:
     compile: bool = False
     parallel: str = "ddp"
     lora: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str = "all-linear"
+    lora_dropout: float = 0.0
+    merge: bool = False
+    attention: str | None = None
+    eval_data: str | None = None
+    pack: bool = False
+    no_memory_check: bool = False
     eval_fraction: float = 0.02
     save_every: int = 500
     keep: int = 2
@@ -80,7 +93,7 @@ class TrainOptions:
             if getattr(self, name) not in known:
                 raise Problem(f"{flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)}")
         above_0 = ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr")
-        for name in (*above_0, "max_completion_length"):
+        for name in (*above_0, "max_completion_length", "lora_alpha"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise Problem(f"{flag(name)} must be above 0, got {value}")
@@ -98,6 +111,15 @@ class TrainOptions:
             raise Problem(f"--seq-len must be 2 or more, a token and one to predict it from, got {self.seq_len}")
         if not 0 <= self.eval_fraction < 1:
             raise Problem(f"--eval-fraction must be at least 0 and below 1, got {self.eval_fraction}")
+        if not 0 <= self.lora_dropout < 1:
+            raise Problem(f"--lora-dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        for name in ("lora_alpha", "lora_targets", "lora_dropout", "merge"):
+            if not self.lora and getattr(self, name) != getattr(TrainOptions, name):
+                raise Problem(f"{flag(name)} goes with --lora, the rank of adapters")
+        if self.eval_data and self.eval_fraction not in (0.0, TrainOptions.eval_fraction):
+            raise Problem("--eval-data and --eval-fraction contradict each other: a file, or a share of --data")
+        if self.pack and self.task != "sft":
+            raise Problem(f"--pack goes with --task sft, got --task {self.task}")
         if self.vocab_size < 257:
             raise Problem(f"--vocab-size must be 257 or more, 256 bytes and the end of a text, got {self.vocab_size}")
 
@@ -152,6 +174,11 @@ class TrainOptions:
             )
         if self.lora and not source.weights:
             raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")
+
+    def settle_rate(self, source: Source) -> None:
+        """The learning rate where none was given: small steps for all of a trained model's weights."""
+        if self.lr is None:
+            self.lr = FINE_TUNE_LR if source.weights and not self.lora else NEW_LR
 
     def warmup_steps(self, total: int) -> int:
         """--warmup below 1 is a share of all steps, otherwise a count."""

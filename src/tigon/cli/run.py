@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import platform
 import shlex
@@ -23,18 +24,30 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 from tigon import __version__
 from tigon.cli.agree import agree, join_again
 from tigon.cli.checkpoint import STAGING, checkpoints, step_of
-from tigon.cli.closing import conclude, save, save_from
+from tigon.cli.closing import conclude, save, save_from, save_merged
 from tigon.cli.data import Corpus
 from tigon.cli.folder import METRICS, Claim, check_room, clear, is_closed, move_in, read_record, record
+from tigon.cli.memory import check_memory, resolved
 from tigon.cli.metrics import Metrics, repair
-from tigon.cli.model import Source, load_model, load_tokenizer, quiet_transformers, random_model
+from tigon.cli.model import (
+    Source,
+    attention_options,
+    load_model,
+    load_tokenizer,
+    lora_config,
+    quiet_transformers,
+    random_model,
+    with_adapters,
+)
 from tigon.cli.options import TrainOptions
 from tigon.cli.parallel import Layout, SpreadTrainer, ZeroTrainer, deepspeed_config
 from tigon.cli.problem import Problem, disk_full
 from tigon.cli.screen import screen
+from tigon.cli.start import FirstStep, start_line
 from tigon.cli.tasks import Rows, TaskTrainer, task_of
 from tigon.cli.tokens import (
     CHAT_TEMPLATE,
+    Packed,
     collate,
     conversation_rows,
     text_blocks,
@@ -46,8 +59,9 @@ from tigon.cli.trainer import CheckpointedTrainer, StopOnSignal
 
 
 def run(
-    options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, overwrite: bool, claim: Claim
-) -> None:
+    options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, held: Corpus | None,
+    overwrite: bool, claim: Claim,
+) -> None:  # fmt: skip
     """Train. Raises Problem for what cannot be done, and with status 130 or 143 when a signal ended the run."""
     quiet_transformers()
     output = Path(options.output)
@@ -70,8 +84,16 @@ def run(
     agree({"what the tokenizer made of --data": f"{dataset.digest}"})
     if checkpoint and facts.get("data") != dataset.digest:
         raise Problem(f"--data {options.data} is not what the run in {output} was trained on, so it cannot be resumed")
-    train_set, eval_set = _split(dataset, options)
+    if held is None:
+        train_set, eval_set = _split(dataset, options)
+    else:
+        train_set, eval_set = dataset, _tokenize(held, tokenizer, options, console)
 
+    if not options.no_memory_check:
+        warning = check_memory(options, source, use_cpu, state.num_processes)
+        if warning:
+            console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    attention = attention_options(options.attention)
     set_seed(options.seed)
     pure = options.precision == "bf16-pure"
     model: Any
@@ -79,22 +101,21 @@ def run(
     with _spinner(console) as bar:
         bar.add_task("loading the model" if source.weights else "building the model", total=None)
         if checkpoint and layout.sharded:  # the whole weights; each process will keep its share
-            model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype)
+            model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype, **attention)
         elif source.weights:
-            model = load_model(source, dtype)
+            model = load_model(source, dtype, **attention)
         else:
-            model = random_model(_sized(source, tokenizer))
+            model = random_model(_sized(source, tokenizer), **attention)
             model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
+    if options.pack and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise Problem(f"--pack: {options.model} takes no positions, so packed conversations would see each other")
     task = None if options.task == "sft" else task_of(options)
     adapters = None
     if options.lora:
-        from peft import LoraConfig, get_peft_model
-
-        adapters = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
-        adapters.task_type = "CAUSAL_LM"
+        adapters = lora_config(options.lora, options.lora_targets, options.lora_alpha, options.lora_dropout)
         if task is None:
-            model = get_peft_model(model, adapters)
+            model = with_adapters(model, adapters)
     model.config.use_cache = False
     layout.check(model)
 
@@ -131,7 +152,7 @@ def run(
             move_in(output, output / STAGING / "tokenizer")
         repair(output / METRICS)
     console.print(
-        f"{options.model}: {model.num_parameters() / 1e6:,.1f}M parameters; {len(train_set):,} "
+        f"{len(train_set):,} "
         + (task.examples if task else f"sequences of up to {options.seq_len} tokens")
         + f", {len(eval_set) if eval_set else 0:,} held out; {total:,} steps"
         + (f", from step {step_of(checkpoint)}" if checkpoint else ""),
@@ -154,7 +175,6 @@ def run(
         trainer = task.trainer(model, tokenizer, train_set, eval_set, adapters, common)
         if not options.plain:
             fusion = task.fuse(trainer, recompute=options.recompute, offload=options.offload)
-            console.print(str(fusion.report()), highlight=False, soft_wrap=True)
     else:
         if not options.plain:
             from tigon import fuse
@@ -162,7 +182,6 @@ def run(
             with _spinner(console) as bar:
                 bar.add_task("fusing", total=None)
                 fusion = fuse(model, recompute=options.recompute, offload=options.offload)
-            console.print(fusion.report().to_rich())
         trainer_class: Any = ZeroTrainer if layout.kind == "zero3" else CheckpointedTrainer
         if layout.sharded:
             # What autocast would do, at the edges of the shards, and in the collectives.
@@ -179,6 +198,12 @@ def run(
         )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    trainer.add_callback(FirstStep(console, fusion))
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    console.print(
+        start_line(options, trainer.model, trained, resolved(options, use_cpu), arguments.device, layout.readers),
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
     command = f"tigon train --resume --output {shlex.quote(options.output)}"
     try:
         with stop:
@@ -191,6 +216,8 @@ def run(
         weights = None if layout.kind == "ddp" else trainer.whole_weights()
         if state.is_main_process:
             save(trainer.model, tokenizer, output, weights)
+            if options.merge:
+                save_merged(trainer.model, tokenizer, output)
             conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
     except BaseException as error:  # of an interruption too: the bar must give the terminal back
         metrics.close()
@@ -252,6 +279,8 @@ def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Co
         if corpus.texts:
             return text_blocks(corpus, tokenizer, options.seq_len, advance)
         rows, note = conversation_rows(corpus, tokenizer, options.seq_len, advance)
+    if options.pack:
+        rows = Packed(rows.rows, options.seq_len, tokenizer.pad_token_id)
     if note:
         console.print(note, style="yellow", highlight=False, soft_wrap=True)
     return rows

@@ -82,7 +82,7 @@ class TaskTrainer:
         from datasets import Dataset, disable_progress_bars
 
         disable_progress_bars()
-        kind = type(f"Checkpointed{self.base.__name__}", (Checkpointed, self.base), {})
+        kind = type(self.base.__name__, (Checkpointed, self.base), {})  # whose name the reports print
         further = dict(self.further)
         if self.name == "dpo" and adapters is None:
             further["ref_model"] = copy.deepcopy(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 
 from tigon.cli.data import Corpus, pieces
 from tigon.cli.problem import Problem, one_line
+from tigon.cli.rows import length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -132,28 +134,31 @@ def text_blocks(corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance) 
 def conversation_rows(
     corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance
 ) -> tuple[Conversations, str | None]:
-    """Tokenize conversations with the tokenizer's chat template, with loss on the assistant's turns.
+    """Tokenize conversations with the tokenizer's chat template, with loss on the assistant's turns; and prompts with
+    their completions, with loss on the completions.
 
     Returns: the rows, and a sentence when the template does not say which tokens are the assistant's, so that the loss
         is on all of them.
     """
     rows, unmasked, cut = [], 0, 0
-    for number, messages in enumerate(corpus.conversations, 1):
+    examples: list[Any] = [*corpus.conversations, *corpus.pairs]
+    for number, example in enumerate(examples, 1):
+        is_pair = isinstance(example, tuple)
         try:
-            ids, mask = _assistant_mask(messages, tokenizer)
+            ids, mask = completion_mask(*example, tokenizer) if is_pair else _assistant_mask(example, tokenizer)
         except Exception as error:
             raise Problem(
-                f"--data {corpus.name}: the chat template cannot render conversation {number} ({one_line(error)})"
+                f"--data {corpus.name}: the chat template cannot render example {number} ({one_line(error)})"
             ) from error
         unmasked += mask is None
         cut += len(ids) > seq_len
         labels = np.where(mask, ids, IGNORE) if mask is not None else ids.copy()
         if len(ids) > 1 and (labels[1:seq_len] != IGNORE).any():
             rows.append((ids[:seq_len], labels[:seq_len]))
-        advance(sum(len(m["content"]) for m in messages))
+        advance(length(example))
     if not rows:
         raise Problem(
-            f"--data {corpus.name}: no conversation has an assistant's turn within --seq-len {seq_len} tokens"
+            f"--data {corpus.name}: no example has an answer, of the assistant or a completion, in {seq_len} tokens"
         )
     notes = []
     if unmasked:
@@ -161,8 +166,72 @@ def conversation_rows(
             f"the chat template does not mark the assistant's turns in {unmasked} conversations: loss on all turns"
         )
     if cut:
-        notes.append(f"{cut} of {len(corpus.conversations)} conversations were cut to --seq-len {seq_len} tokens")
+        notes.append(f"{cut} of {len(examples)} examples were cut to --seq-len {seq_len} tokens")
     return Conversations(rows), "; ".join(notes) or None
+
+
+def completion_mask(prompt: Any, completion: Any, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of a prompt and its completion, and which of them are the completion's, as TRL makes them.
+
+    Texts are joined as they are, with the end-of-text token behind; conversations by the chat template.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if not isinstance(prompt, str):
+        whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        if not whole.startswith(prompt):
+            raise ValueError("it writes the prompt otherwise where the completion follows")
+        completion, end = whole[len(prompt) :], []
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, completion))
+    ids = np.asarray([*before, *after, *end], dtype=np.int64)
+    return ids, np.arange(len(ids)) >= len(before)
+
+
+class Packed(Conversations):
+    """Conversations put together into sequences of one length, each with positions of its own.
+
+    By the positions attention knows where a conversation begins, and none sees another; nor is the first token of one
+    predicted from the last of the one before. What is left of a sequence is padding without loss.
+    """
+
+    def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad: int) -> None:
+        super().__init__([_joined([rows[i] for i in one], seq_len, pad) for one in best_fit(rows, seq_len)])
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids, labels, positions = map(torch.from_numpy, self.rows[i])  # type: ignore[arg-type]
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(part.tobytes() for row in self.rows for part in row)).hexdigest()[:16]
+
+
+def best_fit(rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int) -> list[list[int]]:
+    """Which rows share a sequence: the longest first, each where it leaves the least room."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # of each sequence that has some, in ascending order, and its number
+    for i in sorted(range(len(rows)), key=lambda i: -len(rows[i][0])):
+        size = len(rows[i][0])
+        at = bisect.bisect_left(room, (size, -1))
+        left, number = room.pop(at) if at < len(room) else (seq_len, len(bins))
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(i)
+        bisect.insort(room, (left - size, number))
+    return bins
+
+
+def _joined(rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad: int) -> Any:
+    ids, labels, positions = [], [], []
+    for row_ids, row_labels in rows:
+        ids.append(row_ids)
+        labels.append(np.where(np.arange(len(row_ids)) == 0, IGNORE, row_labels))
+        positions.append(np.arange(len(row_ids)))
+    rest = seq_len - sum(map(len, ids))
+    ids.append(np.full(rest, pad))
+    labels.append(np.full(rest, IGNORE))
+    positions.append(np.arange(rest))
+    return tuple(np.concatenate(parts).astype(np.int64) for parts in (ids, labels, positions))
 
 
 def _assistant_mask(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray | None]:

@@ -14,6 +14,7 @@ import typer
 
 from tigon.cli.agree import agree, versions
 from tigon.cli.checkpoint import MANIFEST, after_restart, newest_whole, step_of
+from tigon.cli.config import with_config
 from tigon.cli.data import Corpus, read_corpus
 from tigon.cli.folder import Claim, from_here, is_closed, located
 from tigon.cli.model import Source, find_model
@@ -36,7 +37,9 @@ def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.Optio
 # The names of the parameters are those of TrainOptions.
 def train(
     model: Annotated[str | None, _option("model", "A directory, a name on the hub, or a preset such as llama-tiny (random weights).", _RUN)] = None,
-    data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, JSON lines with 'text' or 'messages', or the rows of --task.", _RUN)] = None,
+    data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, JSON lines (text, messages, prompt and completion, Alpaca, ShareGPT), or the rows of --task.", _RUN)] = None,
+    eval_data: Annotated[str | None, _option("eval_data", "What to evaluate on, as --data; in place of a share of --data.", _RUN)] = None,
+    config: Annotated[str | None, typer.Option("--config", help="A YAML file of these options by their names; the command line wins.", rich_help_panel=_RUN)] = None,
     task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: on text, on preferences, or by a reward; the last two are TRL's trainers.", _RUN)] = None,
     reward: Annotated[str | None, _option("reward", "For grpo: module:function, file.py:function, or regex:PATTERN (1 for completions that match).", _RUN)] = None,
     output: Annotated[str | None, _option("output", "Where checkpoints, metrics and the model go.", _RUN)] = None,
@@ -53,10 +56,11 @@ def train(
     batch_size: Annotated[int | None, _option("batch_size", "Sequences, pairs or completions per device and micro-batch.", _STEP)] = None,
     grad_accum: Annotated[int | None, _option("grad_accum", "Micro-batches per optimizer step.", _STEP)] = None,
     seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence; of dpo's, prompt and answer.", _STEP)] = None,
+    pack: Annotated[bool | None, _option("pack", "Put several conversations into a sequence; none attends to another.", _STEP, "--pack")] = None,
     beta: Annotated[float | None, _option("beta", "How near the model stays to where it began: 0.1 for dpo, 0 for grpo.", _STEP)] = None,
     num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions of each prompt.", _STEP)] = None,
     max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: most tokens of a completion.", _STEP)] = None,
-    lr: Annotated[float | None, _option("lr", "Peak learning rate; 1e-6 for dpo and grpo.", _STEP)] = None,
+    lr: Annotated[float | None, _option("lr", "Peak learning rate. By default 2e-5 for a trained model, 3e-4 from scratch and for adapters, 1e-6 for dpo and grpo.", _STEP)] = None,
     warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
     schedule: Annotated[str | None, _option("schedule", f"{', '.join(SCHEDULES)}.", _STEP)] = None,
     weight_decay: Annotated[float | None, _option("weight_decay", "AdamW's weight decay.", _STEP)] = None,
@@ -65,12 +69,18 @@ def train(
     tokenizer: Annotated[str | None, _option("tokenizer", "A directory or hub name; else the model's own, or one trained on the data.", _MODEL)] = None,
     vocab_size: Annotated[int | None, _option("vocab_size", "Largest vocabulary of a tokenizer trained on the data.", _MODEL)] = None,
     lora: Annotated[int | None, _option("lora", "Train LoRA adapters of this rank on all linear layers.", _MODEL)] = None,
+    lora_alpha: Annotated[float | None, _option("lora_alpha", "The adapters' scale, times the rank. \\[default: twice the rank]", _MODEL)] = None,
+    lora_targets: Annotated[str | None, _option("lora_targets", "Names of the layers that get adapters, separated by commas.", _MODEL)] = None,
+    lora_dropout: Annotated[float | None, _option("lora_dropout", "Dropout before the adapters.", _MODEL)] = None,
+    merge: Annotated[bool | None, _option("merge", "At the end, also save the model with its adapters merged, in --output/merged.", _MODEL, "--merge")] = None,
+    attention: Annotated[str | None, _option("attention", "sdpa, eager, flash_attention_2, or another that transformers knows; by default the model's own.", _MODEL)] = None,
     gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,
     recompute: Annotated[str | None, _option("recompute", f"{', '.join(RECOMPUTE)}: what the backward pass of a fused model computes again instead of keeping it.", _MODEL)] = None,
     offload: Annotated[bool | None, _option("offload", "Keep what the forward pass saves, the layers' inputs under --gradient-checkpointing, in host memory.", _MODEL, "--offload")] = None,
     compile: Annotated[bool | None, _option("compile", "Compile the model by torch.compile.", _MODEL, "--compile")] = None,
     precision: Annotated[str | None, _option("precision", f"{', '.join(PRECISIONS)}; auto is bf16 where the GPU has it. bf16 and fp16 keep fp32 weights, bf16-pure does not.", _MACHINE)] = None,
     device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,
+    no_memory_check: Annotated[bool | None, _option("no_memory_check", "Train also where the model plainly does not fit.", _MACHINE, "--no-memory-check")] = None,
     parallel: Annotated[str | None, _option("parallel", "How several processes share the model: ddp, fsdp, hsdp, hpz, tp=N or zero3.", _MACHINE)] = None,
     deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms alone.", _MACHINE, "--deterministic")] = None,
 ) -> None:
@@ -79,12 +89,13 @@ def train(
     Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
     Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train --parallel fsdp …`.
     """
-    given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite")}
+    given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "config")}
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
     prepared, problem = None, None
     with Claim() as claim:
         try:
-            folder = Path(located("output", _DEFAULT.output if given["output"] is None else given["output"]))
+            given = with_config(config, given)
+            folder = Path(located("output", given.get("output") or _DEFAULT.output))
             if os.environ.get("RANK", "0") == "0":
                 claim.take(folder)
             resume, overwrite = after_restart(folder, resume, overwrite)
@@ -106,6 +117,7 @@ class Prepared(NamedTuple):
     source: Source
     corpus: Corpus
     checkpoint: Path | None
+    held: Corpus | None = None
 
     def told(self) -> dict[str, Any]:
         """What all processes of a run must have alike, by its name for the user."""
@@ -144,4 +156,18 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
             raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
     source = find_model(options.model)
     options.check_model(source)
-    return Prepared(options, source, corpus, checkpoint)
+    options.settle_rate(source)
+    held = _held(options, corpus) if options.eval_data else None
+    return Prepared(options, source, corpus, checkpoint, held)
+
+
+def _held(options: TrainOptions, corpus: Corpus) -> Corpus:
+    """What --eval-data names, which must be of the form of --data."""
+    try:
+        held = read_corpus(str(options.eval_data), options.task)
+    except Problem as problem:
+        raise Problem(str(problem).replace("--data", "--eval-data", 1), problem.code) from problem
+    for form in ("texts", "rows"):
+        if bool(getattr(held, form)) != bool(getattr(corpus, form)):
+            raise Problem(f"--eval-data {options.eval_data} has rows of another form than --data {options.data}")
+    return held

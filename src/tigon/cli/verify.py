@@ -88,8 +88,10 @@ def verify(
     rows = compare(exact, plain, fused, FLOOR[dtype] * torch.finfo(getattr(torch, dtype)).eps)
     report = fusion.report()
     wrong = [row["name"] for row in rows if not row["equal"]]
+    reason = _no_kernels(ids, getattr(torch, dtype))
     if json:
         found = {"model": source.name, "dtype": dtype, "device": place, "rows": rows, "report": report.to_dict()}
+        found["kernels"] = reason is None
         print(encoder.dumps(found, indent=2))
     else:
         console.print(report.to_rich())
@@ -99,6 +101,22 @@ def verify(
     if wrong:
         raise Problem(f"plain and fused differ by more than rounding in {', '.join(wrong)}", code=1)
     console.print("plain and fused agree: no difference is above rounding", highlight=False)
+    if reason is not None:
+        console.print(
+            f"No kernel was tested: {reason}, so the fused model ran by PyTorch's own operators. Verify on a GPU, or "
+            "set TRITON_INTERPRET=1 and TIGON_BACKEND=triton to interpret the kernels.",
+            style="yellow", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _no_kernels(ids: Any, dtype: torch.dtype) -> str | None:
+    """Why no Triton kernel ran on the device of ids; None where they did."""
+    import torch
+
+    from tigon.runtime import use_triton, why_not_triton
+
+    sample = torch.empty(1, dtype=dtype, device=ids.device)
+    return None if use_triton(sample) else why_not_triton(sample) or "the interpreter serves only when it is forced"
 
 
 def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> Any:

@@ -1,0 +1,63 @@
+"""`--config run.yaml`: the options of `tigon train` from a file, by the names they have on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from tigon.cli.options import TrainOptions, flag
+from tigon.cli.problem import Problem, needs, one_line
+
+
+def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What was given on the command line, and beneath it what the file says.
+
+    Args:
+        file: YAML, a mapping of options; hyphens and underscores are alike, and an option without a value is left out.
+    Raises: Problem for a file that cannot be read, an unknown option (naming the nearest), and a value of another type.
+    """
+    if file is None:
+        return given
+    needs("--config", "train", "yaml")
+    import yaml
+
+    path = Path(file).expanduser()
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Problem(f"--config {file}: cannot be read ({one_line(error)})") from error
+    if not isinstance(fields, dict):
+        raise Problem(f"--config {file}: must be a mapping of options to values, such as 'batch-size: 8'")
+    known = {field.name for field in dataclasses.fields(TrainOptions)}
+    kinds = get_type_hints(TrainOptions)
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {flag(close[0])[2:]}?" if close else " (see `tigon train --help`)"
+            raise Problem(f"--config {file}: {key} is no option of tigon train{hint}")
+        if name in found:
+            raise Problem(f"--config {file}: {key} is given twice")
+        if value is not None:
+            found[name] = _as(kinds[name], value, f"--config {file}: {key}")
+    return {**found, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _as(kind: Any, value: Any, where: str) -> Any:
+    """The value as the option's type: YAML reads 1e-4 as a text and 2 as a whole number."""
+    wanted = next(k for k in (get_args(kind) if isinstance(kind, types.UnionType) else (kind,)) if k is not type(None))
+    if type(value) is wanted:
+        return value
+    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if wanted is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    raise Problem(f"{where} must be {words[wanted]}, got {value!r}")

@@ -1,0 +1,78 @@
+"""What a run says when it begins: the start line, and after the first step what Tigon replaced and what of it ran."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.runtime import why_not_triton
+
+if TYPE_CHECKING:
+    from tigon.cli.options import TrainOptions
+
+PRECISION = {
+    "bf16": "bf16 autocast over fp32 weights",
+    "fp16": "fp16 autocast over fp32 weights",
+    "bf16-pure": "bf16 weights",
+    "fp32": "fp32",
+}
+
+
+def start_line(
+    options: TrainOptions, model: Any, trained: int, precision: str, device: torch.device, readers: int
+) -> str:
+    """The model, how many of its parameters are trained, on what, by what, and in which steps.
+
+    trained: with LoRA fewer than all. readers: processes that have a batch of their own.
+    """
+    whole = model.num_parameters()
+    share = "all trained" if trained == whole else f"{count(trained)} trained"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    per_step = options.batch_size * options.grad_accum * readers
+    factors = [str(options.batch_size), f"{options.grad_accum} micro-batches" if options.grad_accum > 1 else "",
+               f"{readers} processes" if readers > 1 else ""]  # fmt: skip
+    parts = [f"{per_step} sequences a step"]
+    if per_step != options.batch_size:
+        parts[0] += f" ({' × '.join(f for f in factors if f)})"
+    return (
+        f"{options.model}: {count(whole)} parameters, {share}; {PRECISION[precision]} on {where}, "
+        f"{backend(options, device)}; learning rate {options.lr:g}, {', '.join(parts)}"
+    )
+
+
+def backend(options: TrainOptions, device: torch.device) -> str:
+    """By what the model's layers run."""
+    if options.plain:
+        return "plain, without Tigon"
+    reason = why_not_triton(torch.empty(0, dtype=torch.float32, device=device))
+    return "fused, Triton kernels" if reason is None else "fused, PyTorch reference"
+
+
+def count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M"
+
+
+def told(report: Any) -> str:
+    """A report for the screen: of a trainer with several models the first one's in full, and of the others a line."""
+    models = getattr(report, "models", None)
+    if not models:
+        return str(report)
+    (first, whole), *others = models.items()
+    lines = [report.headline()]
+    lines += [f"  {row.kind:<8} {'fused' if row.fused else 'left '} {row.what}" for row in report.rows]
+    lines += [report.last_step(), f"{first}: {whole}"]
+    return "\n".join([*lines, *(f"{role}: {other.headline()}" for role, other in others)])
+
+
+class FirstStep(TrainerCallback):
+    """Prints the report of a fusion when its counts are those of a step that ran."""
+
+    def __init__(self, console: Any, fusion: Any) -> None:
+        self.console, self.fusion = console, fusion
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.fusion is not None:
+            self.console.print(told(self.fusion.report()), highlight=False, markup=False, soft_wrap=True)
+        self.fusion = None

@@ -1,0 +1,32 @@
+"""docs/cli.md has every option of every command, and no option that there is not."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from tigon.cli.app import COMMANDS, app
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+
+
+def section(command):
+    found = re.search(rf"^## tigon {command}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/cli.md has no section on tigon {command}"
+    return found[1]
+
+
+def options(command):
+    group = typer.main.get_command(app)
+    return {name for parameter in group.commands[command].params for name in parameter.opts if name.startswith("--")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_stands_in_the_page(command):
+    text, known = section(command), options(command)
+    written = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", text))
+    assert known <= written, f"not in docs/cli.md: {sorted(known - written)}"
+    # torchrun's own options, and those of other commands, stand in examples.
+    every = {name for other in COMMANDS for name in options(other)} | {"--nproc-per-node"}
+    assert written <= every, f"no such option: {sorted(written - every)}"
