@@ -27,9 +27,9 @@ import importlib.util
 import inspect
 import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
+# An image that a chart takes the place of: it has its colours from the page.
+CHART = re.compile(r"!\[(?P<title>[^\]]*)\]\((?:\.\./)*charts/(?P<name>[^)]+)\.png\)")
 # Beyond this a chart of a whole file says nothing; the operators' own pages have theirs.
 CHART_CASES = 24
 
@@ -73,6 +75,7 @@ PAGE = """# {name}
 def on_config(config: Any) -> Any:
     """Put the pages of the operators behind the overview, by kind."""
     latest.cache_clear()  # mkdocs serve builds again and again
+    charts.cache_clear()
     chart_of.cache_clear()
     memory_of.cache_clear()
     for entry in config.nav or []:
@@ -84,37 +87,47 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for every operator, and a chart for it and for every result file of moderate size."""
+    """Add a page for every operator."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "first-steps.md", content=guides.notebook()))
     for kind in KINDS:
         for name in operators(kind):
             files.append(File.generated(config, f"ops/{name}.md", content=page_of(name)))
-    pictures = {f"charts/ops/{name}.png": content for name in charted() if (content := chart_of(name))}
+    return files
+
+
+@functools.cache
+def charts() -> dict[str, Callable[[], str]]:
+    """By the name that pages call them by, what draws the charts of operators and result files as SVG."""
+    found: dict[str, Callable[[], str]] = {}
+    for name in charted():
+        if content := chart_of(name):
+            found[f"ops/{name}"] = functools.partial(plots.svg, content)
+        if content := memory_of(name):
+            found[f"memory/{name}"] = functools.partial(plots.svg, content, "memory")
     for path in sorted(RESULTS.glob("*.json")):
         content = report.load(path)
         if has_chart(content):
-            pictures[f"charts/{path.stem}.png"] = content
+            found[path.stem] = functools.partial(plots.svg, content)
         if plots.has_profile(content):
-            pictures[f"charts/profile/{path.stem}.png"] = content
-    memory = {f"charts/memory/{name}.png": content for name in charted() if (content := memory_of(name))}
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "chart.png")
-        for uri, content in {**pictures, **memory}.items():
-            kind = uri.split("/")[1]
-            plots.plot(content, picture, kind if kind in ("memory", "profile") else None)
-            files.append(File.generated(config, uri, content=picture.read_bytes()))
-        for path in sorted(RESULTS.glob("*.json")):
-            content = report.load(path)
-            if content["kind"] == "converge":
-                for name, drawn in convergence.pictures(path, content).items():
-                    convergence.plot(content, picture, *drawn)
-                    files.append(File.generated(config, f"charts/{name}", content=picture.read_bytes()))
-            if content["kind"] == "sam":
-                sharpness.plot(content, picture)
-                files.append(File.generated(config, f"charts/{path.stem}.png", content=picture.read_bytes()))
-    return files
+            found[f"profile/{path.stem}"] = functools.partial(plots.svg, content, "profile")
+        if content["kind"] == "converge":
+            for name, drawn in convergence.pictures(path, content).items():
+                draw = functools.partial(convergence.plot, content, picture=drawn[0], dtype=drawn[1])
+                found[name.removesuffix(".png")] = functools.partial(plots.inline, draw)
+        if content["kind"] == "sam":
+            found[path.stem] = functools.partial(plots.inline, functools.partial(sharpness.plot, content))
+    return found
+
+
+def drawn(image: re.Match[str]) -> str:
+    """A chart in the page itself, where it has the colours of the theme and text that can be read and searched for."""
+    if image["name"] not in charts():
+        return image[0]
+    svg = re.sub(r"\s*\n\s*", " ", charts()[image["name"]]().strip())
+    title = escape(image["title"])
+    return f'<figure class="chart" role="img" aria-label="{title}" data-search-exclude>{svg}</figure>'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -137,7 +150,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "samcost": lambda _: sharpness.cost_page(RESULTS),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
-    return MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
+    markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
+    return CHART.sub(drawn, markdown)
 
 
 # ---------------------------------------------------------------------------------------------------------- operators

@@ -1,7 +1,7 @@
-"""The README's tables, made from the result files.
+"""The README's tables and its first chart, made from the result files.
 
     python benchmarks/readme.py            say which of them are not what the files say
-    python benchmarks/readme.py --write    write them into the README
+    python benchmarks/readme.py --write    write them into the README, and the chart into docs/images
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, NAME one of TABLES. `tests/test_readme.py` holds them.
 """
@@ -145,6 +145,69 @@ def runs(content: dict[str, Any]) -> list[dict[str, Any]]:
     return list(content.get("runs") or [{"date": content["date"], "command": content["command"]}])
 
 
+# ------------------------------------------------------------------------------------------------------ the first chart
+
+CHARTS = ROOT / "docs" / "images"
+# GitHub shows a page in the theme of its reader, and an image in a theme of its own: one picture for each.
+INKS = {
+    "light": {"ink": "#1f2328", "faint": "#59636e", "liger": "#3b6ea5", "tigon": "#d9480f"},
+    "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "liger": "#6f9fd0", "tigon": "#ff8a50"},
+}
+PANELS = (("tokens_per_s", "Tokens/s, against Hugging Face"), ("peak_gib", "Peak memory, against Hugging Face"))
+PANEL, LABELS, LINE, BAR = 330, 120, 44, 15  # of a panel, of the models' names, of a model, of a bar
+
+
+def chart(theme: str) -> str:
+    """Speed and memory of the models on four GPUs, Liger and Tigon beside Hugging Face, as SVG."""
+    ink = INKS[theme]
+    cases = cases_of(report.load(RESULTS / "h200-4gpus.json")["rows"], "side")
+    width, height = LABELS + 2 * PANEL, 62 + LINE * len(cases)
+    shares = {
+        key: [{side: by[side][key] / by["hf"][key] - 1 for side in ("liger", "tigon")} for by in cases]
+        for key, _ in PANELS
+    }
+    parts = []
+    for number, by in enumerate(cases):
+        y = 66 + number * LINE
+        parts.append(text(LABELS - 12, y + BAR + 4, by["hf"]["model"], ink["ink"], anchor="end"))
+    for panel, (key, title) in enumerate(PANELS):
+        x = LABELS + panel * PANEL
+        scale = (PANEL - 84) / max(abs(share) for shown in shares[key] for share in shown.values())
+        parts.append(text(x, 48, title, ink["ink"], weight=600))
+        for number, shown in enumerate(shares[key]):
+            for place, (side, share) in enumerate(shown.items()):
+                y = 66 + number * LINE + place * (BAR + 2)
+                length = abs(share) * scale
+                label = f"{100 * share:+.1f} %".replace("-", "−")
+                parts.append(f'<rect x="{x}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2" fill="{ink[side]}"/>')
+                parts.append(text(x + length + 6, y + 12, label, ink["ink"], size=13))
+    for place, side in enumerate(("liger", "tigon")):
+        x = LABELS + place * 80
+        parts.append(f'<rect x="{x}" y="8" width="13" height="13" rx="2" fill="{ink[side]}"/>')
+        parts.append(text(x + 19, 19, TITLES[side], ink["faint"]))
+    parts.append(text(width, 19, "4 × H200, FSDP2, bf16", ink["faint"], anchor="end"))
+    body = "\n".join(parts)
+    family = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{ALT}" font-family="{family}" font-size="14">\n{body}\n</svg>\n'
+    )
+
+
+ALT = "Tokens/s and peak memory of Liger and Tigon against Hugging Face, five models on four H200"
+
+
+def text(x: float, y: float, words: str, fill: str, anchor: str = "start", weight: int = 400, size: int = 14) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" text-anchor="{anchor}" font-weight="{weight}" '
+        f'font-size="{size}">{words}</text>'
+    )
+
+
+def pictures() -> dict[Path, str]:
+    return {CHARTS / f"headline-{theme}.svg": chart(theme) for theme in INKS}
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "four-gpus": four_gpus,
     "one-gpu": one_gpu,
@@ -162,17 +225,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
-    text = README.read_text()
-    new = filled(text)
-    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in text]
+    old = README.read_text()
+    new = filled(old)
+    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in old]
     if missing:
         print(f"readme.py: README.md has no table {', '.join(missing)}.", file=sys.stderr)
-    if new == text:
+    drawn = {path: svg for path, svg in pictures().items() if not path.exists() or path.read_text() != svg}
+    if new == old and not drawn:
         return 1 if missing else 0
     if options.write:
         README.write_text(new)
+        for path, svg in drawn.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(svg)
         return 0
-    print("readme.py: tables of README.md differ from the result files; --write renews them.", file=sys.stderr)
+    print(
+        "readme.py: tables of README.md or its chart differ from the result files; --write renews them.",
+        file=sys.stderr,
+    )
     return 1
 
 

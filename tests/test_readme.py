@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 from statistics import mean
+from xml.etree import ElementTree
 
 import pytest
 
@@ -28,6 +29,21 @@ def test_every_table_is_there_and_is_what_the_result_files_say(readme):
     changed = text.replace("46,752", "46,753", 1)
     assert changed != text
     assert readme.filled(changed) == text
+
+
+def test_the_first_chart_is_what_the_result_file_says_in_both_themes(readme):
+    text = (ROOT / "README.md").read_text()
+    rows = report.load(ROOT / "benchmarks" / "results" / "h200-4gpus.json")["rows"]
+    by = {(row["model"], row["side"]): row["tokens_per_s"] for row in rows}
+    for path, svg in readme.pictures().items():
+        assert path.relative_to(ROOT).as_posix() in text
+        assert path.read_text() == svg, "python benchmarks/readme.py --write renews the chart"
+        words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+        for model in {model for model, _ in by}:
+            assert model in words
+            assert f"{100 * (by[model, 'tigon'] / by[model, 'hf'] - 1):+.1f} %" in words
+    light, dark = readme.pictures().values()
+    assert light != dark
 
 
 def losses(**totals):

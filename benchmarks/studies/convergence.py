@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.bench import report
+from tigon.bench import plots, report
 
 MEASURES = ("loss", "norm", "weights")
 CHANCE = 1e-3  # that one file of sound runs has a run beyond a limit
@@ -285,14 +285,14 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], picture: str, dt
     for row in rows:
         axis = axes[models.index(row["model"])][kinds.index(row["batches"])]
         axis.set_visible(True)
-        axis.set_title(f"{row['model']}, {row['batches']}", fontsize=8, loc="left")
-        axis.tick_params(labelsize=6)
+        axis.set_title(f"{row['model']}, {row['batches']}", fontsize=10, loc="left")
+        axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         _draw_losses(axis, row) if picture == "losses" else _draw_distances(axis, row)
     what = "loss of each step" if picture == "losses" else "distance of the loss from the plain runs"
-    figure.suptitle(f"{what}, {dtype}\n{report.headline(content)}", fontsize=8, color="#555555")
+    figure.suptitle(f"{what}, {dtype}\n{report.headline(content)}", fontsize=10, color=plots.FAINT)
     handles, labels = next(axis for axis in axes.flat if axis.get_visible()).get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 

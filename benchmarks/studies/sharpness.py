@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tigon.bench import report
+from tigon.bench import plots, report
 
 COLOURS = {"SGD": "#9a9a9a", "SGD, twice as long": "#555555", "SAM": "#3b6ea5", "mSAM, 4 shards": "#2b8a3e",
            "mSAM, 8 shards": "#d9480f"}  # fmt: skip
@@ -243,8 +243,8 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=7)
     handles, labels = axes[2].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    figure.suptitle(report.headline(content), fontsize=8, color="#555555")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
+    figure.suptitle(report.headline(content), fontsize=10, color=plots.FAINT)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 

@@ -130,7 +130,7 @@ def test_the_page_says_when_there_is_no_record(tmp_path):
 
 
 def test_the_documentation_shows_the_record(tmp_path, monkeypatch):
-    files_module = pytest.importorskip("mkdocs.structure.files")
+    pytest.importorskip("matplotlib")
     hook = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
     spec = importlib.util.spec_from_file_location("docs_pages", hook)
     module = importlib.util.module_from_spec(spec)
@@ -140,13 +140,8 @@ def test_the_documentation_shows_the_record(tmp_path, monkeypatch):
     report.save(tmp_path / "cpu-converge.json", report.result("converge", rows()[:2]))
     shown = SimpleNamespace(file=SimpleNamespace(src_uri="how-it-works/convergence.md"))
     text = module.on_page_markdown("<!-- converge -->", page=shown)
-    config = SimpleNamespace(
-        docs_dir="docs", site_dir="site", use_directory_urls=True, plugins=SimpleNamespace(_current_plugin="hook")
-    )
-    files = {file.src_uri: file for file in module.on_files(files_module.Files([]), config)}
     for picture in ("losses", "distances"):
-        assert f"](../charts/cpu-converge-fp32-{picture}.png)" in text
-        assert files[f"charts/cpu-converge-fp32-{picture}.png"].content_bytes.startswith(b"\x89PNG")
+        assert f'aria-label="cpu-converge-fp32-{picture}.png"' in text
 
 
 def test_a_run_goes_on_where_it_was_stopped(script, tmp_path, capsys):

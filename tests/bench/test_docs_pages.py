@@ -48,7 +48,10 @@ def test_marks_become_tables(hook):
     assert text.endswith("\nafter")
     assert "| rope | 4×4096×32×8×128 |" in text
     assert "1.75×" in text
-    assert "(../charts/h200-ops.png)" in text
+    assert '<figure class="chart" role="img" aria-label="h200-ops" data-search-exclude><svg ' in text
+    assert "currentColor" in text, "it has the colour of the page"
+    (figure,) = [line for line in text.splitlines() if line.startswith("<figure")]
+    assert figure.endswith("</svg></figure>"), "Markdown sees one block"
     assert "<!--" not in text
 
 
@@ -66,8 +69,8 @@ def test_what_depends_on_a_file_is_absent_without_it(hook, tmp_path):
     shown = rendered(hook, text)
     assert "## Models" in shown
     assert "| llama-3-8b | 16×512 | 10,000, 70.0 GiB |" in shown
-    assert "(../charts/h200-models.png)" in shown
-    assert "(../charts/profile/h200-models.png)" in shown
+    assert 'aria-label="h200-models"' in shown
+    assert 'aria-label="kinds of kernel, h200-models"' in shown
     assert shown.endswith("after\n")
     assert "<!--" not in shown
 
@@ -155,7 +158,7 @@ def test_another_gpu_appears_by_itself_and_changes_nothing_of_the_first(hook, tm
     assert "Not yet" not in hook.page_of("swiglu")
     shown = rendered(hook, "<!-- if: *-ops.json -->\n<!-- matrix: *-ops.json -->\n<!-- end -->\n")
     assert "NVIDIA GeForce RTX 4090, " in shown
-    assert "geforce-rtx-4090-ops.png" in shown
+    assert 'aria-label="geforce-rtx-4090-ops"' in shown
 
 
 def test_a_matrix_has_one_line_per_case(hook):
@@ -215,9 +218,12 @@ def test_pages_and_charts_are_added_to_the_site(hook):
     )
     files = {file.src_uri: file for file in hook.on_files(files_module.Files([]), config)}
     assert files["ops/rope.md"].content_string.startswith("# rope")
-    for chart in ("charts/h200-ops.png", "charts/ops/rope.png"):
-        assert files[chart].content_bytes.startswith(b"\x89PNG")
-    assert "charts/ops/swiglu.png" not in files
+    assert {"h200-ops", "ops/rope"} <= set(hook.charts())
+    assert "ops/swiglu" not in hook.charts()
+    shown = rendered(hook, files["ops/rope.md"].content_string, "ops/rope.md")
+    assert 'aria-label="rope"' in shown
+    assert rendered(hook, "![other](../images/rope.png)") == "![other](../images/rope.png)"
+    assert rendered(hook, "![gone](../charts/ops/swiglu.png)") == "![gone](../charts/ops/swiglu.png)", "strict says so"
 
 
 def test_the_navigation_has_every_operator_by_kind(hook):
@@ -265,7 +271,7 @@ def test_the_memory_of_a_loss_is_drawn_over_its_tokens(hook, tmp_path):
     ]
     assert hook.memory_of("orpo") is None
     save(tmp_path / "h200-matmul.json", report.result("ops", rows), "2026-02-01")
-    for cached in (hook.latest, hook.chart_of, hook.memory_of):
+    for cached in (hook.latest, hook.charts, hook.chart_of, hook.memory_of):
         cached.cache_clear()
     assert len(hook.memory_of("orpo")["rows"]) == 6
     assert "../charts/memory/orpo.png" in hook.page_of("orpo")

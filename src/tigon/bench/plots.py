@@ -7,6 +7,7 @@ import io
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tigon.bench.report import headline
@@ -44,6 +45,7 @@ KERNELS = {
 }
 # Stands for the colour of the text around an SVG: no chart draws with it otherwise.
 INK = "#010203"
+FAINT = "#555555"  # of a title on a white background
 # Bars of operators end at this multiple of the shortest, so that the slowest do not flatten the others.
 LONGEST = 6.0
 
@@ -62,15 +64,27 @@ def svg(content: dict[str, Any], kind: str | None = None) -> str:
 
     Its panels are in one column, so that it can be read on a phone.
     """
+    return inline(lambda file: _save(content, file, kind, 1, {}, "", format="svg"))
+
+
+def inline(draw: Callable[[Any], object]) -> str:
+    """What `draw` saves into the file that it is given, as an <svg> element to stand in a page."""
+    import matplotlib
+
     file = io.StringIO()
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings = {**dict.fromkeys(ink, INK), "svg.fonttype": "none", "svg.hashsalt": "tigon", "legend.framealpha": 0.0}
-    _save(content, file, kind, 1, settings, "", format="svg", transparent=True, metadata={"Date": None})
+    settings = {
+        **dict.fromkeys(ink, INK), "savefig.format": "svg", "savefig.transparent": True, "svg.fonttype": "none",
+        "svg.hashsalt": "tigon", "legend.framealpha": 0.0, "font.family": "sans-serif",
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        draw(file)
     text = file.getvalue()
     # Width and height in points would keep it from shrinking with the page; the viewBox says what they are.
     text = re.sub(r' width="([\d.]+)pt" height="[\d.]+pt"', r' style="max-width: \1pt"', text, count=1)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    text = text[text.index("<svg") :].replace("<svg ", '<svg stroke-linejoin="round" ', 1)
+    return text.replace(INK, "currentColor").replace(FAINT, "currentColor")
 
 
 def _save(
@@ -85,19 +99,19 @@ def _save(
     with matplotlib.rc_context({"text.parse_math": False, **settings}):
         figure = KINDS[kind or content["kind"]](content, plt, across)
         if title:
-            figure.suptitle(title, fontsize=8, color="#555555")
+            figure.suptitle(title, fontsize=11, color=FAINT)
         figure.savefig(target, bbox_inches="tight", **options)
         plt.close(figure)
 
 
 def _panels(
-    groups: dict[str, list[dict[str, Any]]], plt: Any, across: int, height: float = 0.32
+    groups: dict[str, list[dict[str, Any]]], plt: Any, across: int, height: float = 0.4
 ) -> tuple[Any, list[Any]]:
     columns = min(across, max(1, len(groups)))
     lines = max(1, math.ceil(len(groups) / columns))
     longest = max((len(rows) for rows in groups.values()), default=1)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(6.5 * columns, lines * (1.0 + height * longest)), squeeze=False, layout="constrained"
+        lines, columns, figsize=(7.0 * columns, lines * (1.15 + height * longest)), squeeze=False, layout="constrained"
     )
     flat = list(axes.flat)
     for spare in flat[len(groups) :]:
@@ -115,11 +129,11 @@ def _bars(
     colours = [COLOURS.get(by or n, OTHER) for n in names]
     bars = axis.barh(range(len(rows)), [min(v, end) for v in values], color=colours)
     labels = [label.format(v) + (" →" if v > end else "") for v in values]
-    axis.bar_label(bars, labels=labels, padding=3, fontsize=8)
-    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.bar_label(bars, labels=labels, padding=3, fontsize=11)
+    axis.set_yticks(range(len(rows)), names, fontsize=11)
     axis.invert_yaxis()
     axis.margins(x=0.15)
-    axis.tick_params(axis="x", labelsize=7)
+    axis.tick_params(axis="x", labelsize=10)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -133,8 +147,8 @@ def _operators(content: dict[str, Any], plt: Any, across: int) -> Any:
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
         _bars(axis, rows, "implementation", "times_floor", "{:.2f}×", LONGEST)
         axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.set_xlabel("forward + backward, multiple of the floor", fontsize=7)
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set_xlabel("forward + backward, multiple of the floor", fontsize=10)
     return figure
 
 
@@ -158,21 +172,21 @@ def _memory(content: dict[str, Any], plt: Any, across: int) -> Any:
     for row in content["rows"]:
         if row["status"] == "ok" and row["peak_mib"]:
             lines.setdefault(row["implementation"], []).append((tokens_of(row), row["peak_mib"] / 1024))
-    figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
     for name, points in lines.items():
         tokens, gib = zip(*sorted(points), strict=True)
         axis.plot(tokens, gib, marker="o", markersize=3, label=name, color=COLOURS.get(name, OTHER))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    axis.set_xlabel("tokens", fontsize=8)
-    axis.set_ylabel("peak memory beyond the inputs, GiB", fontsize=8)
-    axis.tick_params(labelsize=7)
+    axis.set_xlabel("tokens", fontsize=11)
+    axis.set_ylabel("peak memory beyond the inputs, GiB", fontsize=11)
+    axis.tick_params(labelsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=10)
     width, vocabulary = content["rows"][0]["shape"][-2:]
     axis.set_title(
         f"{content['rows'][0]['op']}, width {width}, vocabulary {vocabulary}; a line ends where it no longer ran",
-        fontsize=9,
+        fontsize=12,
         loc="left",
     )
     return figure
@@ -186,8 +200,8 @@ def _host(content: dict[str, Any], plt: Any, across: int) -> Any:
     figure, axes = _panels(groups, plt, across)
     for axis, (title, rows) in zip(axes, groups.items(), strict=False):
         _bars(axis, rows, "implementation", "total_us", "{:.0f} µs")
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.set_xlabel("host time of forward + backward, µs", fontsize=7)
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set_xlabel("host time of forward + backward, µs", fontsize=10)
     return figure
 
 
@@ -202,10 +216,10 @@ def _models(content: dict[str, Any], plt: Any, across: int) -> Any:
         for key, unit, label in (("tokens_per_s", "tokens/s", "{:,.0f}"), ("peak_gib", "peak GiB", "{:.1f}")):
             if row["status"] == "ok" and row[key] is not None:
                 panels.setdefault(f"{_case(row)}, {unit}", ([], key, label))[0].append(row)
-    figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, across, 0.36)
+    figure, axes = _panels({title: rows for title, (rows, _, _) in panels.items()}, plt, across, 0.44)
     for axis, (title, (rows, key, label)) in zip(axes, panels.items(), strict=False):
         _bars(axis, rows, "side", key, label)
-        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_title(title, fontsize=12, loc="left")
     return figure
 
 
@@ -221,7 +235,7 @@ def _profile(content: dict[str, Any], plt: Any, across: int) -> Any:
         if row.get("profile_ms"):
             panels.setdefault(_case(row), []).append(row)
     panels = {title: rows for title, rows in panels.items() if has_profile({"rows": rows})}
-    figure, axes = _panels(panels, plt, across, 0.36)
+    figure, axes = _panels(panels, plt, across, 0.44)
     for axis, (title, rows) in zip(axes, panels.items(), strict=False):
         left = [0.0] * len(rows)
         for kind, colour in KERNELS.items():
@@ -229,18 +243,18 @@ def _profile(content: dict[str, Any], plt: Any, across: int) -> Any:
             axis.barh(range(len(rows)), widths, left=left, color=colour)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for place, end in enumerate(left):
-            axis.text(end, place, f" {end:,.0f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(rows)), [row["side"] for row in rows], fontsize=8)
+            axis.text(end, place, f" {end:,.0f}", va="center", fontsize=11)
+        axis.set_yticks(range(len(rows)), [row["side"] for row in rows], fontsize=11)
         axis.invert_yaxis()
         axis.set_xlim(0, 1.12 * max(left))
-        axis.tick_params(axis="x", labelsize=7)
+        axis.tick_params(axis="x", labelsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel("milliseconds of the device in one step", fontsize=7)
-        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xlabel("milliseconds of the device in one step", fontsize=10)
+        axis.set_title(title, fontsize=12, loc="left")
     recorded = {kind for rows in panels.values() for row in rows for kind in row["profile_ms"]}
     present = [kind for kind in KERNELS if kind in recorded]
     handles = [plt.Rectangle((0, 0), 1, 1, color=KERNELS[kind]) for kind in present]
-    figure.legend(handles, present, loc="outside lower center", ncols=min(5, len(present)), fontsize=7)
+    figure.legend(handles, present, loc="outside lower center", ncols=min(5, len(present)), fontsize=10)
     return figure
 
 
@@ -250,7 +264,7 @@ def _sequence(content: dict[str, Any], plt: Any, across: int) -> Any:
     for row in content["rows"]:
         if row["status"] == "ok" and row["peak_gib"]:
             lines.setdefault(row["side"], []).append((row["seq"], row["peak_gib"]))
-    figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
     for name, points in lines.items():
         lengths, gib = zip(*sorted(points), strict=True)
         colour = COLOURS.get(name, OTHER)
@@ -260,12 +274,12 @@ def _sequence(content: dict[str, Any], plt: Any, across: int) -> Any:
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
     axis.set_ylim(0)
-    axis.set_xlabel("tokens of a sequence", fontsize=8)
-    axis.set_ylabel("peak memory, GiB", fontsize=8)
-    axis.tick_params(labelsize=7)
+    axis.set_xlabel("tokens of a sequence", fontsize=11)
+    axis.set_ylabel("peak memory, GiB", fontsize=11)
+    axis.tick_params(labelsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, title="longest measured", title_fontsize=7)
-    axis.set_title(_case({**content["rows"][0], "seq": "length"}), fontsize=9, loc="left")
+    axis.legend(fontsize=10, title="longest measured", title_fontsize=10)
+    axis.set_title(_case({**content["rows"][0], "seq": "length"}), fontsize=12, loc="left")
     return figure
 
 
@@ -290,7 +304,7 @@ def _architectures(content: dict[str, Any], plt: Any, across: int) -> Any:
     for axis, (title, shown), key in zip(axes, panels.items(), ("faster", "smaller"), strict=False):
         _bars(axis, shown, "model", key, "{:.2f}×", by="tigon")
         axis.axvline(1.0, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
-        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_title(title, fontsize=12, loc="left")
     return figure
 
 
