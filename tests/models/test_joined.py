@@ -352,5 +352,5 @@ def test_what_waits_is_the_tensor_to_whoever_asks():
         lambda y: torch.nn.functional.scaled_dot_product_attention(y, y, value=y), lambda y: y.reshape(-1),
         lambda y: copy.deepcopy(y.detach()), lambda y: torch.add(y, other=y), lambda y: torch.tensor(len(y)),
     ):  # fmt: skip
-        fresh = HeadNorm(x, norm.weight, norm.variance_epsilon, 0.0, "llama", vars(waiting)["patch"])
+        fresh = HeadNorm(x, norm.weight, vars(waiting)["form"], vars(waiting)["patch"])
         torch.testing.assert_close(read(fresh), read(expected), rtol=1e-6, atol=1e-6)

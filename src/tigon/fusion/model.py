@@ -9,6 +9,7 @@ the module's own where its operator does not apply.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from torch import nn
 
 from tigon.fusion.clones import name_of
 from tigon.fusion.ledger import Ledger
+from tigon.fusion.part import PARTS, Part
 from tigon.fusion.patch import Patch, install, nothing, restore
 from tigon.fusion.probe import shape_of, signature_of, watched_of
 from tigon.fusion.reasons import (
@@ -37,13 +39,12 @@ from tigon.fusion.report import Report, Row
 from tigon.logits.recipe import DTYPES
 from tigon.logits.split import is_gathering_forward
 from tigon.memory.recompute import LEVELS, Recompute
-from tigon.parts.experts import experts_forward, recognize_experts
 from tigon.parts.head import head_forward, model_forward
-from tigon.parts.mlp import mlp_forward, recognize_mlp
-from tigon.parts.norm import norm_forward, recognize_norm
-from tigon.parts.relu2 import recognize_relu2, relu2_forward
 from tigon.parts.residual_norm import Sums, is_rms_norm
 from tigon.parts.rotary import Clones
+
+for _part in ("norm", "mlp", "relu2", "experts"):  # each registers itself
+    importlib.import_module(f"tigon.parts.{_part}")
 
 
 def fuse(
@@ -223,6 +224,8 @@ class Fusion:
         owners = self._fuse_heads(modules, taken) if head else []
         if not owners and "forward" not in vars(self.model) and (norms or mlp or rotary or experts):
             owners = [self.model]
+        options = {"norms": norms, "mlp": mlp, "experts": experts}
+        parts = [part for part in PARTS if options[part.option]]
         known: dict[Any, Any] = {}
         clones = Clones(self._ledger)
         for module in modules:
@@ -230,19 +233,14 @@ class Fusion:
                 continue
             if rotary:
                 self._fuse_rotary(module, clones)
-            for kind, wanted, recognize, forward in (
-                ("norm", norms, recognize_norm, norm_forward),
-                ("mlp", mlp, recognize_mlp, mlp_forward),
-                ("mlp", mlp, recognize_relu2, relu2_forward),
-                ("experts", experts, recognize_experts, experts_forward),
-            ):
-                if wanted:
-                    key = recognize, *signature_of(module)
-                    if key not in known:
-                        known[key] = recognize(module)
-                    self._replace(module, kind, known[key], forward)
-                    if kind == "experts" and getattr(known[key], "act_module", None) is not None:
-                        taken.add(id(getattr(module, known[key].act_module)))  # part of the experts' own pass
+            signature = signature_of(module)
+            for part in parts:
+                key = part, *signature
+                if key not in known:
+                    known[key] = part.recognize(module)
+                self._replace(module, part, known[key])
+                if part.owns_activation and getattr(known[key], "act_module", None) is not None:
+                    taken.add(id(getattr(module, known[key].act_module)))
         if norms:
             sums = Sums()
             for module in modules:
@@ -253,21 +251,21 @@ class Fusion:
                 if not any(owner is m for m in self._parts()):  # the model may itself be a norm
                     self._wrap_model(owner)
 
-    def _replace(self, module: nn.Module, kind: str, formula: Any, forward: Callable[..., Any]) -> None:
+    def _replace(self, module: nn.Module, part: Part, formula: Any) -> None:
         if formula is None:
             return
         reason = formula if isinstance(formula, Reason) else _why_not(module)
         if reason is not None:
-            self._left(kind, module, reason)
+            self._left(part.kind, module, reason)
             return
         name = getattr(formula, "act_module", None)
         act = None if name is None else getattr(module, name)
-        patch = Patch(kind, self._ledger, formula, act)
+        patch = Patch(part.kind, self._ledger, formula, act)
         live = getattr(formula, "live", ())
         patch.watched = tuple((k, v) for k, v in watched_of(module) if k not in live)
         patch.watched_act = () if act is None else watched_of(act)
-        self._install(module, forward, patch)
-        self._done(kind, module, str(formula))
+        self._install(module, part.forward, patch)
+        self._done(part.kind, module, str(formula))
 
     def _install(self, module: nn.Module, forward: Callable[..., Any], patch: Patch) -> None:
         patch.fusion = self

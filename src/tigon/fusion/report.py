@@ -67,9 +67,9 @@ class Report:
             return ""
         if not self.steps:
             return "No step seen yet (calls inside torch.compile are not counted)."
-        ran = ", ".join(
-            f"{kind} {self.calls.get(kind, 0)}" for kind in KINDS if any(r.kind == kind for r in self.fused)
-        )
+        kinds = {row.kind for row in self.fused}
+        ordered = [kind for kind in KINDS if kind in kinds] + sorted(kinds.difference(KINDS))
+        ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in ordered)
         text = f"Ran in the last step: {ran}."
         if self.logits_built_by:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."

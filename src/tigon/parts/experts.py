@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.part import Part, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
 from tigon.fusion.reasons import Reason
@@ -329,3 +330,6 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) 
         return False
     same = autocast_dtype(x.device.type) is not None or all(t.dtype == x.dtype for t in experts if t is not None)
     return same and all(t.dtype in DTYPES for t in floats)
+
+
+register(Part("experts", "experts", recognize_experts, experts_forward, owns_activation=True))

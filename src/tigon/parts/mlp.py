@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tigon.fusion.part import Part, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
@@ -409,3 +410,6 @@ def _product(gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return (gate * up).abs()
+
+
+register(Part("mlp", "mlp", recognize_mlp, mlp_forward))

@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tigon.fusion.part import Part, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
@@ -34,6 +35,7 @@ from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
 from tigon.parts.mlp import fit_each_other
 from tigon.parts.qk_norm import HeadNorm
+from tigon.parts.rms_form import RMSForm
 from tigon.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
 from tigon.runtime import autocast_dtype
 
@@ -56,9 +58,8 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self, *args)
     if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
         return plain_forward(self, *args)
-    eps = getattr(self, formula.eps) if isinstance(formula.eps, str) else formula.eps
     if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
-        return HeadNorm(x, weight, eps, formula.offset, formula.cast, patch)
+        return HeadNorm(x, weight, formula.form(self), patch)
     split = is_dtensor(x) or is_dtensor(weight)
     if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
         return plain_forward(self, *args)
@@ -66,10 +67,10 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if formula.centered:
         if formula.offset and weight is not None:
             weight = weight + formula.offset
-        norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=eps)
+        norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=formula.form(self).eps)
         inputs: tuple[Tensor | None, ...] = x, weight, bias
     else:
-        norm = functools.partial(rms_norm, eps=eps, offset=formula.offset, cast=formula.cast)
+        norm = functools.partial(rms_norm, **formula.form(self).options)
         inputs = x, weight
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
     if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
@@ -112,6 +113,11 @@ class Norm:
     bias: str | None = None
     gated: bool = False
     ranks: tuple[int, ...] = ()
+
+    def form(self, module: Any) -> RMSForm:
+        """Of a module as it is now."""
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        return RMSForm(eps, self.offset, self.cast)
 
     @property
     def live(self) -> tuple[str | float | None, ...]:
@@ -260,3 +266,6 @@ def _expected(
         size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)
         size = size * (1.0 if scale is None else scale.float().abs()) + (0.0 if bias is None else bias.float().abs())
     return layer_norm_reference(x, scale, bias, eps=eps), size
+
+
+register(Part("norm", "norms", recognize_norm, norm_forward))

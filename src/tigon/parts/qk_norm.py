@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rms_norm import rms_norm
+from tigon.parts.rms_form import RMSForm
 
 
 class HeadNorm:
@@ -28,15 +29,14 @@ class HeadNorm:
     Not a Tensor: `isinstance` says so. It lives in the forward of one attention module, from its norm to its rotation.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, eps: float, offset: float, cast: str, patch: Any) -> None:
-        self.x, self.weight, self.form, self.patch = x, weight, (eps, offset, cast), patch
+    def __init__(self, x: Tensor, weight: Tensor, form: RMSForm, patch: Any) -> None:
+        self.x, self.weight, self.form, self.patch = x, weight, form, patch
         self.normed: Tensor | None = None
 
     def tensor(self) -> Tensor:
         if self.normed is None:
             self.patch.ledger.count("norm", self.patch.key)
-            eps, offset, cast = self.form
-            norm = functools.partial(rms_norm, eps=eps, offset=offset, cast=cast)
+            norm: Callable[..., Tensor] = functools.partial(rms_norm, **self.form.options)
             self.normed = norm(self.x, self.weight)
             self.patch.ledger.recompute.note(self.normed, norm, self.x, self.weight)
         return self.normed
@@ -45,7 +45,7 @@ class HeadNorm:
         dims = {dim0 % self.x.dim(), dim1 % self.x.dim()}
         if self.normed is not None or self.x.dim() - 1 in dims:
             return self.tensor().transpose(dim0, dim1)
-        return HeadNorm(self.x.transpose(dim0, dim1), self.weight, *self.form, self.patch)
+        return HeadNorm(self.x.transpose(dim0, dim1), self.weight, self.form, self.patch)
 
     @property
     def shape(self) -> Any:
@@ -93,12 +93,12 @@ def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
         return None
     if q.form != k.form or q.x.dtype != k.x.dtype or q.weight.dtype != k.weight.dtype or q.weight.dtype != q.x.dtype:
         return None
-    eps, offset, cast = q.form
+    form = q.form
 
     def rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         for head in (q, k):
             head.patch.ledger.count("norm", head.patch.key)
-        run: Callable[..., Any] = functools.partial(qk_norm_rope, eps=eps, offset=offset, cast=cast, **options)
+        run: Callable[..., Any] = functools.partial(qk_norm_rope, **form.options, **options)
         rotated = run(x, y, q.weight, k.weight, cos, sin)
         q.patch.ledger.recompute.note(rotated, run, x, y, q.weight, k.weight, cos, sin)
         return rotated

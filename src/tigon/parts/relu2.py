@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.ledger import Ledger
+from tigon.fusion.part import Part, register
 from tigon.fusion.patch import plain_forward, transformed
 from tigon.fusion.probe import CASES, probe_of, recognition, run, same_numbers, takes_one_argument
 from tigon.fusion.reasons import Reason
@@ -60,3 +61,6 @@ def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
             if not case.agrees(y, expected, [x]):
                 return None
     return Squared()
+
+
+register(Part("mlp", "mlp", recognize_relu2, relu2_forward))

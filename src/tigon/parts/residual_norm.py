@@ -102,8 +102,7 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
         return total, norm(total)
     patch.ledger.count("norm", patch.key)
     patch.ledger.count("add_norm", layer)
-    eps = getattr(norm, formula.eps) if isinstance(formula.eps, str) else formula.eps
-    options = {"eps": eps, "offset": formula.offset, "cast": formula.cast}
+    options = formula.form(norm).options
     normed, total = add_rms_norm(other, one, weight, **options)
     patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), total, weight)
     return total, normed

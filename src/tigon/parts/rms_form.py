@@ -1,0 +1,17 @@
+"""What tells one RMS norm from another, besides its weight: carried whole from the norm to each operator."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class RMSForm(NamedTuple):
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), rounded as `cast` says: options of `tigon.rms_norm`."""
+
+    eps: float
+    offset: float
+    cast: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self._asdict()
