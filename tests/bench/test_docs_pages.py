@@ -1,6 +1,7 @@
 """The documentation's pages, tables and charts come from the code and from result files."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -290,3 +291,35 @@ def test_goals_stand_beside_what_was_reached(hook, tmp_path):
     lines = rendered(hook, "<!-- goals: *-models.json -->").strip().split("\n")
     assert rendered(hook, "<!-- matrix: *-models.json -->").count("| model |") == 1
     assert lines[2:] == ["| llama-3-8b | 16×512 | 12,350 | 13,000 | −5.0 % | 69.0 | 69 | +0.0 % |"]
+
+
+WANTED = (
+    "windows",
+    "packing",
+    "streaming",
+    "wandb",
+    "fp8",
+    "unsloth",
+    "h100",
+    "consumer",
+    "troubleshooting",
+    "memory",
+    "glossary",
+)
+
+
+@pytest.mark.parametrize("word", WANTED)
+def test_the_search_finds_what_users_look_for(word):
+    pages = [path.read_text().lower() for path in (HOOK.parents[1] / "docs").rglob("*.md")]
+    assert any(word in text for text in pages)
+
+
+def test_no_two_entries_of_the_navigation_have_nearly_the_same_name():
+    nav = (HOOK.parents[1] / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nvalidation:")[0]
+    titles = re.findall(r"- ([^:\n]+): [\w/-]+\.md$", nav, re.MULTILINE)
+    told = [
+        frozenset(re.findall(r"[a-z]{3,}", title.lower())) - {"the", "and", "find", "train", "with"} for title in titles
+    ]
+    near = [(a, b) for i, a in enumerate(told) for b in told[i + 1 :] if a & b and len(a ^ b) <= 1]
+    assert len(titles) > 40
+    assert not near
