@@ -61,6 +61,14 @@ def test_a_mark_without_a_file_is_said_and_a_comment_stays(hook):
     assert rendered(hook, "<!-- remark -->") == "<!-- remark -->"
 
 
+def test_no_page_says_that_a_result_file_is_missing(hook, monkeypatch):
+    monkeypatch.setattr(hook, "RESULTS", HOOK.parent / "results")
+    for page in (HOOK.parents[1] / "docs").rglob("*.md"):
+        for pattern in re.findall(r"^<!-- (?:results|matrix): (\S+) -->$", page.read_text(), re.MULTILINE):
+            found = list(hook.RESULTS.glob(pattern)) or f"<!-- if: {pattern} -->" in page.read_text()
+            assert found, f"{page.name}: {pattern}"
+
+
 def test_what_depends_on_a_file_is_absent_without_it(hook, tmp_path):
     text = "before\n<!-- if: *-models.json -->\n\n## Models\n\n<!-- matrix: *-models.json -->\n\n<!-- end -->\nafter\n"
     assert rendered(hook, text) == "before\nafter\n"

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -310,3 +311,19 @@ def test_what_a_peer_failed_with_is_taken_from_another_run():
     again["environment"]["device"] = "another"
     with pytest.raises(ValueError, match="differ in device"):
         report.take(broken, again, "quack")
+
+
+def test_rows_of_other_runs_say_so(monkeypatch):
+    content = {**report.result("model", SIDES), "date": "2026-01-02T00:00:00", "command": "b"}
+    assert report.provenance(content)[0].startswith("llama-3-8b 512 tigon, llama-3-8b 512 hf: measured in earlier runs")
+    content["rows"][0].update(date="2026-01-02T00:00:00", command="b")
+    content["rows"][1].update(date="2026-01-01T00:00:00", command="a")
+    assert report.provenance(content) == ["llama-3-8b 512 hf: measured on 2026-01-01 by `a`."]
+    assert "`b` llama-3-8b 512 hf: measured on" in report.source(content)
+    assert report.provenance(operators()) == []
+
+
+def test_a_module_is_recorded_by_its_name(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/thing/__main__.py", "--quick"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="thing.__main__"), raising=False)
+    assert report.command() == "python -m thing --quick"

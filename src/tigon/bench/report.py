@@ -104,11 +104,20 @@ def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None
         "schema": SCHEMA,
         "kind": kind,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
+        "command": command(),
         "environment": environment(device),
         **more,
         "rows": [row.to_dict() for row in rows],
     }
+
+
+def command() -> str:
+    """How this process was called, without the paths of this machine."""
+    first, *rest = (Path(word).name if os.path.isabs(word) else word for word in sys.argv)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if first == "__main__.py" and spec is not None:  # python -m PACKAGE: the file's name says nothing
+        first = f"python -m {spec.name.removesuffix('.__main__')}"
+    return " ".join([first, *rest])
 
 
 def file_name(content: dict[str, Any], what: str | None = None) -> str:
@@ -508,7 +517,22 @@ def to_markdown(content: dict[str, Any]) -> str:
 
 def source(content: dict[str, Any]) -> str:
     """Where a table comes from: hardware, ceilings, versions and command, in Markdown."""
-    return f"{headline(content)}. `{content['command']}`"
+    return f"{headline(content)}. `{content['command']}`" + "".join(f" {line}" for line in provenance(content))
+
+
+def provenance(content: dict[str, Any]) -> list[str]:
+    """Of a file whose rows say when they were measured: a sentence for each run but the one that wrote the file."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in content["rows"]:
+        if "date" in row and (row["date"], row["command"]) != (content["date"], content["command"]):
+            named = " ".join(f"{row[k]}" for k in ("model", "seq", "side") if k in row)
+            found.setdefault((row["date"], row["command"]), []).append(named)
+    lines = []
+    for (date, how), rows in sorted(found.items()):
+        some = ", ".join(rows) if len(rows) < 5 else f"{len(rows)} rows"
+        where = f"on {date[:10]} by `{how}`" if date else "in earlier runs, whose dates and commands were not recorded"
+        lines.append(f"{some}: measured {where}.")
+    return lines
 
 
 def to_table(content: dict[str, Any]) -> str:
