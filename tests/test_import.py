@@ -55,6 +55,21 @@ def test_every_public_name_is_there():
     )
 
 
+def test_modules_of_operators_are_found_by_name():
+    """After `import tigon` alone; a module and its function have one name in two places."""
+    printed(
+        "import tigon, types\n"
+        "for name in tigon.ops.__all__: assert isinstance(getattr(tigon.ops, name), types.ModuleType), name\n"
+        "assert tigon.ops.gated_linear.gated_linear is tigon.gated_linear\n"
+        "import tigon.ops.rms_norm\n"
+        "assert callable(tigon.rms_norm) and callable(tigon.gated_mlp)\n"
+        "import pathlib\n"
+        "here = pathlib.Path(tigon.ops.__file__).parent\n"
+        "files = {p.stem for p in here.iterdir() if p.suffix == '.py' or p.is_dir()}\n"
+        "assert files - {'__init__', '__pycache__'} == set(tigon.ops.__all__)"
+    )
+
+
 def test_an_unknown_name_is_an_attribute_error():
     assert "module 'tigon' has no attribute 'rms_nrom'" in python("import tigon; tigon.rms_nrom").stderr
 

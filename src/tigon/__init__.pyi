@@ -9,6 +9,7 @@ from tigon import optim as optim
 from tigon import runtime as runtime
 from tigon.fusion.model import Fusion as Fusion
 from tigon.fusion.model import fuse as fuse
+from tigon.linear.gated_mlp import gated_mlp as gated_mlp
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy
@@ -21,6 +22,7 @@ from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
+from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.group_norm import group_norm as group_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.logprob import LogProb as LogProb

@@ -228,3 +228,18 @@ def test_heads_two_to_the_31_elements_apart(device, triton_backend):
     expected, y = (tigon.rope(x, None, cos.bfloat16(), sin.bfloat16()) for x in (near, apart))
     assert torch.equal(y, expected)
     assert torch.equal(torch.autograd.grad(y, apart, far(dy))[0], torch.autograd.grad(expected, near, dy)[0])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("R", [8, 4])  # of the whole head, and of half of it
+def test_angles_that_stand_once(interleaved, R, backend, device):
+    """flash-attention's convention: cos and sin have a column a pair."""
+    q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 1, 5, 8, device=device)
+    once = torch.randn(5, R // 2, device=device)
+    twice = once.repeat_interleave(2, -1) if interleaved else torch.cat((once, once), -1)
+    expected = tigon.rope(q, k, twice.cos(), twice.sin(), interleaved=interleaved)
+    got = tigon.rope(q, k, once.cos(), once.sin(), interleaved=interleaved, angles="once")
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="rope: angles must be 'twice' or 'once', got 'half'"):
+        tigon.rope(q, k, once.cos(), once.sin(), angles="half")

@@ -18,7 +18,7 @@ from tigon.linear import weight_gradient
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.runtime import autocast_device, autocast_dtype, differentiable, launcher, use_triton
+from tigon.runtime import autocast_device, autocast_dtype, check_tensors, differentiable, launcher, use_triton
 
 # What a tile holds at once in the backward pass: gate, up, and the product's gradient.
 HELD = 3
@@ -48,6 +48,7 @@ def gated_mlp(
         y = F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
     """
     checked_act("gated_mlp", act)
+    check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     device = x.device.type
     dtype = autocast_dtype(device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import autocast_dtype
+from tigon.runtime import autocast_dtype, check_tensors
 
 ACCUMULATE = ("fp32", "weight")
 
@@ -23,6 +23,7 @@ def check_head(
         x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
         beside: other tensors that go into the products, each with its name before it.
     """
+    check_tensors(name, **{f"{prefix}x": x, f"{prefix}weight": weight, f"{prefix}bias": bias})
     if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"{name}: {prefix}x must be ({'S, T' if sequences else '...'}, H) and {prefix}weight (V, H) with the same "

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.linear.head import Head, product_into
 from tigon.ops.shard_statistics import local_labels
+from tigon.runtime import check_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -151,6 +152,7 @@ def shards_of(
         group: a ProcessGroup or a DeviceMesh of one dimension.
         accumulate: "fp32" or "weight", in which dx is summed over the devices.
     """
+    check_tensors(name, x=x, weight=weight, bias=bias, target=target)
     if not is_sharded(weight, group):
         return x, weight, bias, target, None
     if torch.compiler.is_compiling():  # which breaks its graph at the call, or passes this on with fullgraph=True

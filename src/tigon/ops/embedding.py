@@ -18,6 +18,7 @@ from tigon.ops.targets import CHECKS
 from tigon.runtime import (
     can_look,
     cdiv,
+    check_tensors,
     differentiable,
     launch,
     launcher,
@@ -50,6 +51,7 @@ def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
 
         y = F.embedding(input, weight, padding_idx)
     """
+    check_tensors("embedding", input=input, weight=weight)
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise ValueError(f"embedding: weight must be (V, H) floats, got {tuple(weight.shape)} {weight.dtype}.")
     if input.dtype.is_floating_point or input.dtype == torch.bool or input.dtype.is_complex:

@@ -22,6 +22,7 @@ from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 from tigon.runtime import (
     autocast_device,
     autocast_dtype,
+    check_tensors,
     differentiable,
     first_order,
     graph_is_kept,
@@ -55,6 +56,7 @@ def gated_linear(
         y = F.linear(F.silu(gate) * up, weight, bias)
     """
     checked_act("gated_linear", act)
+    check_tensors("gated_linear", gate=gate, up=up, weight=weight, bias=bias)
     device = gate.device.type
     dtype = autocast_dtype(device)
     if dtype is not None and gate.dtype != torch.float64:

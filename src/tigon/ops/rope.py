@@ -10,7 +10,7 @@ Cohere. Angles of time, height and width: Qwen2-VL, https://arxiv.org/abs/2409.1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_
 
 def rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, interleaved: bool = False,
-    mrope_section: Sequence[int] | None = None, arithmetic: str = "fp32",
+    mrope_section: Sequence[int] | None = None, arithmetic: Literal["fp32", "native"] = "fp32",
+    angles: Literal["twice", "once"] = "twice",
 ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
     """Rotate q and k by their positions, in one launch.
 
@@ -36,6 +37,9 @@ def rope(
             height, width). cos and sin are then (3, B, T, R) or (3, 1, T, R), and are not combined in memory.
         arithmetic: "fp32" rounds once, at the end. "native" rounds both products and their sum to the dtype of the
             result, as eager code does: equal to it bit by bit, and so are the gradients.
+        angles: "twice" where cos and sin hold the angle of each pair twice, as transformers' do; "once" where they are
+            (…, R/2), as flash-attention's and torchtitan's are. Shapes cannot tell: half as wide as the head, cos is
+            either a whole head's angles once, or those of half a head twice.
     Returns: q and k rotated, in the promoted dtype of each with cos; q alone where k is None.
     Raises: ValueError for shapes or options that do not fit, and for a cos or sin that requires a gradient.
 
@@ -49,6 +53,10 @@ def rope(
         cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(mrope_section * 2, dim=-1))], dim=-1)
                     for a in (cos, sin))
     """
+    if angles != "twice":
+        if angles != "once":
+            raise ValueError(f"rope: angles must be 'twice' or 'once', got {angles!r}.")
+        cos, sin = ((t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
     planes = (-1, -1)
     if mrope_section is not None:
         planes = _planes(mrope_section, cos)

@@ -6,8 +6,10 @@ launches    launching a compiled kernel without Triton's dispatch
 device      what a device can do, as far as launches depend on it
 rows        how the rows of a tensor lie in memory
 autocast    which dtype autocast casts to
+arguments   that a tensor is one
 """
 
+from tigon.runtime.arguments import check_tensors
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
     can_look,
@@ -45,6 +47,7 @@ __all__ = [
     "can_describe",
     "can_look",
     "cdiv",
+    "check_tensors",
     "describe",
     "differentiable",
     "differentiable_directly",

@@ -25,7 +25,7 @@ from tigon.ops.acts import Act, checked_act
 from tigon.ops.experts.launches import _moe_mlp
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.reference import moe_mlp_reference
-from tigon.runtime import autocast_device, autocast_dtype, use_triton
+from tigon.runtime import autocast_device, autocast_dtype, check_tensors, use_triton
 
 
 def moe_mlp(
@@ -75,6 +75,7 @@ def moe_mlp(
             z = F.linear(F.silu(gate) * up, down[expert])
             y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
+    check_tensors("moe_mlp", x=x, gate_up=gate_up, down=down)
     options = Options(act, gated, interleaved, float(alpha), None if limit is None else float(limit), float(up_offset))
     _check_options(options)
     dtype = _check(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, gated)

@@ -1,0 +1,22 @@
+# The modules of the operators, whose functions are `tigon.NAME`: the one place that declares them (see tigon/lazy.py).
+from tigon.ops import acts as acts
+from tigon.ops import cross_entropy as cross_entropy
+from tigon.ops import divergence as divergence
+from tigon.ops import dyt as dyt
+from tigon.ops import embedding as embedding
+from tigon.ops import experts as experts
+from tigon.ops import gated as gated
+from tigon.ops import gated_linear as gated_linear
+from tigon.ops import group_norm as group_norm
+from tigon.ops import layer_norm as layer_norm
+from tigon.ops import logprob as logprob
+from tigon.ops import poly_norm as poly_norm
+from tigon.ops import qk_norm_rope as qk_norm_rope
+from tigon.ops import relu2 as relu2
+from tigon.ops import rms_norm as rms_norm
+from tigon.ops import rope as rope
+from tigon.ops import shard_statistics as shard_statistics
+from tigon.ops import softmax as softmax
+from tigon.ops import sparsemax as sparsemax
+from tigon.ops import sum_rows as sum_rows
+from tigon.ops import targets as targets
