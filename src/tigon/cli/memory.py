@@ -132,8 +132,10 @@ def capacity_of(text: str | None) -> tuple[str, float] | None:
     if number:
         return f"a GPU of {float(number[1]):g} GiB", float(number[1]) * GIB
     wanted = _plain(text)
-    found = [name for name in GPUS if _plain(name) == wanted] or [n for n in GPUS if _plain(n).startswith(wanted)]
-    if len(found) != 1 or not wanted:
+    found = [name for name in GPUS if _plain(name) == wanted] or [
+        n for n in GPUS if wanted and _plain(n).startswith(wanted)
+    ]
+    if len(found) != 1:
         among = " or ".join(found) if found else "one of " + ", ".join(GPUS) + ", or a number of GiB"
         raise Problem(f"--gpu must be {among}, got {text}")
     return found[0].upper(), GPUS[found[0]] * GIB

@@ -247,7 +247,7 @@ def _is_half(t: Tensor) -> bool:
 _NARROW = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.einsum, torch.matmul, Tensor.matmul,
     Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm, torch.baddbmm,
-    Tensor.baddbmm,
+    Tensor.baddbmm, getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None),
 }  # fmt: skip
 _WIDE = {
     F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.layer_norm,
