@@ -34,9 +34,13 @@ class Docstrings(griffe.Extension):
         self.rewrite(func, [p.name for p in func.parameters if p.name not in ("self", "cls")])
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        self.rewrite(cls, [p.name for p in cls.parameters if p.name not in ("self", "cls")])
+        # The fields of a dataclass become parameters after this; those of a NamedTuple never do, and are attributes.
+        fields = [name for name, field in cls.attributes.items() if field.annotation is not None]
+        made = [p.name for p in cls.parameters if p.name not in ("self", "cls")]
+        self.rewrite(cls, made or fields)
         if cls.docstring is not None:
-            fields = [name for name, field in cls.attributes.items() if field.annotation is not None]
+            if any(str(base).endswith("NamedTuple") for base in cls.bases):
+                cls.docstring.value = re.sub(r"^Args:$", "Attributes:", cls.docstring.value, flags=re.MULTILINE)
             cls.docstring.value = attributed(cls.docstring.value, fields)
 
     def rewrite(self, thing: griffe.Function | griffe.Class, parameters: Sequence[str]) -> None:

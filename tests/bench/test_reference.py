@@ -157,3 +157,41 @@ def test_what_a_module_does_not_explain_its_operator_does(extension):
     assert extension.google(text, ["multiplier", "dtype"], "as in `tigon.swiglu`.") == (
         f"{text}\n\nArgs:\n    multiplier: as in `tigon.swiglu`.\n    dtype: dtype of the parameters."
     )
+
+
+def test_fields_have_rows_with_their_types(extension, tmp_path):
+    (tmp_path / "values.py").write_text('''
+from dataclasses import dataclass
+from typing import NamedTuple
+
+class Head(NamedTuple):
+    """A head.
+
+    Args:
+        weight, bias: of the classes. scale: of the logits.
+    """
+    weight: int
+    bias: int | None = None
+    scale: float = 1.0
+
+@dataclass(frozen=True)
+class Options:
+    """Options.
+
+    Args:
+        beta, gamma: weights of terms.
+    """
+    beta: float = 0.1
+    gamma: float = 0.2
+''')
+    package = griffe.load(
+        "values", search_paths=[tmp_path], extensions=griffe.load_extensions(extension.Docstrings()),
+        docstring_parser="google",
+    )  # fmt: skip
+    for name, kind, rows in (
+        ("Head", "attributes", {"weight": "int", "bias": "int | None", "scale": "float"}),
+        ("Options", "parameters", {"beta": "float", "gamma": "float"}),
+    ):
+        (section,) = [part for part in package[name].docstring.parsed if part.kind.value == kind]
+        assert {row.name: str(row.annotation) for row in section.value} == rows
+        assert all(row.description for row in section.value)
