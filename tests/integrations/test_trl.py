@@ -253,7 +253,7 @@ def test_the_report_is_for_one_screen_and_for_programs(tmp_path):
 
     trainer = cases.dpo(tmp_path, cases.model())
     fusion = trl.fuse(trainer)
-    assert "No step seen yet." in str(fusion.report())
+    assert "No step has run yet." in str(fusion.report())
     cases.train(trainer)
     text = str(fusion.report())
     assert text.startswith("DPOTrainer: the loss runs in Tigon\n")

@@ -386,7 +386,7 @@ def test_a_fused_part_of_a_model_stays_with_its_own_fusion(llama):
 def test_the_report_says_what_and_how_often():
     model = build("mixtral")
     with tigon.fuse(model) as fusion:
-        assert "No step seen yet" in str(fusion.report())
+        assert "No step has run yet" in str(fusion.report())
         outputs, _ = step(model, batch("mixtral"))
         report = fusion.report()
         assert [(row.kind, row.name, row.count, row.calls) for row in report.fused] == [

@@ -529,3 +529,80 @@ def test_a_reference_copy_for_preference_losses():
         with torch.no_grad():
             assert torch.equal(reference(**inputs).logits, policy)
             assert reference(**inputs, labels=labels).loss.requires_grad is False
+
+
+# ------------------------------------------------------------------------------------------- who looks on, and goes far
+
+
+def test_operations_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, inputs = build("llama"), batch("llama")
+    counted = []
+    for fused in (False, True):
+        fusion = tigon.fuse(model) if fused else None
+        with FlopCounterMode(display=False) as counter:
+            model(**inputs).loss.backward()
+        counted.append(counter.get_total_flops())
+    assert fusion.report().calls["head"] == 1
+    assert not fusion.report().logits_built_by
+    # The fused head leaves ignored rows out.
+    assert 0.7 * counted[0] <= counted[1] <= counted[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap"])
+@pytest.mark.parametrize("to", ["norm", "head", "projection"])
+def test_a_penalty_on_the_gradient_of_the_fused_loss_raises(recompute, to):
+    model, inputs = build("llama"), batch("llama")
+    model.set_attn_implementation("eager")
+    projection = model.model.layers[0].mlp.up_proj.weight
+    parameter = {"norm": model.model.norm.weight, "head": model.lm_head.weight, "projection": projection}[to]
+    x = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+
+    def step():
+        loss = model(inputs_embeds=x, labels=inputs["labels"]).loss
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(loss + 10 * g.square().sum(), parameter)[0]
+
+    assert step().isfinite().all()
+    with tigon.fuse(model, recompute=recompute), pytest.raises(RuntimeError, match="differentiat"):
+        step()
+
+
+def test_a_penalty_on_the_gradient_of_logits_is_the_plain_one():
+    """On a CPU the other fused parts run as plain operations, whose results the recipes of recompute stand for."""
+    model, inputs = build("llama"), batch("llama")
+    model.set_attn_implementation("eager")
+    x = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+
+    def step():
+        (g,) = torch.autograd.grad(model(inputs_embeds=x).logits.square().mean(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), [p for p in model.parameters() if p.dim() == 2][1:])
+
+    plain = step()
+    with tigon.fuse(model), tigon.use_backend("torch"):
+        fused = step()
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_labels(strict):
+    model, inputs = build("llama"), batch("llama")
+    model.config.use_cache = False
+    plain = model(**inputs)
+    tigon.fuse(model)
+    made = torch.export.export(model, (), inputs, strict=strict).module()(**inputs)
+    assert type(made.logits) is torch.Tensor
+    torch.testing.assert_close(made.loss, plain.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(made.logits, plain.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_label_beyond_the_vocabulary_is_the_error_that_it_is_without_tigon():
+    model, inputs = build("llama"), batch("llama")
+    labels = inputs["labels"].clone()
+    labels[0, 8] = 500
+    for _ in range(2):
+        with pytest.raises(IndexError, match="500"):
+            model(input_ids=inputs["input_ids"], labels=labels)
+        tigon.fuse(model)

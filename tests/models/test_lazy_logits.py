@@ -438,6 +438,70 @@ def test_hooks_on_logits_that_were_never_built_are_an_error_not_a_silence():
         lazy.retain_grad()
 
 
+def test_a_hook_that_is_there_before_the_loss_sees_the_gradient_of_the_logits():
+    """And may change it: the loss is then taken of logits that are computed."""
+    found = []
+    for lazily in (False, True):
+        case, seen = Case(), []
+        logits = case.lazy() if lazily else case.real()
+        logits.register_hook(lambda g, seen=seen: seen.append(g) or 2 * g)
+        found.append((case.grads(F.cross_entropy(*flat(logits * 1.5, case.target))), seen))
+    assert not case.ledger.calls
+    (plain, plain_seen), (fused, fused_seen) = found
+    assert len(fused_seen) == 1
+    for ours, theirs in zip((*fused, *fused_seen), (*plain, *plain_seen), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    kept = []
+    for logits in (case.real(), case.lazy()):
+        logits.retain_grad()
+        F.cross_entropy(*flat(logits, case.target)).backward()
+        kept.append(logits.grad)
+    torch.testing.assert_close(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_of_several_tensors_come_from_whoever_wrote_them(mode):
+    found = []
+    for logits in (Case().real(), (case := Case()).lazy()):
+        seen = []
+        register = torch.autograd.graph.register_multi_grad_hook
+        register((logits,), lambda g, seen=seen: seen.append(g[0] if type(g) is list else g), mode=mode)
+        F.cross_entropy(*flat(logits, case.target)).backward()
+        found.append(seen)
+    assert len(found[1]) == 1
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_gradient_of_logits_that_the_loss_left_out_is_an_error_not_none():
+    case = Case()
+    lazy = case.lazy()
+    loss = F.cross_entropy(*flat(lazy, case.target))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"autograd\.grad on logits that the loss never builds"):
+            torch.autograd.grad(loss, lazy, allow_unused=True, retain_graph=True)
+        lazy.exp()  # built
+    other = case.lazy()
+    (gradient,) = torch.autograd.grad(other.square().sum(), other)
+    assert torch.equal(gradient, 2 * case.real())
+    assert torch.autograd.grad(case.real().sum(), case.lazy(), allow_unused=True) == (None,), "as of any other tensor"
+
+
+def test_built_logits_have_a_second_derivative():
+    def penalty(case, logits, values):
+        # Through the node of the logits themselves, as where their values were read below autograd first.
+        _ = values(logits)
+        (g,) = torch.autograd.grad(logits.square().mean(), case.leaves[0], create_graph=True)
+        return case.grads(g.square().sum())
+
+    case = Case()
+    plain = penalty(case, case.real(), lambda z: z)
+    for values in (lambda z: z.data_only("test"), lambda z: z.build("test")):
+        fused = penalty(case, case.lazy(), values)
+        assert plain[1].abs().sum() > 0
+        for ours, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("engine", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.utils"])
 def test_hooks_of_engines_wait_without_building(engine):
     """They put one on every output of the model, and wait for its gradient: a loss that is taken later brings it."""

@@ -66,7 +66,7 @@ class Report:
         if not self.fused:
             return ""
         if not self.steps:
-            return "No step seen yet (calls inside torch.compile are not counted)."
+            return "No step has run yet; what torch.compile runs is not counted."
         kinds = {row.kind for row in self.fused}
         ordered = [kind for kind in KINDS if kind in kinds] + sorted(kinds.difference(KINDS))
         ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in ordered)

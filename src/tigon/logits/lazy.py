@@ -14,6 +14,7 @@ So the model's own forward and loss run unchanged, and soft-capping and logit sc
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -141,6 +142,8 @@ class LazyLogits(Tensor):
             answer = NotImplemented if handler is None else handler(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -207,14 +210,15 @@ class _Unbuilt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Any, ...]:
         needed, recipe = ctx.needs_input_grad[2:], ctx.recipe
+        again = torch.is_grad_enabled()  # the gradient is differentiated again: it keeps its ties to what it is made of
         with torch.enable_grad():
             leaves = [
-                t if t is None else t.detach().requires_grad_(need)
+                t if t is None or again else t.detach().requires_grad_(need)
                 for t, need in zip((recipe.hidden, recipe.weight, recipe.bias), needed, strict=True)
             ]
             logits = recipe._with(**dict(zip(("hidden", "weight", "bias"), leaves, strict=True))).logits()
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        grads = iter(torch.autograd.grad(logits, wanted, dlogits))
+        wanted = [t for t, need in zip(leaves, needed, strict=True) if t is not None and need]
+        grads = iter(torch.autograd.grad(logits, wanted, dlogits, create_graph=again))
         return None, None, *(next(grads) if need else None for need in needed)
 
 
@@ -389,22 +393,55 @@ def _eager_cross_entropy(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
-    # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model returns
-    # has one too; another that is computed from here on is given it. A user's hook would wait here in silence.
-    inner = getattr(hook, "func", hook)
-    if (getattr(inner, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed.")):
-        lazy.recipe.hooks.append(hook)
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.register_hook(lazy, hook)
-    return _no_gradient("register_hook")
+    author = _module_of(hook)
+    if author.startswith(("torch.distributed.", "deepspeed.")):
+        # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model
+        # returns has one too; another that is computed from here on is given it.
+        lazy.recipe.waiting.hooks.append(hook)
+    elif author.startswith("torch."):
+        pass  # torch's trackers of modules and counters of operations only look on, and find no backward pass here
+    else:
+        _wait_for_gradient(lazy, "register_hook")
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.register_hook(lazy, hook)
 
 
 def _retain_grad(lazy: LazyLogits) -> Any:
-    return _no_gradient("retain_grad")
+    _wait_for_gradient(lazy, "retain_grad")
+    return lazy.build("retain_grad").retain_grad()
 
 
-def _no_gradient(what: str) -> Any:
-    raise RuntimeError(
+def _wait_for_gradient(lazy: LazyLogits, what: str) -> None:
+    """Compute the logits now, so that the loss is taken of them and their gradient comes."""
+    if lazy.recipe.waiting.in_vain:
+        raise _no_gradient(what)
+    lazy.data_only(what)
+
+
+def _module_of(hook: Any) -> str:
+    """Where a hook was written: behind functools.partial, and behind `register_multi_grad_hook`."""
+    inner = inspect.unwrap(getattr(hook, "func", hook))
+    module = getattr(inner, "__module__", None) or ""
+    if module == "torch.autograd.graph" and (code := getattr(inner, "__code__", None)) is not None:
+        cells = dict(zip(code.co_freevars, inner.__closure__ or (), strict=True))
+        return _module_of(cells["fn"].cell_contents) if "fn" in cells else ""
+    return module
+
+
+def _grad(*args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad with lazy logits among its arguments. None would say that the loss does not depend on any."""
+    given = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = given if isinstance(given, (list, tuple)) else (given,)
+    args, kwargs = tree_map_only(LazyLogits, lambda x: x.build("autograd.grad"), (args, kwargs))
+    gradients = torch.autograd.grad(*args, **kwargs)
+    for x, gradient in zip(inputs, gradients, strict=True):
+        if gradient is None and isinstance(x, LazyLogits) and x.recipe.waiting.in_vain:
+            raise _no_gradient("autograd.grad")
+    return gradients
+
+
+def _no_gradient(what: str) -> RuntimeError:
+    return RuntimeError(
         f"tigon: {what} on logits that the loss never builds: they have no gradient of their own. Call the model "
         "without labels and take the loss from outputs.logits, or fusion.remove() first."
     )

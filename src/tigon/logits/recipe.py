@@ -22,6 +22,17 @@ from tigon.runtime.autocast import autocast_as
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Waiting:
+    """Who waits for the gradient of logits, and of all that was derived from them.
+
+    hooks: of an engine; the gradient comes by another way. in_vain: a loss was computed without the logits.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[Callable[[Tensor], Tensor]] = []
+        self.in_vain = False
+
+
 class Recipe:
     """steps(hidden Wᵀ + bias): how to build the logits, and how to take their cross entropy without building them."""
 
@@ -37,10 +48,9 @@ class Recipe:
         autocast: torch.dtype | None,
         sample: Tensor | None = None,
         regather: Regather | None = None,
-        hooks: list[Callable[[Tensor], Tensor]] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
-        # Of an engine that waits for the gradient of the logits, which comes by another way.
-        self.hooks = [] if hooks is None else hooks
+        self.waiting = Waiting() if waiting is None else waiting
         self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
         self.regather = regather
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
@@ -119,7 +129,7 @@ class Recipe:
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():
             self.check()
-        names = "steps", "dtype", "autocast", "sample", "regather", "hooks"
+        names = "steps", "dtype", "autocast", "sample", "regather", "waiting"
         kept = {name: getattr(self, name) for name in names}
         hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
         return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
@@ -216,12 +226,13 @@ class Recipe:
                 label_smoothing=label_smoothing, softcap=softcap, scale=scale, divisor=count, num_valid=valid,
             )  # fmt: skip
         self.ledger.count("head")
+        self.waiting.in_vain = True
         return self.hand_on(loss.to(dtype))
 
     def hand_on(self, result: Tensor) -> Tensor:
         """Put the hooks that are on the logits so far on what was computed in their place."""
         if result.requires_grad:
-            for hook in self.hooks:
+            for hook in self.waiting.hooks:
                 result.register_hook(hook)
         return result
 

@@ -12,6 +12,10 @@ from tigon.runtime import can_look
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 
 
+class TargetOutOfRange(ValueError, IndexError):
+    """A class that the logits do not have: an IndexError as from torch's losses, and a ValueError as Tigon's others."""
+
+
 def as_labels(target: Tensor, ignore_index: int) -> Tensor:
     """target as the operators compare it: int64, or int32 where that holds ignore_index.
 
@@ -39,7 +43,7 @@ def checked_target(
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             value = int(target[wrong].flatten()[0])
-            raise ValueError(
+            raise TargetOutOfRange(
                 f"{name}: target must lie in [0, {classes}) or be ignore_index={ignore_index}, got {value}."
             )
     return target

@@ -78,8 +78,9 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     regather = regather_of(self)
     if regather is not None and compiling:
         return plain(input)
-    # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones.
-    if transformed() or (compiling and not torch.is_grad_enabled()):
+    # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones, as does
+    # torch.export, whose graph returns tensors alone.
+    if transformed() or (compiling and (torch.compiler.is_exporting() or not torch.is_grad_enabled())):
         return plain(input)
     known = not is_split(self.weight) or (is_gathered(self) and not compiling)
     recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None

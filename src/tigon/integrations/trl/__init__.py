@@ -181,7 +181,7 @@ class TrainerReport:
     def last_step(self) -> str:
         """One sentence on what ran."""
         if not self.steps:
-            return "No step seen yet."
+            return "No step has run yet."
         ran = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none of Tigon's losses"
         text = f"Ran in the last of {self.steps} steps: {ran}."
         if self.left:
