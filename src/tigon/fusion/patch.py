@@ -189,7 +189,8 @@ def _state(self: Any) -> Any:
 
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """torch.nn.DataParallel copies `__dict__`, and with it what is bound to the original."""
-    replica: Any = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
+    kind: Any = type(self)
+    replica: nn.Module = kind._replicate_for_data_parallel(self)
     for name, value in vars(self).items():
         if isinstance(value, Bound):
             vars(replica)[name] = Bound(value.__func__, replica)

@@ -95,7 +95,7 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     def left(reason: str) -> Reason | None:
         return Reason(reason) if named else None
 
-    inputs = tuple(inputs_of(module))
+    inputs: Any = tuple(inputs_of(module))
     if len(inputs) != 3:
         return left("its forward takes something else than tokens, their experts and weights")
     if any(not p.is_floating_point() or p.element_size() == 1 for p in given.values()):
@@ -110,7 +110,7 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     if implementation not in GENERAL:
         return left(f"it is set to run by {implementation!r}")
     for layout in layouts:
-        found = _of_layout(module, layout, inputs, next(iter(children), None))  # type: ignore[arg-type]
+        found = _of_layout(module, layout, inputs, next(iter(children), None))
         if found is not None:
             return replace(found, implementation=implementation)
     return left("its numbers fit no formula of moe_mlp")
@@ -278,7 +278,7 @@ class _Probes:
             if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != ours.shape:
                 return False
             wide = (t if t is None or not t.is_floating_point() else t.double() for t in arguments)
-            exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc,arg-type]
+            exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc]
             error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
             if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
                 return False

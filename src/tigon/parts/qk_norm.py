@@ -98,7 +98,7 @@ def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
     def rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         for head in (q, k):
             head.patch.ledger.count("norm", head.patch.key)
-        run: Callable[..., Any] = functools.partial(qk_norm_rope, **form.options, **options)
+        run: Callable[..., tuple[Tensor, Tensor]] = functools.partial(qk_norm_rope, **form.options, **options)
         rotated = run(x, y, q.weight, k.weight, cos, sin)
         q.patch.ledger.recompute.note(rotated, run, x, y, q.weight, k.weight, cos, sin)
         return rotated

@@ -46,7 +46,7 @@ class Clones:
 
     def before(self, forward: Any) -> tuple[str, ...]:
         """The names that a forward reads before it calls its rotary function."""
-        names = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+        names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
         first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
         return names[:first]
 
