@@ -303,3 +303,18 @@ def test_adapters_on_the_stacked_weights_take_part():
     with model.disable_adapter():
         torch.testing.assert_close(disabled, model(**inputs).loss, rtol=2e-6, atol=0)
     assert not torch.allclose(disabled, plain.loss, rtol=1e-4)
+
+
+def test_an_implementation_that_is_set_after_fuse_is_obeyed():
+    model, inputs = build("mixtral"), batch("mixtral")
+    before = model.config._experts_implementation
+    other = "eager" if before != "eager" else "batched_mm"
+    with tigon.fuse(model) as fusion:
+        step(model, inputs)
+        assert fusion.report().calls["experts"] == 2
+        model.set_experts_implementation(other)
+        step(model, inputs)
+        assert "experts" not in fusion.report().calls
+        model.set_experts_implementation(before)
+        step(model, inputs)
+        assert fusion.report().calls["experts"] == 2

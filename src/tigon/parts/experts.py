@@ -2,8 +2,8 @@
 
 transformers has a registry of experts' implementations, by name. It belongs to the process, and what it is asked by is
 a field of the configuration, which several models may share. Here the forward of one module is replaced, as everywhere
-in tigon.fuse: nothing outside of the instance changes, and `set_experts_implementation` means what it meant once
-remove() has been called. A module that is set to an implementation other than transformers' general ones keeps it.
+in tigon.fuse: nothing outside of the instance changes. A module that is set to an implementation other than
+transformers' general ones keeps it, and one that `set_experts_implementation` chooses after fuse runs instead of ours.
 
 The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
 """
