@@ -74,11 +74,11 @@ def scatter_of(row: dict[str, Any]) -> float:
     """Half of the range of the rounds, or half of the distance of the steps' quartiles, as a share of the median."""
     if row.get("total_range_ms"):
         low, high = row["total_range_ms"]
-        return float(high - low) / 2 / row["total_ms"]
+        return float((high - low) / 2 / row["total_ms"])
     if len(row.get("steps_ms", ())) < 4:
         return 0.0
     low, middle, high = statistics.quantiles(row["steps_ms"])
-    return float(high - low) / 2 / middle
+    return float((high - low) / 2 / middle)
 
 
 def leaders(by: By) -> tuple[str | None, str | None]:

@@ -73,7 +73,7 @@ def inline(draw: Callable[[Any], object]) -> str:
 
     file = io.StringIO()
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings = {
+    settings: Any = {
         **dict.fromkeys(ink, INK), "savefig.format": "svg", "savefig.transparent": True, "svg.fonttype": "none",
         "svg.hashsalt": "tigon", "legend.framealpha": 0.0, "font.family": "sans-serif",
     }  # fmt: skip

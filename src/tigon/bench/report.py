@@ -441,7 +441,11 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _as_it_is(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
     """Columns of a kind that is not known here: what is a number or a word in any row."""
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
-    return {key: lambda row, key=key: "–" if row.get(key) is None else str(row[key]) for key in keys}
+
+    def column(key: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: "–" if row.get(key) is None else str(row[key])
+
+    return {key: column(key) for key in keys}
 
 
 def headline(content: dict[str, Any]) -> str:
@@ -507,8 +511,9 @@ def to_rich(content: dict[str, Any]) -> Any:
             table.add_row(*(Text(row[i]) for i in kept), style=style)
         remarks = [f"  {row[header.index('by')]}: {_remark(data)}" for row, data in members if _remark(data)]
         parts += ["", table, *(Text(remark, style="dim") for remark in remarks)]
-    notes = [Text(note) for note in content.get("notes", ())]
-    return Group(*parts, *(["", *notes] if notes else []))
+    if content.get("notes"):
+        parts += ["", *map(Text, content["notes"])]
+    return Group(*parts)
 
 
 def to_markdown(content: dict[str, Any]) -> str:

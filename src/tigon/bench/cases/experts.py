@@ -13,7 +13,7 @@ from torch import Tensor
 from tigon.bench.cases.row import Implementation, Op, liger
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 
-_OSS = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+_OSS: dict[str, Any] = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 COMPARED = 32  # tokens at either end
 
 
@@ -121,7 +121,7 @@ def _load_transformers(oss: bool) -> Callable[..., Any]:
         x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        module = SimpleNamespace(
+        module: Any = SimpleNamespace(
             num_experts=len(down), has_gate=True, has_bias=oss, is_transposed=oss, is_concatenated=not oss,
             has_post_expert_norm=False, _is_expert_parallel=False, _apply_gate=lambda z: _gate(z, oss),
             gate_up_proj=gate_up.transpose(1, 2) if oss else gate_up, gate_up_proj_bias=gate_up_bias,

@@ -154,7 +154,7 @@ def expect_of_logprob(result: Callable[..., Tensor], output: str = "loss") -> Ca
         # First and last rows of the first and the last sequence, as they lie in x.
         own = shape[-1]
         some = min(32, own)
-        parts = [((slice(0, some),), 0), ((slice(own - some, own),), n - some)]
+        parts: list[tuple[tuple[Any, ...], int]] = [((slice(0, some),), 0), ((slice(own - some, own),), n - some)]
         if len(shape) == 2:
             parts = [((0, *parts[0][0]), 0), ((shape[0] - 1, *parts[1][0]), n - some)]
         w64, dx, dw = w.double(), [], []
@@ -368,8 +368,7 @@ def _trl(kernel: str) -> Any:
     Its backward imports `trl.trainer.utils` to ask whether DeepSpeed holds the head. That module needs datasets and
     pandas: where they are missing, the answer, no, is given in its place.
     """
-    import trl.kernels.chunked_logprob as kernels
-
+    kernels = importlib.import_module("trl.kernels.chunked_logprob")
     try:
         importlib.import_module("trl.trainer.utils")
     except ImportError:
@@ -377,7 +376,7 @@ def _trl(kernel: str) -> Any:
         answers.maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
         sys.modules["trl.trainer.utils"] = answers
     if kernel == "ChunkedDivergenceFunction":
-        import trl.kernels.chunked_divergence as kernels
+        kernels = importlib.import_module("trl.kernels.chunked_divergence")
     return getattr(kernels, kernel)
 
 

@@ -118,6 +118,11 @@ _DIVERGENCES: tuple[tuple[str, Callable[..., Tensor], bool, tuple[str, Callable[
 )
 
 
+def _bytes_of_pairs(backward: int) -> Callable[[Shape, int], tuple[int, int]]:
+    """Of two inputs forward, and of `backward` tensors of their size backward."""
+    return lambda s, b: (2 * s[0] * s[1] * b, backward * s[0] * s[1] * b)
+
+
 def _divergences() -> list[Op]:
     ops = []
     for name, formula, probabilities, (peer, arguments) in _DIVERGENCES:
@@ -137,7 +142,7 @@ def _divergences() -> list[Op]:
                 extra=((32768, 32000), (1, 32000), (17, 128256), (10**6, 256)),
                 make=_make_pair(F.softmax if probabilities else F.log_softmax),
                 expect=expect_loss(formula, ("input", "target"), lambda inputs: inputs.arguments["input"].shape[0]),
-                nbytes=lambda s, b, backward=backward: (2 * s[0] * s[1] * b, backward * s[0] * s[1] * b),
+                nbytes=_bytes_of_pairs(backward),
                 counted=(f"two {given}", "target → dinput" if backward == 2 else f"two {given} → dinput"),
                 implementations={
                     "tigon": Implementation(tigon(name, reduction="batchmean")),
