@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import tigon
 from tigon.bench import report
 from tigon.linear.vocabulary_parallel import Arriving, Shards
+from tigon.losses import Distill, Hidden, TopK, Walk, distill, distill_topk
 
 SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 CHECKED_ROWS = 512  # of the batch, in fp64
@@ -118,21 +119,27 @@ class Loss:
 
 
 def cross_entropy(p: Problem, x: Tensor, weight: Tensor, _: Tensor | None, target: Tensor, **options: Any) -> Tensor:
-    return tigon.linear_cross_entropy(x, weight, target, **options)
+    return tigon.linear_cross_entropy(x, _head(weight, options), target, walk=Walk(**options))
+
+
+def _head(weight: Tensor, options: dict[str, Any]) -> tigon.Head:
+    """The head with the group that its classes are split over, which is taken out of the options; a walk's remain."""
+    return tigon.Head(weight, group=options.pop("group", None))
 
 
 def distilled(
     p: Problem, x: Tensor, weight: Tensor, teacher_weight: Tensor, target: Tensor, *, hinton: bool = False,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    if hinton:
-        options |= {"loss_type": "kl", "temperature": 2.0, "hard_weight": 0.5}
-    return tigon.losses.distill(x, weight, p.teacher_x[: x.shape[0]], teacher_weight, target, **options)[0]
+    config = Distill(loss_type="kl", temperature=2.0, hard_weight=0.5) if hinton else Distill()
+    teacher = Hidden(p.teacher_x[: x.shape[0]], teacher_weight)
+    return distill(x, _head(weight, options), teacher, target, config=config, walk=Walk(**options))[0]
 
 
 def distilled_topk(p: Problem, x: Tensor, weight: Tensor, _: Tensor, target: Tensor, **options: Any) -> Tensor:
     rows = x.shape[0]
-    return tigon.losses.distill_topk(x, weight, p.ids[:rows], p.logprobs[:rows], target, **options)[0]
+    teacher = TopK(p.ids[:rows], p.logprobs[:rows])
+    return distill_topk(x, _head(weight, options), teacher, target, walk=Walk(**options))[0]
 
 
 def teachers(p: Problem, z: Tensor) -> Tensor:

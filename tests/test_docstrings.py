@@ -100,7 +100,7 @@ REPLACED = [
     Replaced("sparsemax(x)", "y", {"x": 2 * randn(3, 8)}),
     Replaced("cross_entropy(logits, target)", "loss", {"logits": randn(3, 8), "target": TARGET}),
     Replaced(
-        "linear_cross_entropy(x, weight, target, bias=bias)", "loss",
+        "linear_cross_entropy(x, Head(weight, bias), target)", "loss",
         {"x": randn(3, 8), "weight": randn(5, 8), "bias": randn(5), "target": TARGET},
     ),
     Replaced(
@@ -108,7 +108,7 @@ REPLACED = [
         {"logits": randn(2, 8), "target": TARGET[:2], "temperature": 2.0},
     ),
     Replaced(
-        "linear_logprob(x, weight, target, bias=bias, temperature=temperature)[:2]", "logprob, entropy",
+        "linear_logprob(x, Head(weight, bias), target, temperature=temperature)[:2]", "logprob, entropy",
         {"x": randn(2, 8), "weight": randn(5, 8), "bias": randn(5), "target": TARGET[:2], "temperature": 2.0},
     ),
     Replaced("kl_div(input, target, logits=True, temperature=temperature)", "loss", LOGITS),
@@ -119,7 +119,14 @@ REPLACED = [
         {"input": torch.tensor([[0, 4, 2]]), "weight": randn(5, 8), "padding_idx": 2},
     ),
 ]  # fmt: skip
-GIVEN = {"F": F, "torch": torch, "math": math, "rotate_half": rotate_half, "apply_rotary_pos_emb": apply_rotary_pos_emb}
+GIVEN = {
+    "Head": tigon.Head,
+    "F": F,
+    "torch": torch,
+    "math": math,
+    "rotate_half": rotate_half,
+    "apply_rotary_pos_emb": apply_rotary_pos_emb,
+}
 
 
 def blocks(name: str) -> list[str]:

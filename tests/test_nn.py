@@ -88,9 +88,31 @@ def test_losses(device):
     expected = F.cross_entropy(F.linear(x, weight, bias), target, label_smoothing=0.1)
     torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=0.1)(F.linear(x, weight, bias), target), expected)
     linear = nn.LinearCrossEntropyLoss(label_smoothing=0.1)
-    torch.testing.assert_close(linear(x, weight, target, bias), expected)
-    torch.testing.assert_close(linear(x, weight, target, bias, num_valid=6), expected)
-    torch.testing.assert_close(linear(x, weight, target, bias, divisor=12), expected / 2)
+    head = tigon.Head(weight, bias)
+    torch.testing.assert_close(linear(x, head, target), expected)
+    torch.testing.assert_close(linear(x, head, target, valid=6), expected)
+    torch.testing.assert_close(linear(x, head, target, divisor=12), expected / 2)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.CrossEntropyLoss(reduction="avg"), lambda: nn.KLDivLoss(reduction="none"), lambda: nn.JSDLoss(beta=2.0),
+    lambda: nn.TVDLoss(temperature=0.0), lambda: nn.LinearCrossEntropyLoss(label_smoothing=2.0),
+    lambda: tigon.losses.GRPO(loss_type="ppo"), lambda: tigon.losses.DPO(beta=0.0),
+    lambda: tigon.losses.Distill(loss_type="mse"), lambda: tigon.losses.DistillTopK(rest="head"),
+    lambda: tigon.losses.CPO(loss_type="dpo"), lambda: tigon.losses.KTO(loss_type="bco"),
+])  # fmt: skip
+def test_losses_refuse_when_they_are_made(make):
+    with pytest.raises(ValueError, match="must"):
+        make()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.LinearCrossEntropyLoss(label_smooth=0.1), lambda: nn.CrossEntropyLoss(smoothing=0.1),
+    lambda: tigon.losses.DPO(betta=1.0), lambda: nn.KLDivLoss(log_targets=True),
+])  # fmt: skip
+def test_losses_know_their_options(make):
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        make()
 
 
 def test_class_weights_move_and_are_saved_with_the_module(device):

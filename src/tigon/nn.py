@@ -6,18 +6,22 @@ Parameters start as the counterpart's do. There are no modules for `rope`, `qk_n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, SupportsInt
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, SupportsInt
 
 import torch
 from torch import Tensor
 
-from tigon.losses.distillation import distill, distill_topk
+from tigon.linear.head import Head, Hidden
+from tigon.linear.walk import Walk
+from tigon.losses.distillation import Distill, DistillTopK, TopK, distill, distill_topk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
-from tigon.losses.policy import grpo, rloo
-from tigon.losses.preference import cpo, dpo, kto, orpo, simpo
-from tigon.ops.cross_entropy import cross_entropy
-from tigon.ops.divergence import jsd, kl_div, tvd
+from tigon.losses.options import check_choice, check_positive, check_share
+from tigon.losses.policy import GRPO, RLOO, Sampler, grpo, rloo
+from tigon.losses.preference import CPO, DPO, KTO, ORPO, Mismatched, SimPO, cpo, dpo, kto, orpo, simpo
+from tigon.ops.cross_entropy import check_options, cross_entropy
+from tigon.ops.divergence import REDUCTIONS, jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated import geglu, reglu, swiglu
@@ -28,6 +32,9 @@ from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
+
+AnyHead = Head | Tensor | torch.nn.Linear
+Reduction = Literal["batchmean", "mean", "sum", "rows"]
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
@@ -337,194 +344,428 @@ class Embedding(torch.nn.Module):
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}"
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class _Loss(torch.nn.Module):
+    """A loss with its options fixed, which it shows."""
+
+    def extra_repr(self) -> str:
+        shown = {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "training"}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+class CrossEntropyLoss(_Loss):
     """`tigon.cross_entropy` with its options fixed: forward(logits, target).
 
     Args:
         weight: (V,) class weights or None; a buffer, as torch.nn.CrossEntropyLoss has it.
-        options: as in `tigon.cross_entropy`.
+        ignore_index: targets that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: in [0, 1].
+        z_loss: coefficient of lse².
+        softcap: c > 0 for c · tanh(scale · logits / c); None for none.
+        scale: multiplies the logits.
+        inplace: the backward pass writes the gradient over the logits.
+        details: also return z-loss, accuracy and predicted classes.
     """
 
     weight: Tensor | None
 
-    def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        inplace: bool = False,
+        details: bool = False,
+    ) -> None:
         super().__init__()
+        check_options("CrossEntropyLoss", reduction, label_smoothing, softcap, scale, None)
         self.register_buffer("weight", weight)
-        self.options = options
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.z_loss, self.softcap, self.scale = z_loss, softcap, scale
+        self.inplace, self.details = inplace, details
 
     def forward(self, logits: Tensor, target: Tensor, *, divisor: Tensor | float | None = None) -> Any:
-        return cross_entropy(logits, target, weight=self.weight, divisor=divisor, **self.options)
+        return cross_entropy(
+            logits, target, weight=self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, softcap=self.softcap, scale=self.scale,
+            divisor=divisor, inplace=self.inplace, details=self.details,
+        )  # type: ignore[call-overload]  # fmt: skip
 
 
-class _Divergence(torch.nn.Module):
-    """A divergence with its options fixed: forward(input, target, labels)."""
-
-    function: Callable[..., Tensor]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        return type(self).function(input, target, labels=labels, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-
-
-class KLDivLoss(_Divergence):
+class KLDivLoss(_Loss):
     """`tigon.kl_div` with its options fixed: forward(input, target, labels).
 
     Unlike `torch.nn.KLDivLoss` it takes a target of log-probabilities and divides by the rows, unless told otherwise.
+
+    Args:
+        reduction: "batchmean", "mean", "sum" or "rows".
+        log_target: False for a target of probabilities.
+        logits: both are logits, softmaxed here.
+        temperature: divides the logits before the softmax.
+        ignore_index: labels of rows that do not count.
     """
 
-    function = staticmethod(kl_div)
-
-
-class JSDLoss(_Divergence):
-    """`tigon.jsd` with its options fixed: forward(input, target, labels)."""
-
-    function = staticmethod(jsd)
-
-
-class TVDLoss(_Divergence):
-    """`tigon.tvd` with its options fixed: forward(input, target, labels)."""
-
-    function = staticmethod(tvd)
-
-
-class LinearCrossEntropyLoss(torch.nn.Module):
-    """`tigon.linear_cross_entropy` with its options fixed: forward(x, weight, target, bias)."""
-
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        reduction: Reduction = "batchmean",
+        log_target: bool = True,
+        logits: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+    ) -> None:
         super().__init__()
-        self.options = options
+        check_choice("KLDivLoss", "reduction", reduction, REDUCTIONS)
+        check_positive("KLDivLoss", temperature=temperature)
+        self.reduction, self.log_target, self.logits = reduction, log_target, logits
+        self.temperature, self.ignore_index = temperature, ignore_index
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return kl_div(
+            input, target, reduction=self.reduction, log_target=self.log_target, logits=self.logits,
+            temperature=self.temperature, labels=labels, ignore_index=self.ignore_index,
+        )  # fmt: skip
+
+
+class JSDLoss(_Loss):
+    """`tigon.jsd` with its options fixed: forward(input, target, labels).
+
+    Args:
+        beta: weight of the teacher in the mixture, in [0, 1].
+        reduction: "batchmean", "mean", "sum" or "rows".
+        logits: both are logits, softmaxed here.
+        temperature: divides the logits before the softmax.
+        ignore_index: labels of rows that do not count.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.5,
+        reduction: Reduction = "batchmean",
+        logits: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        check_choice("JSDLoss", "reduction", reduction, REDUCTIONS)
+        check_share("JSDLoss", beta=beta)
+        check_positive("JSDLoss", temperature=temperature)
+        self.beta, self.reduction, self.logits = beta, reduction, logits
+        self.temperature, self.ignore_index = temperature, ignore_index
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return jsd(
+            input, target, beta=self.beta, reduction=self.reduction, logits=self.logits, temperature=self.temperature,
+            labels=labels, ignore_index=self.ignore_index,
+        )  # fmt: skip
+
+
+class TVDLoss(_Loss):
+    """`tigon.tvd` with its options fixed: forward(input, target, labels).
+
+    Args:
+        reduction: "batchmean", "mean", "sum" or "rows".
+        logits: both are logits, softmaxed here.
+        temperature: divides the logits before the softmax.
+        ignore_index: labels of rows that do not count.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: Reduction = "batchmean",
+        logits: bool = False,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        check_choice("TVDLoss", "reduction", reduction, REDUCTIONS)
+        check_positive("TVDLoss", temperature=temperature)
+        self.reduction, self.logits, self.temperature, self.ignore_index = reduction, logits, temperature, ignore_index
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        return tvd(
+            input, target, reduction=self.reduction, logits=self.logits, temperature=self.temperature, labels=labels,
+            ignore_index=self.ignore_index,
+        )  # fmt: skip
+
+
+class LinearCrossEntropyLoss(_Loss):
+    """`tigon.linear_cross_entropy` with its options fixed: forward(x, head, target).
+
+    Args:
+        ignore_index: targets that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: in [0, 1].
+        z_loss: coefficient of lse².
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        walk: Walk = Walk(),
+    ) -> None:
+        super().__init__()
+        check_options("LinearCrossEntropyLoss", reduction, label_smoothing, None, 1.0, None)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.z_loss, self.walk = z_loss, walk
 
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
+        head: AnyHead,
         target: Tensor,
-        bias: Tensor | None = None,
         *,
         divisor: Tensor | float | None = None,
-        num_valid: SupportsInt | None = None,
+        valid: SupportsInt | None = None,
     ) -> Tensor:
-        return linear_cross_entropy(x, weight, target, bias=bias, divisor=divisor, num_valid=num_valid, **self.options)
+        return linear_cross_entropy(
+            x, head, target, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, divisor=divisor, walk=_of(self.walk, valid),
+        )  # fmt: skip
 
 
-class _PolicyLoss(torch.nn.Module):
-    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+def _of(walk: Walk, valid: Any) -> Walk:
+    """The walk over a batch, of which the host may know how many tokens count."""
+    return walk if valid is None else replace(walk, valid=valid)
 
-    def __init__(self, **options: Any) -> None:
+
+class GRPOLoss(_Loss):
+    """`tigon.losses.grpo` with its options fixed: forward(x, head, target, advantages, old=…, ref=…, sampler=…).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: GRPO = GRPO(), walk: Walk = Walk()) -> None:
         super().__init__()
-        self.options = options
-
-    def forward(
-        self, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, bias: Tensor | None = None, **given: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.function(x, weight, target, bias=bias, advantages=advantages, **self.options, **given)
-
-
-class GRPOLoss(_PolicyLoss):
-    """`tigon.losses.grpo` with its options fixed: forward(x, weight, target, advantages, bias, old_logprob=…, …)."""
-
-    function = staticmethod(grpo)
-
-
-class RLOOLoss(_PolicyLoss):
-    """`tigon.losses.rloo` with its options fixed: forward(x, weight, target, advantages, bias, old_logprob=…)."""
-
-    function = staticmethod(rloo)
-
-
-class _PreferenceLoss(torch.nn.Module):
-    """A preference loss with its options fixed: forward(x, weight, target, bias=…, …) → (loss, metrics)."""
-
-    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(
-        self, x: Tensor, weight: Tensor, target: Tensor, *given: Tensor, **inputs: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return type(self).function(x, weight, target, *given, **inputs, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-
-
-class DPOLoss(_PreferenceLoss):
-    """`tigon.losses.dpo` with its options fixed: forward(x, weight, target, bias=…, ref_chosen_logps=…, …)."""
-
-    function = staticmethod(dpo)
-
-
-class ORPOLoss(_PreferenceLoss):
-    """`tigon.losses.orpo` with its options fixed: forward(x, weight, target, bias=…, completion_mask=…)."""
-
-    function = staticmethod(orpo)
-
-
-class CPOLoss(_PreferenceLoss):
-    """`tigon.losses.cpo` with its options fixed: forward(x, weight, target, bias=…)."""
-
-    function = staticmethod(cpo)
-
-
-class SimPOLoss(_PreferenceLoss):
-    """`tigon.losses.simpo` with its options fixed: forward(x, weight, target, bias=…)."""
-
-    function = staticmethod(simpo)
-
-
-class KTOLoss(_PreferenceLoss):
-    """`tigon.losses.kto` with its options fixed: forward(x, weight, target, label, bias=…, ref_logps=…, kl=…, …)."""
-
-    function = staticmethod(kto)
-
-
-class DistillationLoss(torch.nn.Module):
-    """`tigon.losses.distill` with its options fixed: forward(x, weight, teacher_x, teacher_weight, target, bias=…)."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
+        self.config, self.walk = config, walk
 
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        target: Tensor | None = None,
-        **inputs: Any,
+        head: AnyHead,
+        target: Tensor,
+        advantages: Tensor,
+        *,
+        old: Tensor | None = None,
+        ref: Tensor | Hidden | None = None,
+        sampler: Tensor | Sampler | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        valid: Iterable[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return distill(x, weight, teacher_x, teacher_weight, target, **inputs, **self.options)
+        config, walk = self.config, _of(self.walk, valid)
+        if num_items_in_batch is not None:
+            config = replace(config, num_items_in_batch=num_items_in_batch)
+        return grpo(x, head, target, advantages, old=old, ref=ref, sampler=sampler, config=config, walk=walk)
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
+class RLOOLoss(_Loss):
+    """`tigon.losses.rloo` with its options fixed: forward(x, head, target, advantages, old=…).
 
-class TopKDistillationLoss(torch.nn.Module):
-    """`tigon.losses.distill_topk` with its options fixed: forward(x, weight, teacher_ids, teacher_logprobs, target)."""
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, config: RLOO = RLOO(), walk: Walk = Walk()) -> None:
         super().__init__()
-        self.options = options
+        self.config, self.walk = config, walk
 
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
-        teacher_ids: Tensor,
-        teacher_logprobs: Tensor,
-        target: Tensor | None = None,
-        **inputs: Any,
+        head: AnyHead,
+        target: Tensor,
+        advantages: Tensor,
+        *,
+        old: Tensor | None = None,
+        valid: Iterable[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return distill_topk(x, weight, teacher_ids, teacher_logprobs, target, **inputs, **self.options)
+        return rloo(x, head, target, advantages, old=old, config=self.config, walk=_of(self.walk, valid))
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+class DPOLoss(_Loss):
+    """`tigon.losses.dpo` with its options fixed: forward(x, head, target, ref).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: DPO = DPO(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        target: Tensor,
+        ref: tuple[Tensor, Tensor] | Hidden | None = None,
+        *,
+        bco_delta: Tensor | float | None = None,
+        valid: Iterable[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config if bco_delta is None else replace(self.config, bco_delta=bco_delta)
+        return dpo(x, head, target, ref, config=config, walk=_of(self.walk, valid))
+
+
+class ORPOLoss(_Loss):
+    """`tigon.losses.orpo` with its options fixed: forward(x, head, target, completion_mask).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: ORPO = ORPO(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        target: Tensor,
+        completion_mask: Tensor | None = None,
+        *,
+        valid: Iterable[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return orpo(x, head, target, completion_mask, config=self.config, walk=_of(self.walk, valid))
+
+
+class CPOLoss(_Loss):
+    """`tigon.losses.cpo` with its options fixed: forward(x, head, target).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: CPO = CPO(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        target: Tensor,
+        *,
+        valid: Iterable[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return cpo(x, head, target, config=self.config, walk=_of(self.walk, valid))
+
+
+class SimPOLoss(_Loss):
+    """`tigon.losses.simpo` with its options fixed: forward(x, head, target).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: SimPO = SimPO(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        target: Tensor,
+        *,
+        valid: Iterable[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return simpo(x, head, target, config=self.config, walk=_of(self.walk, valid))
+
+
+class KTOLoss(_Loss):
+    """`tigon.losses.kto` with its options fixed: forward(x, head, target, label, ref=…, kl=…).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: KTO = KTO(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        target: Tensor,
+        label: Tensor,
+        *,
+        ref: Tensor | Hidden,
+        kl: Tensor | float | tuple[Tensor, Tensor] | Mismatched | None = None,
+        valid: Iterable[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return kto(x, head, target, label, ref=ref, kl=kl, config=self.config, walk=_of(self.walk, valid))
+
+
+class DistillationLoss(_Loss):
+    """`tigon.losses.distill` with its options fixed: forward(x, head, teacher, target).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: Distill = Distill(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        teacher: Hidden,
+        target: Tensor | None = None,
+        *,
+        divisor: Tensor | float | None = None,
+        valid: SupportsInt | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config if divisor is None else replace(self.config, divisor=divisor)
+        return distill(x, head, teacher, target, config=config, walk=_of(self.walk, valid))
+
+
+class TopKDistillationLoss(_Loss):
+    """`tigon.losses.distill_topk` with its options fixed: forward(x, head, teacher, target).
+
+    Args:
+        config: the kind of loss and its numbers.
+        walk: how the tokens are walked over; `valid` of a batch goes to forward.
+    """
+
+    def __init__(self, config: DistillTopK = DistillTopK(), walk: Walk = Walk()) -> None:
+        super().__init__()
+        self.config, self.walk = config, walk
+
+    def forward(
+        self,
+        x: Tensor,
+        head: AnyHead,
+        teacher: TopK,
+        target: Tensor | None = None,
+        *,
+        divisor: Tensor | float | None = None,
+        valid: SupportsInt | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config if divisor is None else replace(self.config, divisor=divisor)
+        return distill_topk(x, head, teacher, target, config=config, walk=_of(self.walk, valid))

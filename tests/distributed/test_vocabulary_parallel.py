@@ -6,6 +6,7 @@ import functools
 import math
 from contextlib import nullcontext
 
+import flat
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from world import world_of
 import tigon
 import tigon.integrations.trl
 from tigon.linear.chunks import ValidCount
-from tigon.losses import preference
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)
@@ -161,9 +161,9 @@ def on_a_mesh(rank, world, device, x_is):
     weight, bias = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
     placement = {"plain": None, "whole": Replicate(), "split sequence": Shard(1)}[x_is]
     x = x.requires_grad_() if placement is None else distribute_tensor(x, mesh, [placement]).requires_grad_()
-    loss = tigon.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
+    loss = flat.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
     assert not isinstance(loss, DTensor)
-    logprob = tigon.linear_logprob(x, weight, target, bias=bias)
+    logprob = flat.linear_logprob(x, weight, target, bias=bias)
     (loss + logprob.entropy.sum() / 300).backward()
     assert weight.grad.placements == bias.grad.placements == (Shard(0),)
     assert weight.grad.to_local().shape == weight.to_local().shape
@@ -207,10 +207,10 @@ def refusals(rank, world, device):
     messages = []
     for x, weight, options in calls:
         with pytest.raises(ValueError, match="linear_cross_entropy") as error:
-            tigon.linear_cross_entropy(x, weight, target, **options)
+            flat.linear_cross_entropy(x, weight, target, **options)
         messages.append(str(error.value))
     with pytest.raises(ValueError, match=r"target must lie in \[0, 61\)") if device.type == "cpu" else nullcontext():
-        tigon.linear_cross_entropy(x, split, torch.full_like(target, 61))
+        flat.linear_cross_entropy(x, split, torch.full_like(target, 61))
     return messages
 
 
@@ -254,7 +254,7 @@ def of_options(rank, world, device):
             found.setdefault(name, []).append([loss.detach(), *grads, *others.values()])
 
     def entropy_of(x, w, b, part, **options):
-        return tigon.linear_cross_entropy(x, w, target, bias=b, **options)
+        return flat.linear_cross_entropy(x, w, target, bias=b, **options)
 
     def under_autocast(*inputs, **options):
         with torch.autocast(device.type, torch.bfloat16):
@@ -267,10 +267,10 @@ def of_options(rank, world, device):
 
     def nothing_valid(x, w, b, part, **options):
         ignored = torch.full_like(target, -100)
-        return tigon.linear_cross_entropy(x, w, ignored, bias=b, reduction="sum", **options)
+        return flat.linear_cross_entropy(x, w, ignored, bias=b, reduction="sum", **options)
 
     def everything(x, w, b, part, **options):
-        return torch.zeros(()), tigon.linear_logprob(x, w, target, bias=b, **options)._asdict()
+        return torch.zeros(()), flat.linear_logprob(x, w, target, bias=b, **options)._asdict()
 
     count = ValidCount(target)
     both("frozen head", entropy_of, 0)
@@ -288,7 +288,7 @@ def of_options(rank, world, device):
 
     def distilled(x, w, b, part, target=target, of_teacher=bias, **options):
         theirs = None if of_teacher is None else of_teacher.flip(0)[part]
-        return tigon.losses.distill(
+        return flat.distill(
             x, w, teacher_x, teacher_weight[part], target, bias=b, teacher_bias=theirs, hard_weight=0.5, **options
         )
 
@@ -305,15 +305,15 @@ def of_options(rank, world, device):
 
     def in_halves(x, w, b, part, **options):
         theirs = (t.detach().half() for t in (teacher_x, teacher_weight[part]))
-        return tigon.losses.distill(x.half(), w.half(), *theirs, target, bias=b.half(), reduction="mean", **options)
+        return flat.distill(x.half(), w.half(), *theirs, target, bias=b.half(), reduction="mean", **options)
 
     def all_ignored(*inputs, **options):
         return distilled(*inputs, target=torch.full_like(target, -100), **options)
 
     def no_rows(x, w, b, part, **options):
         ids, empty = target[:0, :, None].expand(0, 50, 3), x.new_empty(0, 50, 3)
-        loss, _ = tigon.losses.distill_topk(x[:0], w, ids, empty, target[:0], bias=b, **options)
-        mine, _ = tigon.losses.distill(x[:0], w, teacher_x[:0], teacher_weight[part], bias=b, **options)
+        loss, _ = flat.distill_topk(x[:0], w, ids, empty, target[:0], bias=b, **options)
+        mine, _ = flat.distill(x[:0], w, teacher_x[:0], teacher_weight[part], bias=b, **options)
         return loss + mine
 
     both("distill, autocast", distilled_in_bf16, 0, 1, 2)
@@ -337,7 +337,7 @@ def of_options(rank, world, device):
 
         def of_family(x, w, b, part, name=name, options=options, **more):
             ref = {"ref_weight": ref_weight[part]} if "ref_x" in options else {}
-            return getattr(preference, name)(x, w, target, bias=b, chunk_bytes=2**14, **options, **ref, **more)
+            return getattr(flat, name)(x, w, target, bias=b, chunk_bytes=2**14, **options, **ref, **more)
 
         both(name, of_family, 0, 1, 2)
     return found
@@ -376,25 +376,25 @@ def of_distillation(rank, world, device):
                 for side in (leaves, theirs)
             )
         leaves = [t.detach().requires_grad_() for t in leaves]
-        loss, metrics = tigon.losses.distill(
+        loss, metrics = flat.distill(
             *leaves[:2], *theirs[:2], target, bias=leaves[2], teacher_bias=theirs[2], **options
         )
         found.append([loss, *metrics.values(), *torch.autograd.grad(loss, leaves)])
     found = [[t.full_tensor() if hasattr(t, "full_tensor") else t for t in each] for each in found]
 
     own, theirs = (t.split(sizes)[rank] for t, sizes in ((weight, even(61, world)), (weight, uneven(61, world))))
-    with pytest.raises(ValueError, match="distill: teacher_weight must be split over the ranks as weight is"):
-        tigon.losses.distill(x, own, x, theirs, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"distill: teacher.head must be split over the ranks as head is"):
+        flat.distill(x, own, x, theirs, group=dist.group.WORLD)
     split = distribute_tensor(weight, mesh, [Shard(0)])
     for heads in ((split, weight), (weight, split)):
-        with pytest.raises(ValueError, match="distill: weight and teacher_weight must both be DTensors"):
-            tigon.losses.distill(x, heads[0], x, heads[1])
+        with pytest.raises(ValueError, match=r"distill: head and teacher.head must both be DTensors"):
+            flat.distill(x, heads[0], x, heads[1])
     whole = distribute_tensor(weight, mesh, [Replicate()])
     with pytest.raises(ValueError, match="distill: of the teacher: weight must be Shard"):
-        tigon.losses.distill(x, split, x, whole)
+        flat.distill(x, split, x, whole)
     ids = distribute_tensor(target[..., None], mesh, [Replicate()])
-    with pytest.raises(ValueError, match="distill_topk: teacher_ids must be a plain tensor, whole on every rank"):
-        tigon.losses.distill_topk(x, split, ids, x[..., :1])
+    with pytest.raises(ValueError, match=r"distill_topk: teacher.ids must be a plain tensor, whole on every rank"):
+        flat.distill_topk(x, split, ids, x[..., :1])
     return found
 
 
@@ -426,8 +426,8 @@ def what_all_say(rank, world, device):
         patch.setattr(parts, "distill_gradients", recorded(parts.distill_gradients, (3, 4)))
         patch.setattr(parts, "topk_gradients", recorded(parts.topk_gradients, (4,)))
         for loss_type in ("jsd", "cosine"):
-            tigon.losses.distill(x.requires_grad_(), own, theirs, own, loss_type=loss_type, group=dist.group.WORLD)
-        tigon.losses.distill_topk(x, own, ids, logprobs, group=dist.group.WORLD)
+            flat.distill(x.requires_grad_(), own, theirs, own, loss_type=loss_type, group=dist.group.WORLD)
+        flat.distill_topk(x, own, ids, logprobs, group=dist.group.WORLD)
     return seen
 
 
@@ -447,7 +447,7 @@ def of_one_chunk_here(rank, world, device):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CPU_CHUNK_BYTES", "CHUNK_BYTES"):
             patch.setattr(f"tigon.linear.chunks.{name}", 2**14)
-        loss, _ = tigon.losses.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
+        loss, _ = flat.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
     return loss.detach()
 
 
@@ -476,7 +476,7 @@ def of_halves(rank, world, device):
     shards._all_gather = counted
     try:
         group, count = groups[rank // 2], 240
-        losses = [tigon.linear_cross_entropy(x, own, target, num_valid=count, group=group) for _ in range(2)]
+        losses = [flat.linear_cross_entropy(x, own, target, num_valid=count, group=group) for _ in range(2)]
     finally:
         shards._all_gather = gather
     return losses[0], torch.autograd.grad(losses[1], own)[0], asked, dist.get_rank(group)

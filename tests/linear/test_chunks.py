@@ -2,12 +2,12 @@
 
 import importlib
 
+import flat
 import pytest
 import torch
 
-import tigon
 from tigon.linear.chunks import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
-from tigon.linear.head import Head, class_blocks, empty_logits, with_bias
+from tigon.linear.head import Projection, class_blocks, empty_logits, with_bias
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def walk(num_valid, budget=1, rows=300):
     x, weight = torch.randn(rows, 8), torch.randn(11, 8)
     target = torch.randint(0, 11, (rows,))
     target[::3] = -100
-    chunks = Chunks(Head(x, weight, None), target, -100, num_valid, budget)
+    chunks = Chunks(Projection(x, weight, None), target, -100, num_valid, budget)
     return x, weight, target, chunks
 
 
@@ -162,14 +162,14 @@ def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, devic
 
     def call():
         if loss == "cross entropy":
-            return tigon.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
+            return flat.linear_cross_entropy(x, weight, target, bias=bias, chunk_bytes=1)
         if loss == "logprob":
-            return tigon.linear_logprob(x, weight, target, bias=bias, lora=lora, chunk_bytes=1).logprob.square().sum()
+            return flat.linear_logprob(x, weight, target, bias=bias, lora=lora, chunk_bytes=1).logprob.square().sum()
         if loss == "grpo":
             advantages = torch.arange(S, device=device) - 1.0
-            return tigon.losses.grpo(x, weight, target, bias=bias, advantages=advantages, chunk_bytes=1)[0]
+            return flat.grpo(x, weight, target, bias=bias, advantages=advantages, chunk_bytes=1)[0]
         teacher = x.detach() * 1.1, weight.detach()
-        return tigon.losses.distill(x, weight, *teacher, bias=bias, teacher_bias=bias.detach(), chunk_bytes=1)[0]
+        return flat.distill(x, weight, *teacher, bias=bias, teacher_bias=bias.detach(), chunk_bytes=1)[0]
 
     def results():
         value = call()
@@ -191,7 +191,7 @@ def test_logits_with_a_bias_are_rounded_once(V, device):
     x, weight = (torch.randn(n, 24, device=device).bfloat16() for n in (50, V))
     bias = torch.randn(V, device=device).bfloat16()
     exact = (x.double() @ weight.double().t() + bias.double()).bfloat16()
-    head = Head.of(x, weight, bias, torch.bfloat16)
+    head = Projection.of(x, weight, bias, torch.bfloat16)
     for of in (head, head._replace(both=with_bias(weight, bias))):
         out = empty_logits(50, V, x, torch.bfloat16)
         assert (of.logits(x, out) != exact).float().mean() < 0.02

@@ -1,9 +1,9 @@
 """dW's sum in fp32 that shares the memory of the narrow result."""
 
+import flat
 import pytest
 import torch
 
-import tigon
 from tigon.linear import chunks, weight_gradient
 from tigon.linear.weight_gradient import narrowed, parts, places
 
@@ -65,15 +65,15 @@ def test_sharing_changes_no_bit(loss, kept, backend, device, monkeypatch):
 
     def call():
         if loss == "cross entropy":
-            return 0.7 * tigon.linear_cross_entropy(x, weight, target, chunk_bytes=1)
+            return 0.7 * flat.linear_cross_entropy(x, weight, target, chunk_bytes=1)
         if loss == "none":
-            return tigon.linear_cross_entropy(x, weight, target, reduction="none", chunk_bytes=1).square().sum()
+            return flat.linear_cross_entropy(x, weight, target, reduction="none", chunk_bytes=1).square().sum()
         if loss == "logprob":
-            return tigon.linear_logprob(x, weight, target, chunk_bytes=1).logprob.square().sum()
+            return flat.linear_logprob(x, weight, target, chunk_bytes=1).logprob.square().sum()
         if loss == "grpo":
             advantages = torch.arange(S, device=device) - 1.0
-            return 0.7 * tigon.losses.grpo(x, weight, target, advantages=advantages, chunk_bytes=1)[0]
-        return 0.7 * tigon.losses.distill(x, weight, x.detach() * 1.1, weight.detach(), chunk_bytes=1)[0]
+            return 0.7 * flat.grpo(x, weight, target, advantages=advantages, chunk_bytes=1)[0]
+        return 0.7 * flat.distill(x, weight, x.detach() * 1.1, weight.detach(), chunk_bytes=1)[0]
 
     def gradients():
         value = call()
@@ -107,9 +107,9 @@ def test_logits_take_the_place_of_an_fp32_sum(loss, device, monkeypatch):
         made = []
         monkeypatch.setattr(weight_gradient, "places", lambda *a: made.append(places(*a)) or made[-1])
         if loss == "grpo":
-            tigon.losses.grpo(x, weight, target, advantages=advantages, **options)
+            flat.grpo(x, weight, target, advantages=advantages, **options)
         else:
-            tigon.losses.distill(x, weight, x * 1.1, weight.detach(), **options)
+            flat.distill(x, weight, x * 1.1, weight.detach(), **options)
         return made[-1][0].dtype == torch.float32 or bool(made[-1][1].numel())
 
     assert not wide()

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import distill, distill_topk
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tigon
 import tigon.losses.distillation as module
 from tigon import nn
-from tigon.losses import ValidCount, distill, distill_topk
+from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount
 from tigon.losses.distillation import distill_reference, distill_topk_reference
 
 N, H, WIDE, V, K = 24, 10, 16, 37, 5
@@ -523,13 +525,14 @@ def test_backward_twice(device):
 def test_modules():
     student, teacher, target = batch()
     options = {"loss_type": "kl", "hard_weight": 0.5}
-    ours = nn.DistillationLoss(**options)(*student[:2], *teacher[:2], target, bias=student[2])
+    head, theirs = tigon.Head(student[1], student[2]), Hidden(*teacher[:2])
+    ours = nn.DistillationLoss(Distill(**options))(student[0], head, theirs, target)
     torch.testing.assert_close(ours, distill(*student[:2], *teacher[:2], target, bias=student[2], **options))
-    module = nn.TopKDistillationLoss(rest="drop", **options)
-    ours = module(*student[:2], *given(teacher), target, bias=student[2])
+    module = nn.TopKDistillationLoss(DistillTopK(rest="drop", **options))
+    ours = module(student[0], head, TopK(*given(teacher)), target)
     theirs = distill_topk(*student[:2], *given(teacher), target, bias=student[2], rest="drop", **options)
     torch.testing.assert_close(ours, theirs)
-    assert repr(module) == "TopKDistillationLoss(rest='drop', loss_type='kl', hard_weight=0.5)"
+    assert "rest='drop'" in repr(module)
 
 
 @pytest.mark.parametrize("function", [distill, distill_topk])
@@ -537,8 +540,8 @@ def test_the_code_that_docstrings_replace(function):
     student, teacher, _ = batch(dtype=torch.float32)
     ids, logprobs = given(teacher, missing=False)
     names = {"x": student[0], "weight": student[1], "beta": 0.3, "F": F, "torch": torch, "math": math}
-    names |= {"teacher_x": teacher[0], "teacher_weight": teacher[1], "teacher_ids": ids, "teacher_logprobs": logprobs}
-    exec(textwrap.dedent(re.split(r"Replaces.*::\n", function.__doc__)[1]), names)
+    names |= {"teacher_x": teacher[0], "teacher_weight": teacher[1], "teacher": TopK(ids, logprobs)}
+    exec(textwrap.dedent(re.split(r"Replaces.*::\n", getattr(tigon.losses, function.__name__).__doc__)[1]), names)
     if function is distill:
         ours, _ = distill(*student[:2], *teacher[:2], beta=0.3)
     else:
@@ -633,5 +636,5 @@ def test_fp32_logits_with_a_bias_and_ignored_rows(backend, device):
 
 def test_other_dtypes_of_logits_are_refused():
     x = _peaked(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"distill: logits_dtype must be None or torch.float32, got torch.float16"):
+    with pytest.raises(ValueError, match=r"Walk: logits_dtype must be None or torch.float32, got torch.float16"):
         distill(*x, logits_dtype=torch.float16)

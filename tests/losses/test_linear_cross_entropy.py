@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import linear_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tigon
 from tigon.linear import chunks
 from tigon.linear.chunks import ValidCount
 
@@ -42,7 +42,7 @@ def grads(loss, *inputs):
 def test_logits_are_never_whole(backend, device):
     x, weight, target = head(device, rows=512, H=4, V=200)
     with Sizes() as sizes:
-        tigon.linear_cross_entropy(x, weight, target, chunk_bytes=1).backward()
+        linear_cross_entropy(x, weight, target, chunk_bytes=1).backward()
     assert sizes.largest == 128 * 200
     with Sizes() as sizes:
         F.cross_entropy(F.linear(x, weight), target).backward()
@@ -55,23 +55,23 @@ def test_logits_take_the_place_of_an_fp32_sum(device, monkeypatch):
     for default in ("CHUNK_BYTES", "CPU_CHUNK_BYTES"):
         monkeypatch.setattr(chunks, default, 256 * 600 * 2)
     with Sizes() as sizes:
-        loss = tigon.linear_cross_entropy(x, weight, target)
+        loss = linear_cross_entropy(x, weight, target)
     assert sizes.largest == 384 * 600
-    whole = tigon.linear_cross_entropy(x, weight, target, chunk_bytes=10**9)
+    whole = linear_cross_entropy(x, weight, target, chunk_bytes=10**9)
     assert torch.equal(*(torch.autograd.grad(each, weight)[0] for each in (loss, whole)))
     with Sizes() as sizes:  # what is asked for is kept to
-        tigon.linear_cross_entropy(x, weight, target, chunk_bytes=256 * 600 * 2)
+        linear_cross_entropy(x, weight, target, chunk_bytes=256 * 600 * 2)
     assert sizes.largest == 256 * 600
     with Sizes() as sizes:  # beyond the trade
-        tigon.linear_cross_entropy(torch.cat([x] * 2), weight, torch.cat([target] * 2))
+        linear_cross_entropy(torch.cat([x] * 2), weight, torch.cat([target] * 2))
     assert sizes.largest == 256 * 600
     sums = torch.zeros(600, 128, device=device)
     with Sizes() as sizes:  # the sum is the caller's: nothing is spared
-        tigon.linear_cross_entropy(x, weight, target, main_grad=sums)
+        linear_cross_entropy(x, weight, target, main_grad=sums)
     assert sizes.largest == 256 * 600
     monkeypatch.setenv("TIGON_CHUNK_BYTES", str(256 * 600 * 2))
     with Sizes() as sizes:
-        tigon.linear_cross_entropy(x, weight, target)
+        linear_cross_entropy(x, weight, target)
     assert sizes.largest == 256 * 600
 
 
@@ -80,7 +80,7 @@ def test_chunks_change_nothing(reduction, backend, device):
     x, weight, target = head(device)
     results = []
     for chunk_bytes in (1, None):
-        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, chunk_bytes=chunk_bytes)
+        loss = linear_cross_entropy(x, weight, target, reduction=reduction, chunk_bytes=chunk_bytes)
         results.append((loss, *grads(loss.sum(), x, weight)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -93,7 +93,7 @@ def test_leaving_ignored_rows_out_changes_nothing(reduction, backend, device):
     expected = F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
     expected = (expected, *grads(expected.sum(), x, weight))
     for num_valid in (count, count + 7, ValidCount(target)):
-        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid, chunk_bytes=1)
+        loss = linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid, chunk_bytes=1)
         for a, b in zip((loss, *grads(loss.sum(), x, weight)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -102,13 +102,13 @@ def test_work_follows_the_valid_rows(backend, device):
     x, weight, target = head(device, rows=1024)
     target[100:] = -100
     with Sizes() as sizes:
-        tigon.linear_cross_entropy(x, weight, target, num_valid=ValidCount(target)).backward()
+        linear_cross_entropy(x, weight, target, num_valid=ValidCount(target)).backward()
     assert sizes.rows < 3 * 1024 / 4
 
 
 def test_too_small_a_count_is_loud(backend, device):
     x, weight, target = head(device)
-    assert tigon.linear_cross_entropy(x, weight, target, num_valid=5).isnan()
+    assert linear_cross_entropy(x, weight, target, num_valid=5).isnan()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -116,7 +116,7 @@ def test_nothing_valid(reduction, backend, device):
     x, weight, target = head(device)
     target.fill_(-100)
     for num_valid in (None, 0):
-        loss = tigon.linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid)
+        loss = linear_cross_entropy(x, weight, target, reduction=reduction, num_valid=num_valid)
         assert loss == 0
         assert all(g.abs().max() == 0 for g in grads(loss, x, weight))
 
@@ -125,7 +125,7 @@ def test_the_environment_sets_the_budget(backend, device, monkeypatch):
     x, weight, target = head(device, rows=512, H=4, V=200)
     monkeypatch.setenv("TIGON_CHUNK_BYTES", "1")
     with Sizes() as sizes:
-        tigon.linear_cross_entropy(x, weight, target)
+        linear_cross_entropy(x, weight, target)
     assert sizes.largest == 128 * 200
 
 
@@ -135,7 +135,7 @@ def test_fp32_accumulation_is_more_exact_over_many_chunks(backend, device):
     (truth,) = grads(F.cross_entropy(F.linear(*exact), target), exact[1])
     error = {}
     for accumulate in ("fp32", "weight"):
-        loss = tigon.linear_cross_entropy(x, weight, target, chunk_bytes=1, accumulate=accumulate)
+        loss = linear_cross_entropy(x, weight, target, chunk_bytes=1, accumulate=accumulate)
         (dw,) = grads(loss, weight)
         assert dw.dtype == torch.bfloat16
         error[accumulate] = (dw.double() - truth).norm() / truth.norm()
@@ -146,7 +146,7 @@ def test_master_weights_under_autocast(backend, device):
     """fp32 leaves, bf16 products, fp32 gradients, as F.linear under autocast."""
     x, weight, target = head(device)
     with torch.autocast(device.type, torch.bfloat16):
-        loss = tigon.linear_cross_entropy(x, weight, target)
+        loss = linear_cross_entropy(x, weight, target)
         expected = F.cross_entropy(F.linear(x, weight).float(), target)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     for a, b in zip(grads(loss, x, weight), grads(expected, x, weight), strict=True):
@@ -158,15 +158,15 @@ def test_a_weight_that_is_also_the_embedding(backend, device):
     """Tied weights: the gradients of both uses add up."""
     _, weight, target = head(device)
     tokens = torch.randint(0, 60, (300,), device=device)
-    loss = tigon.linear_cross_entropy(F.embedding(tokens, weight), weight, target)
+    loss = linear_cross_entropy(F.embedding(tokens, weight), weight, target)
     expected = F.cross_entropy(F.linear(F.embedding(tokens, weight), weight), target)
     torch.testing.assert_close(grads(loss, weight), grads(expected, weight), rtol=1e-4, atol=1e-5)
 
 
 def test_upstream_factors_reach_every_gradient(backend, device):
     x, weight, target = head(device)
-    one = grads(tigon.linear_cross_entropy(x, weight, target), x, weight)
-    scaled = grads(4 * tigon.linear_cross_entropy(x, weight, target), x, weight)
+    one = grads(linear_cross_entropy(x, weight, target), x, weight)
+    scaled = grads(4 * linear_cross_entropy(x, weight, target), x, weight)
     for a, b in zip(one, scaled, strict=True):
         assert torch.equal(4 * a, b)
         assert a.abs().max() > 0
@@ -175,7 +175,7 @@ def test_upstream_factors_reach_every_gradient(backend, device):
 def test_a_gradient_is_the_callers(backend, device):
     """Gradients that are computed ahead of the backward pass are handed out once: writing to them harms nobody."""
     x, weight, target = head(device)
-    loss = tigon.linear_cross_entropy(x, weight, target)
+    loss = linear_cross_entropy(x, weight, target)
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     kept = [g.clone() for g in first]
     for g in first:
@@ -189,12 +189,12 @@ def test_a_gradient_is_the_callers(backend, device):
 def test_the_weight_gradient_is_added_to_main_grad(reduction, upstream, backend, device):
     x, weight, target = head(device)
     bias = torch.randn(60, device=device, requires_grad=True)
-    expected = tigon.linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)
+    expected = linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)
     dx, dw, db = grads(expected * upstream, x, weight, bias)
     kept = torch.randn_like(weight).detach()
     main_grad = kept.clone()
     for steps in (1, 2):
-        loss = tigon.linear_cross_entropy(
+        loss = linear_cross_entropy(
             x, weight, target, bias=bias, reduction=reduction, chunk_bytes=1, main_grad=main_grad,
             main_grad_scale=upstream if steps == 1 else torch.tensor(upstream, device=device),
         )  # fmt: skip
@@ -204,22 +204,22 @@ def test_the_weight_gradient_is_added_to_main_grad(reduction, upstream, backend,
         torch.testing.assert_close(found[0], dx)
         torch.testing.assert_close(found[2], db)
         torch.testing.assert_close(main_grad, kept + steps * dw, rtol=1e-4, atol=1e-5)
-    loss = tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad)
+    loss = linear_cross_entropy(x, weight, target, main_grad=main_grad)
     assert torch.autograd.grad(3 * loss, x)[0].isnan().all()
 
 
 def test_main_grad_scale_may_be_rounded_another_way(device):
     x, weight, target = head(device)
-    loss = tigon.linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.3 / 7)
+    loss = linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.3 / 7)
     assert torch.autograd.grad(0.3 * loss / 7, x)[0].isfinite().all()  # in fp32 the next number
 
 
 def test_main_grad_of_a_head_that_is_trained_alone(device):
     x, weight, target = head(device)
     main_grad = torch.zeros_like(weight)
-    tigon.linear_cross_entropy(x.detach(), weight, target, main_grad=main_grad).backward()
+    linear_cross_entropy(x.detach(), weight, target, main_grad=main_grad).backward()
     assert weight.grad is None
-    (dw,) = grads(tigon.linear_cross_entropy(x, weight, target), weight)
+    (dw,) = grads(linear_cross_entropy(x, weight, target), weight)
     torch.testing.assert_close(main_grad, dw)
 
 
@@ -234,14 +234,14 @@ class NothingFromTheHost(TorchDispatchMode):
 def test_main_grad_scale_does_not_wait(device):
     x, weight, target = head(device)
     with NothingFromTheHost():
-        tigon.linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.5)
+        linear_cross_entropy(x, weight, target, main_grad=torch.zeros_like(weight), main_grad_scale=0.5)
 
 
 def test_main_grad_is_left_alone_without_gradients(device):
     x, weight, target = head(device)
     main_grad = torch.zeros_like(weight)
     with torch.no_grad():
-        tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad)
+        linear_cross_entropy(x, weight, target, main_grad=main_grad)
     assert not main_grad.any()
 
 
@@ -256,7 +256,7 @@ def test_main_grad_is_left_alone_without_gradients(device):
 def test_a_main_grad_that_does_not_fit_is_refused(main_grad, options, message):
     x, weight, target = head("cpu")
     with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
-        tigon.linear_cross_entropy(x, weight, target, main_grad=main_grad, **options)
+        linear_cross_entropy(x, weight, target, main_grad=main_grad, **options)
 
 
 def test_compiled_code_leaves_out_what_talks_to_other_devices(device, process_group):
@@ -264,7 +264,7 @@ def test_compiled_code_leaves_out_what_talks_to_other_devices(device, process_gr
     x, weight, target = head(device)
 
     def loss_of(x, weight, group):
-        return tigon.linear_cross_entropy(2 * x, weight, target, group=group) + 1
+        return linear_cross_entropy(2 * x, weight, target, group=group) + 1
 
     torch._dynamo.reset()
     for group in (process_group.group.WORLD, None):

@@ -6,10 +6,10 @@ One NaN of one rank poisons the sum over all of them, and every guard that asks 
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import cpo, distill, distill_topk, dpo, grpo, kto, linear_cross_entropy, orpo, rloo, simpo
 
 import tigon
 from tigon.compat import liger
-from tigon.losses import cpo, distill, distill_topk, dpo, grpo, kto, orpo, rloo, simpo
 from tigon.losses.policy import LOSS_TYPES
 from tigon.losses.preference.families import CPO_TYPES, DPO_LOSSES
 
@@ -53,11 +53,11 @@ MEANS = {
     "cross_entropy, details": lambda x, w, t: sum(
         tigon.cross_entropy(logits(x, w), t, weight=class_weights(), z_loss=1e-2, details=True)[:2]
     ),
-    "linear_cross_entropy": tigon.linear_cross_entropy,
-    "linear_cross_entropy, smoothing, z-loss": lambda x, w, t: tigon.linear_cross_entropy(
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy, smoothing, z-loss": lambda x, w, t: linear_cross_entropy(
         x, w, t, label_smoothing=0.1, z_loss=1e-2, softcap=5.0
     ),
-    "linear_cross_entropy, num_valid": lambda x, w, t: tigon.linear_cross_entropy(
+    "linear_cross_entropy, num_valid": lambda x, w, t: linear_cross_entropy(
         x, w, t, num_valid=tigon.losses.ValidCount(t)
     ),
     "kl_div": lambda x, w, t: tigon.kl_div(logits(x, w), other(), logits=True, labels=t),

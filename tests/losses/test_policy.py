@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import grpo, grpo_reference, rloo
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.losses import ValidLengths, grpo, rloo, token_loss
-from tigon.losses.policy import LOSS_TYPES, MODES, grpo_reference
+import tigon
+from tigon.losses import GRPO, RLOO, ValidLengths, token_loss
+from tigon.losses.policy import LOSS_TYPES, MODES
 from tigon.nn import GRPOLoss, RLOOLoss
 
 S, T, H, V = 6, 40, 8, 30
@@ -513,7 +515,7 @@ def test_compiles_whole():
     ({"loss_type": "ppo"}, "grpo: loss_type must be one of 'grpo', .*, got 'ppo'"),
     ({"importance_sampling_level": "word"}, "grpo: importance_sampling_level must be one of 'token', 'sequence', got"),
     ({"importance_sampling_mode": "mask"}, "grpo: importance_sampling_mode must be one of 'token_truncate'"),
-    ({"beta": 0.1}, "grpo: beta = 0.1 wants a reference: ref_logprob, or ref_x and ref_weight"),
+    ({"beta": 0.1}, "grpo: beta = 0.1 wants a reference, ref: log-probabilities, or a Hidden"),
     ({"loss_type": "dr_grpo"}, "grpo: dr_grpo wants a positive max_completion_length, got None"),
     ({"top_entropy_quantile": 1.5}, "grpo: top_entropy_quantile must be from 0 to 1, got 1.5"),
     ({"sapo_temperature_pos": 0.0}, "grpo: sapo's temperatures must be positive, got 0.0 and 1.05"),
@@ -524,7 +526,6 @@ def test_compiles_whole():
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_mode": "token_truncate",
       "importance_sampling_clip_max": None}, "grpo: importance_sampling_mode 'token_truncate' wants one"),
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_clip_min": 4.0}, "clip_min must be less than"),
-    ({"ref_logprob": torch.zeros(S, T), "ref_x": torch.zeros(S, T, H)}, "grpo: the reference is either ref_logprob or"),
     ({"target": torch.zeros(S, 3)}, r"grpo: x must be \(S, T, H\) and target \(S, T\), got \(6, 40, 8\) and \(6, 3\)"),
     ({"temperature": 0.0}, "grpo: temperature must be positive, got 0.0"),
 ], ids=str)  # fmt: skip
@@ -537,13 +538,12 @@ def test_what_does_not_fit_gets_a_sentence(options, sentence):
 
 def test_modules_are_their_functions():
     (x, weight, bias), target, advantages, near = batch()
-    ours = GRPOLoss(loss_type="grpo", beta=0.1)(
-        x, weight, target, advantages, bias, old_logprob=near["old"], ref_logprob=near["ref"]
-    )
+    head = tigon.Head(weight, bias)
+    ours = GRPOLoss(GRPO(loss_type="grpo", beta=0.1))(x, head, target, advantages, old=near["old"], ref=near["ref"])
     expected = grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"],
                     ref_logprob=near["ref"], loss_type="grpo", beta=0.1)  # fmt: skip
     compare(ours, expected, (x, weight, bias), **EXACT)
-    ours = RLOOLoss(epsilon=0.1)(x, weight, target, advantages, bias, old_logprob=near["old"])
+    ours = RLOOLoss(RLOO(epsilon=0.1))(x, head, target, advantages, old=near["old"])
     expected = rloo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
     compare(ours, expected, (x, weight, bias), **EXACT)
 
@@ -552,14 +552,14 @@ def test_the_code_that_is_replaced():
     (x, weight, bias), target, advantages, near = batch(dtype=torch.float32)
     names = {
         "F": F, "torch": torch, "x": x, "weight": weight, "bias": bias, "target": target, "advantages": advantages,
-        "old_logprob": near["old"].nan_to_num(0.0), "epsilon": 0.1,
+        "old": near["old"].nan_to_num(0.0), "epsilon": 0.1,
     }  # fmt: skip
-    exec(textwrap.dedent(inspect.getdoc(grpo).partition("loss_type::\n\n")[2]), names)
+    exec(textwrap.dedent(inspect.getdoc(tigon.losses.grpo).partition("loss_type::\n\n")[2]), names)
     ours = grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
     compare(ours, (names["loss"], {}), (x, weight, bias), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [grpo, rloo])
+@pytest.mark.parametrize("function", [tigon.losses.grpo, tigon.losses.rloo])
 def test_the_docstrings_name_every_argument(function):
     text = inspect.getdoc(function).partition("Args:\n")[2].partition("\nReturns: ")[0]
     described = re.findall(r"^    (\w+(?:, \w+)*): |\. (\w+): ", text, re.MULTILINE)

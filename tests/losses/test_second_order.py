@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from flat import distill, distill_topk, dpo, grpo, kto, rloo
 
 import tigon
 from tigon import losses
-from tigon.losses import distill, distill_topk
 
 S, T, H, V = 4, 5, 8, 33
 TARGET = torch.randint(0, V, (S, T), generator=torch.Generator().manual_seed(0))
@@ -27,13 +27,13 @@ LOSSES = {
     "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET, reduction="none").sum(),
     "main_grad": accumulated,
     "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, TARGET).logprob.sum(),
-    "dpo": lambda x, w: losses.dpo(x, w, TARGET, ref_chosen_logps=LOGPS, ref_rejected_logps=LOGPS)[0],
+    "dpo": lambda x, w: dpo(x, w, TARGET, ref_chosen_logps=LOGPS, ref_rejected_logps=LOGPS)[0],
     "orpo": lambda x, w: losses.orpo(x, w, TARGET)[0],
     "cpo": lambda x, w: losses.cpo(x, w, TARGET)[0],
     "simpo": lambda x, w: losses.simpo(x, w, TARGET)[0],
-    "kto": lambda x, w: losses.kto(x, w, TARGET, LABEL, ref_logps=LOGPS.repeat(2), kl=0.1)[0],
-    "grpo": lambda x, w: losses.grpo(x, w, TARGET, advantages=ADVANTAGES)[0],
-    "rloo": lambda x, w: losses.rloo(x, w, TARGET, advantages=ADVANTAGES)[0],
+    "kto": lambda x, w: kto(x, w, TARGET, LABEL, ref_logps=LOGPS.repeat(2), kl=0.1)[0],
+    "grpo": lambda x, w: grpo(x, w, TARGET, advantages=ADVANTAGES)[0],
+    "rloo": lambda x, w: rloo(x, w, TARGET, advantages=ADVANTAGES)[0],
     "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), TARGET.flatten())[0]),
     "distill_topk": rows(
         lambda x, w: distill_topk(x, w, TARGET.flatten()[:, None], -torch.ones(S * T, 1), TARGET.flatten())[0]

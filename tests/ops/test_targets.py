@@ -1,13 +1,13 @@
 """Targets of any integer dtype and any ignore_index mean the same classes in every operator and loss."""
 
+import flat
 import pytest
 import torch
+from flat import distill, distill_topk, linear_cross_entropy, linear_logprob
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tigon
-from tigon import losses
-from tigon.losses import distill, distill_topk
 from tigon.ops.targets import as_labels
 
 S, T, H, V = 4, 6, 8, 300
@@ -42,15 +42,15 @@ OPERATORS = {
     "kl_div": divergence(tigon.kl_div),
     "jsd": divergence(tigon.jsd),
     "tvd": divergence(tigon.tvd),
-    "linear_cross_entropy": tigon.linear_cross_entropy,
-    "linear_logprob": lambda x, w, t, **o: tigon.linear_logprob(x, w, t, **o).logprob.sum(),
-    "dpo": lambda x, w, t, **o: losses.dpo(x, w, t, **PAIRS, **o)[0],
-    "orpo": lambda x, w, t, **o: losses.orpo(x, w, t, **o)[0],
-    "cpo": lambda x, w, t, **o: losses.cpo(x, w, t, **o)[0],
-    "simpo": lambda x, w, t, **o: losses.simpo(x, w, t, **o)[0],
-    "kto": lambda x, w, t, **o: losses.kto(x, w, t, LABEL, **REFERENCE, **o)[0],
-    "grpo": lambda x, w, t, **o: losses.grpo(x, w, t, advantages=ADVANTAGES, **o)[0],
-    "rloo": lambda x, w, t, **o: losses.rloo(x, w, t, advantages=ADVANTAGES, **o)[0],
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_logprob": lambda x, w, t, **o: linear_logprob(x, w, t, **o).logprob.sum(),
+    "dpo": lambda x, w, t, **o: flat.dpo(x, w, t, **PAIRS, **o)[0],
+    "orpo": lambda x, w, t, **o: flat.orpo(x, w, t, **o)[0],
+    "cpo": lambda x, w, t, **o: flat.cpo(x, w, t, **o)[0],
+    "simpo": lambda x, w, t, **o: flat.simpo(x, w, t, **o)[0],
+    "kto": lambda x, w, t, **o: flat.kto(x, w, t, LABEL, **REFERENCE, **o)[0],
+    "grpo": lambda x, w, t, **o: flat.grpo(x, w, t, advantages=ADVANTAGES, **o)[0],
+    "rloo": lambda x, w, t, **o: flat.rloo(x, w, t, advantages=ADVANTAGES, **o)[0],
     "distill": lambda x, w, t, **o: distill(
         x.flatten(0, 1), w, 2 * x.flatten(0, 1).detach(), w.detach(), t.flatten(), hard_weight=0.5, **o
     )[0],

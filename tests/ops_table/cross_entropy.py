@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flat import linear_cross_entropy
 from torch import Tensor
 
 import tigon
@@ -179,7 +180,7 @@ def _of_logits(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _linear_cross_entropy(x, weight, target, bias=None, **options):
-    return tigon.linear_cross_entropy(x, weight, target, bias=bias, **options)
+    return linear_cross_entropy(x, weight, target, bias=bias, **options)
 
 
 def _bad_linear(**replaced: Any) -> Inputs:
@@ -214,8 +215,8 @@ LINEAR_CROSS_ENTROPY = Op(
         Bad(lambda: _bad_linear(x=torch.ones(3, 5)), r"linear_cross_entropy: x must be .*got \(3, 5\) and \(7, 4\)"),
         Bad(lambda: _bad_linear(bias=torch.ones(6)), r"linear_cross_entropy: bias must have shape \(7,\), got \(6,\)"),
         Bad(lambda: _bad_linear(weight=torch.ones(7, 4).half()), r"weight must have x's dtype torch.float32, got .*16"),
-        Bad(_bad_linear, r"linear_cross_entropy: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
-        Bad(_bad_linear, r"chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
+        Bad(_bad_linear, r"Walk: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(_bad_linear, r"Walk: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
     ),
     launches=("linear_cross_entropy_fwd", "linear_cross_entropy_bwd"),
     models=(

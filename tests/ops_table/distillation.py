@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from flat import distill, distill_reference, distill_topk, distill_topk_reference
 from torch import Tensor
 
 from ops_table.cross_entropy import _targets, _valid
 from ops_table.row import Bad, Case, Op, randn
-from tigon.losses.distillation import distill, distill_reference, distill_topk, distill_topk_reference
 
 
 def _head(shape: tuple[int, ...], H: int, V: int, dtype: torch.dtype, generator: torch.Generator):
@@ -88,7 +88,7 @@ def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
     return (
         Bad(inputs(), rf"{name}: loss_type must be one of .*'reverse_kl'.*got 'ce'", {"loss_type": "ce"}),
         Bad(inputs(), rf"{name}: reduction must be one of .*got 'none'", {"reduction": "none"}),
-        Bad(inputs(), rf"{name}: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(inputs(), r"Walk: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
         Bad(inputs(), rf"{name}: beta must lie in \[0, 1\], got 2", {"beta": 2}),
         Bad(inputs(), rf"{name}: hard_weight must lie in \[0, 1\], got -1", {"hard_weight": -1}),
         Bad(inputs(), rf"{name}: temperature must be positive, got 0", {"temperature": 0}),
@@ -96,8 +96,8 @@ def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
         Bad(inputs(), rf"{name}: divisor goes with reduction='batchmean'", {"divisor": 3, "reduction": "sum"}),
         Bad(inputs(), rf"{name}: divisor must be a number or a 0-d tensor", {"divisor": torch.ones(2)}),
         Bad(none, rf"{name}: hard_weight goes with a target, got None", {"hard_weight": 0.5}),
-        Bad(none, rf"{name}: num_valid goes with a target, got None", {"num_valid": 2}),
-        Bad(inputs(), r"chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
+        Bad(none, rf"{name}: walk.valid goes with a target, got None", {"num_valid": 2}),
+        Bad(inputs(), r"Walk: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
     )
 
 
@@ -127,11 +127,11 @@ DISTILL = Op(
     bad=(
         *_bad_options("distill", _bad, _bad({"target": None})),
         Bad(_bad(), r"distill: temperature must be 1 for .*got 2", {"temperature": 2.0, "loss_type": "cosine"}),
-        Bad(_bad(), r"distill: teacher_scale must be positive, got 0", {"teacher_scale": 0}),
+        Bad(_bad(), r"distill: teacher.head.scale must be positive, got 0", {"teacher_scale": 0}),
         Bad(_bad({"x": torch.ones(3, 5)}), r"distill: x must be .*got \(3, 5\) and \(7, 4\)"),
-        Bad(_bad({"teacher_x": torch.ones(4, 5)}), r"distill: teacher_x must be .*got \(4, 5\) and \(7, 5\)"),
-        Bad(_bad({"teacher_weight": torch.ones(8, 5)}), r"distill: teacher_x must be .*got \(3, 5\) and \(8, 5\)"),
-        Bad(_bad({"teacher_bias": torch.ones(6)}), r"distill: teacher_bias must have shape \(7,\), got \(6,\)"),
+        Bad(_bad({"teacher_x": torch.ones(4, 5)}), r"distill: teacher.x must be .*got \(4, 5\) and \(7, 5\)"),
+        Bad(_bad({"teacher_weight": torch.ones(8, 5)}), r"distill: teacher.x must be .*got \(3, 5\) and \(8, 5\)"),
+        Bad(_bad({"teacher_bias": torch.ones(6)}), r"distill: teacher.bias must have shape \(7,\), got \(6,\)"),
         Bad(_bad({"weight": torch.ones(7, 4).half()}), r"distill: weight must have x's dtype torch.float32, got .*16"),
         Bad(_bad({"target": torch.zeros(4).long()}), r"distill: target must have shape \(3,\).*got \(4,\)"),
         Bad(_bad({"target": torch.tensor([0, 9, 1])}), r"distill: target must lie in \[0, 7\).*got 9", {}, True),
@@ -171,9 +171,9 @@ DISTILL_TOPK = Op(
         *_bad_options("distill_topk", _bad_topk, _bad_topk(target=None)),
         Bad(_bad_topk(), r"distill_topk: rest must be one of .*got 'head'", {"rest": "head"}),
         Bad(_bad_topk(), r"distill_topk: loss_type must be one of .*got 'cosine'", {"loss_type": "cosine"}),
-        Bad(_bad_topk(logprobs=torch.ones(3, 3)), r"distill_topk: teacher_ids and .*got \(3, 2\) and \(3, 3\)"),
-        Bad(_bad_topk(ids=torch.ones(3, 2)), r"distill_topk: teacher_ids must be integers .*got torch.float32"),
-        Bad(_bad_topk(ids=torch.full((3, 2), 7)), r"distill_topk: teacher_ids must lie in \[0, 7\), got 7", {}, True),
+        Bad(_bad_topk(logprobs=torch.ones(3, 3)), r"distill_topk: teacher.ids and .*got \(3, 2\) and \(3, 3\)"),
+        Bad(_bad_topk(ids=torch.ones(3, 2)), r"distill_topk: teacher.ids must be integers .*got torch.float32"),
+        Bad(_bad_topk(ids=torch.full((3, 2), 7)), r"distill_topk: teacher.ids must lie in \[0, 7\), got 7", {}, True),
     ),
     launches=("distill_fwd",),
     models=(

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flat import grpo, grpo_reference, linear_logprob
 
 import tigon
 from ops_table.cross_entropy import _targets, _valid
 from ops_table.row import Bad, Case, Op, randn
-from tigon.losses.policy import grpo, grpo_reference
 from tigon.ops.logprob import logprob_reference
 
 
@@ -97,7 +97,7 @@ def _make_head(shape, dtype, generator, bias=True, lora=True, ignore_index=-100)
 
 def _public_head(x, weight, bias, a, b, target, **options):
     lora = None if a is None else (a, b, 0.5)
-    return tuple(tigon.linear_logprob(x, weight, target, bias=bias, lora=lora, **options)[:2])
+    return tuple(linear_logprob(x, weight, target, bias=bias, lora=lora, **options)[:2])
 
 
 def _of_logits(of: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ LINEAR_LOGPROB = Op(
     empty=((0, 8, 12),),
     bad=(
         Bad(_bad_head(), r"linear_logprob: temperature must be positive, got 0", {"temperature": 0.0}),
-        Bad(_bad_head(), r"linear_logprob: accumulate must be .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(_bad_head(), r"Walk: accumulate must be .*got 'fp16'", {"accumulate": "fp16"}),
         Bad(_bad_head(x=torch.ones(3, 5)), r"linear_logprob: x must be .*got \(3, 5\) and \(7, 4\)"),
         Bad(_bad_head(bias=torch.ones(6)), r"linear_logprob: bias must have shape \(7,\), got \(6,\)"),
         Bad(_bad_head(target=torch.tensor([0, 9, 1])), r"linear_logprob: target must lie in \[0, 7\).*got 9", {}, True),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tigon.fusion.model import fuse
+from tigon.linear.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 
 try:
@@ -128,7 +129,7 @@ else:
                 return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
 
             def forward(hidden: Tensor) -> Tensor:
-                return linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, reduction="sum")
+                return linear_cross_entropy(hidden, Head(head.weight, head.bias), labels, reduction="sum")
 
             # As the head's own forward: FSDP2 then gathers the weight before it, and reduces its gradient.
             state = vars(head)

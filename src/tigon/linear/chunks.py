@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.head import Head, empty_logits, logit_bytes, take
+from tigon.linear.head import Projection, empty_logits, logit_bytes, take
 from tigon.linear.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.shard_statistics import columns, shard_statistics
 from tigon.ops.targets import as_labels
@@ -172,7 +172,7 @@ class Chunks:
     """
 
     def __init__(
-        self, head: Head, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
+        self, head: Projection, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
         shards: Shards | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.head, self.target, self.shards = head, target, shards

@@ -1,15 +1,71 @@
-"""The head that every fused-linear loss begins with: what is asked of x, weight and bias, and their product."""
+"""The head that every fused-linear loss begins with: as users give it, what is asked of it, and its product with x."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.runtime import autocast_dtype, check_tensors
 
-ACCUMULATE = ("fp32", "weight")
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
+
+class Head(NamedTuple):
+    """What turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
+
+    Every loss of a head takes one of these; or the weight alone, or a `torch.nn.Linear`.
+
+    Args:
+        weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
+        bias: (V,) or None.
+        softcap: c > 0 for logits of c · tanh(z / c); None for none.
+        scale: multiplies the logits, before the softcap; positive.
+        group: the tensor-parallel group, or mesh of one dimension, over which the classes are split. `weight` and
+            `bias` are then this rank's rows of the head, consecutive in the order of the ranks, any number of them,
+            also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
+            dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
+            bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
+            (sequence parallel), with its gradient as x is. The ranks have to call alike, and to replace or resize a
+            plain weight alike: its sizes are asked for when it is first seen. torch.compile leaves the call out.
+        lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
+            `tigon.linear_logprob` takes it, and no other loss.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    group: ProcessGroup | DeviceMesh | None = None
+    lora: tuple[Tensor, Tensor, float] | None = None
+
+
+class Hidden(NamedTuple):
+    """Another model's hidden states x (..., H'), aligned with the policy's or the student's, and the head they enter.
+
+    A reference or a teacher: nothing of it gets a gradient, and of its logits one chunk exists at a time. Its width and
+    dtype may be others, its V classes are the same: cut padding off the longer of two vocabularies.
+    """
+
+    x: Tensor
+    head: Head | Tensor | torch.nn.Linear
+
+
+def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
+    """The head that was given in whatever form, or a sentence."""
+    if not isinstance(head, Head):
+        plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
+        if not plain and not isinstance(head, Tensor):
+            raise ValueError(
+                f"{name}: {argument} must be a weight (V, H), a torch.nn.Linear or a tigon.Head, got "
+                f"{type(head).__name__}."
+            )
+        head = Head(head.weight, head.bias) if plain else Head(head)
+    if head.lora is not None and not lora:
+        raise ValueError(f"{name}: {argument}.lora must be None: only linear_logprob takes an adapter on the head.")
+    return head
 
 
 def check_head(
@@ -48,21 +104,14 @@ def check_head(
     return autocast or x.dtype
 
 
-def logits_dtype_of(name: str, compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
+def logits_dtype_of(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the logits: that of the products, or wider where it is asked for."""
-    if logits_dtype not in (None, compute, torch.float32):
-        raise ValueError(f"{name}: logits_dtype must be None or torch.float32, got {logits_dtype}.")
     return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
 
 
 def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
     """Of a logit and of its gradient, which has a place of its own where it is narrower."""
     return logits.itemsize + (compute.itemsize if logits != compute else 0)
-
-
-def check_accumulate(name: str, accumulate: str) -> None:
-    if accumulate not in ACCUMULATE:
-        raise ValueError(f"{name}: accumulate must be one of {ACCUMULATE}, got {accumulate!r}.")
 
 
 def take(t: Tensor, rows: Tensor | slice) -> Tensor:
@@ -124,7 +173,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             out.addmm_(a, b)
 
 
-class Head(NamedTuple):
+class Projection(NamedTuple):
     """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype; where it is needed, their `with_bias`."""
 
     x: Tensor
@@ -133,7 +182,7 @@ class Head(NamedTuple):
     both: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Head:
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
         x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
         both = None
         if bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tigon.linear.head import Head, product_into
+from tigon.linear.head import Projection, product_into
 from tigon.ops.shard_statistics import local_labels
 from tigon.runtime import check_tensors
 
@@ -100,7 +100,7 @@ class InputGradient:
     The sum of some rows is on its way until the next ones come: meanwhile their share of dw is computed.
     """
 
-    def __init__(self, head: Head, shards: Shards | None) -> None:
+    def __init__(self, head: Projection, shards: Shards | None) -> None:
         self.head, self.shards = head, shards
         self._on_the_way: tuple[Arriving, Tensor | slice, Tensor] | None = None
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.linear.head import Head
+from tigon.linear.walk import Walk
 from tigon.logits.freed import Regather, is_released
 from tigon.logits.labels import plain, valid_count
 from tigon.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
@@ -222,8 +224,8 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             loss = linear_cross_entropy(
-                self.hidden, self.weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction,
-                label_smoothing=label_smoothing, softcap=softcap, scale=scale, divisor=count, num_valid=valid,
+                self.hidden, Head(self.weight, bias, softcap, scale), target, ignore_index=ignore_index,
+                reduction=reduction, label_smoothing=label_smoothing, divisor=count, walk=Walk(valid=valid),
             )  # fmt: skip
         self.ledger.count("head")
         self.waiting.in_vain = True

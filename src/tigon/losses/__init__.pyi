@@ -1,10 +1,25 @@
 # The public losses of a head: the one place that declares them (see tigon/lazy.py).
 from tigon.linear.chunks import ValidCount as ValidCount
 from tigon.linear.chunks import ValidLengths as ValidLengths
+from tigon.linear.head import Hidden as Hidden
+from tigon.linear.walk import Walk as Walk
+from tigon.losses.distillation import Distill as Distill
+from tigon.losses.distillation import DistillTopK as DistillTopK
+from tigon.losses.distillation import TopK as TopK
 from tigon.losses.distillation import distill as distill
 from tigon.losses.distillation import distill_topk as distill_topk
+from tigon.losses.linear_cross_entropy import MainGrad as MainGrad
+from tigon.losses.policy import GRPO as GRPO
+from tigon.losses.policy import RLOO as RLOO
+from tigon.losses.policy import Sampler as Sampler
 from tigon.losses.policy import grpo as grpo
 from tigon.losses.policy import rloo as rloo
+from tigon.losses.preference import CPO as CPO
+from tigon.losses.preference import DPO as DPO
+from tigon.losses.preference import KTO as KTO
+from tigon.losses.preference import ORPO as ORPO
+from tigon.losses.preference import Mismatched as Mismatched
+from tigon.losses.preference import SimPO as SimPO
 from tigon.losses.preference import cpo as cpo
 from tigon.losses.preference import dpo as dpo
 from tigon.losses.preference import kto as kto

@@ -1,6 +1,6 @@
 """Cross entropy of a linear head, without its logits: the loss and all gradients in one walk over chunks of rows.
 
-    logits = softcap(scale · (x Wᵀ + bias));   loss as in tigon.cross_entropy
+    logits = softcap · tanh(scale · (x Wᵀ + bias) / softcap);   loss as in tigon.cross_entropy
 
 Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, https://arxiv.org/abs/2411.09009.
 """
@@ -8,7 +8,7 @@ Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, http
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, SupportsInt
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunk, Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.linear.head import Head, check_accumulate, check_head
+from tigon.linear.head import Head, Projection, check_head, head_of
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
+from tigon.linear.walk import Walk
 from tigon.ops.cross_entropy import (
     check_options,
     cross_entropy_reference,
@@ -30,57 +31,49 @@ from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
 from tigon.ops.targets import checked_target
 from tigon.runtime import differentiable, differentiable_directly, first_order, launcher, way_back
 
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+
+class MainGrad(NamedTuple):
+    """Where a head's dW is added, for optimizers that keep fp32 gradients of several steps.
+
+    Args:
+        grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place.
+        scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since grad cannot wait for
+            the upstream gradient: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is
+            NaN.
+    """
+
+    grad: Tensor
+    scale: Tensor | float = 1.0
 
 
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
     target: Tensor,
     *,
-    bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
     divisor: Tensor | float | None = None,
-    num_valid: SupportsInt | None = None,
-    chunk_bytes: int | None = None,
-    accumulate: str = "fp32",
-    main_grad: Tensor | None = None,
-    main_grad_scale: Tensor | float = 1.0,
-    group: ProcessGroup | DeviceMesh | None = None,
+    main_grad: MainGrad | Tensor | None = None,
+    walk: Walk = Walk(),
 ) -> Tensor:
     """Cross entropy of the logits x Wᵀ + bias, which are never all in memory at once.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
-        weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
+        head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
         target: (...), integer class indices.
-        bias: (V,) or None.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, scale, divisor: as in `tigon.cross_entropy`.
-        num_valid: how many targets are not ignore_index, when the host knows (an int or a
-            `tigon.linear.chunks.ValidCount`). The other rows are then left out: time and memory follow the valid
-            tokens. Too small a number gives a NaN loss. On a CPU it is counted.
-        chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By default as
-            many more as make do with one chunk, if they take no more memory than the fp32 sum of several would.
-        accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
-            dtype, at half the memory and n roundings for n chunks; with `group` likewise dx over the ranks.
-        main_grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place; the weight gets no
-            other gradient. For optimizers that keep fp32 gradients of several steps; not under torch.compile, nor in a
-            checkpoint (`use_reentrant=False`), which runs the forward pass twice and would add it twice.
-        main_grad_scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since main_grad
-            cannot wait for it: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is NaN.
-        group: the tensor-parallel group, or mesh of one dimension, over which the classes are split. `weight` and
-            `bias` are then this rank's rows of the head, consecutive in the order of the ranks, any number of them,
-            also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
-            dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
-            bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
-            (sequence parallel), with its gradient as x is. The ranks have to call alike, and to replace or resize a
-            plain weight alike: its sizes are asked for when it is first seen. torch.compile leaves the call out.
+        ignore_index: targets that do not count.
+        reduction: "mean" over the rows that count (0 where none does), "sum", or "none" for one loss a row.
+        label_smoothing: in [0, 1], spread evenly over the classes.
+        z_loss: coefficient of lse², which keeps the logits from drifting.
+        divisor: with "mean", what divides in place of the number of rows that count; as in `tigon.cross_entropy`.
+        main_grad: where dW is added in the forward pass, in place, a `tigon.losses.MainGrad` or its tensor: the weight
+            gets no other gradient. Not under torch.compile, nor in a checkpoint (`use_reentrant=False`), which runs the
+            forward pass twice and would add dW twice.
+        walk: which tokens are left out, and what the walk over the others costs.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs); a plain tensor.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 
@@ -93,8 +86,10 @@ def linear_cross_entropy(
         loss = F.cross_entropy(F.linear(x, weight, bias).float(), target)
     """
     name = "linear_cross_entropy"
+    weight, bias, softcap, scale, group, _ = head_of(name, head)
     check_options(name, reduction, label_smoothing, softcap, scale, divisor)
-    check_accumulate(name, accumulate)
+    walk.check_unused(name, "logits_dtype", "keep_bytes")
+    accumulate = walk.accumulate
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias)
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
@@ -103,7 +98,7 @@ def linear_cross_entropy(
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     loss_dtype = torch.promote_types(compute, torch.float32)
-    valid = -1 if num_valid is None else int(num_valid)
+    valid = walk.number(name)
     inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)
     if valid >= 0:
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
@@ -113,14 +108,15 @@ def linear_cross_entropy(
     if needs[1] and reduction == "mean" and main_grad is None:
         spared = spared_by_one_chunk(weight, compute, accumulate, widest)
     whole = (rows.shape[0] if valid < 0 else valid) * widest * compute.itemsize
-    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
     options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
     if main_grad is not None:
-        main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
-        _check_main_grad(main_grad, weight, loss_dtype, reduction)
+        grad, upstream_scale = main_grad if isinstance(main_grad, MainGrad) else MainGrad(main_grad)
+        grad = grad.to_local() if hasattr(grad, "to_local") else grad
+        _check_main_grad(grad, weight, loss_dtype, reduction)
         if torch.is_grad_enabled():
-            upstream = scalar(main_grad_scale, x.device, loss_dtype)
-            rest = labels, inverse, valid, reduction, compute, budget, main_grad, upstream, options, shards
+            upstream = scalar(upstream_scale, x.device, loss_dtype)
+            rest = labels, inverse, valid, reduction, compute, budget, grad, upstream, options, shards
             loss, *_ = _IntoMainGrad.apply(rows, weight, bias, *rest)
             return loss  # type: ignore[no-any-return]
     arguments = (
@@ -277,7 +273,7 @@ def _chunks(
     if valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
     known = None if valid < 0 else valid
-    return Chunks(Head.of(x, weight, bias, compute), target, ignore_index, known, budget, shards)
+    return Chunks(Projection.of(x, weight, bias, compute), target, ignore_index, known, budget, shards)
 
 
 def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):
@@ -357,7 +353,7 @@ _over_shards = differentiable_directly(_linear_cross_entropy_fwd, _setup_context
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """dW goes where the caller keeps it, times the gradient from above that the caller foretells."""
+    """dW goes where the caller keeps it, times the upstream gradient that the caller foretells."""
 
     @staticmethod
     def forward(
@@ -384,7 +380,7 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, db, upstream, *_ = ctx.saved_tensors
-        # main_grad has its gradient already: another one from above is made loud, without looking at the device.
+        # main_grad has its gradient already: another upstream gradient is made loud, without looking at the device.
         # Another way of rounding the same factors is no other gradient.
         same = (dloss - upstream).abs() <= 8 * torch.finfo(dloss.dtype).eps * upstream.abs()
         factor = torch.where(same, 1.0, float("nan")).to(dloss.dtype)

@@ -2,7 +2,7 @@
 
     logits = softcap(scale · (x Wᵀ + bias + s · (x Aᵀ) Bᵀ)) / temperature;   results as in tigon.logprob
 
-A gradient of the weight is a sum over tokens, each times what comes from above, which the forward pass cannot know. So
+A gradient of the weight is a sum over tokens, each times its upstream gradient, which the forward pass cannot know. So
 the backward pass computes logits again: four matrix products a token in all, where a loss that is a function of its own
 (`tigon.losses`) takes three. The last logits of the forward pass are still in their buffer; `keep_bytes` keeps more.
 
@@ -11,7 +11,7 @@ Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, SupportsInt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
-from tigon.linear.head import Head, check_accumulate, check_head, class_blocks, empty_logits
+from tigon.linear.head import Head, Projection, check_head, class_blocks, empty_logits, head_of
 from tigon.linear.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
+from tigon.linear.walk import Walk
 from tigon.ops.logprob import (
     LogProb,
     check_transform,
@@ -40,43 +41,29 @@ from tigon.runtime import (
     use_triton,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
-
 
 def linear_logprob(
     x: Tensor,
-    weight: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
     target: Tensor,
     *,
-    bias: Tensor | None = None,
-    lora: tuple[Tensor, Tensor, float] | None = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    num_valid: SupportsInt | None = None,
-    chunk_bytes: int | None = None,
-    keep_bytes: int = 0,
-    accumulate: str = "fp32",
-    group: ProcessGroup | DeviceMesh | None = None,
+    walk: Walk = Walk(),
 ) -> LogProb:
     """Log-probability of each target and entropy, log-sum-exp, rank and mean of its logits, which are never all there.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
-        weight: (V, H), x's dtype; under autocast all are cast as `F.linear` casts them.
+        head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale, group or adapter.
+            Over a group the upstream gradient has to be the same on all ranks, and B of the adapter holds this rank's
+            rows of classes.
         target: (...), integer class indices: what x predicts.
-        bias: (V,) or None.
-        lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
-        ignore_index, temperature, softcap, scale: as in `tigon.logprob`.
-        num_valid, chunk_bytes, accumulate: as in `tigon.linear_cross_entropy`.
-        keep_bytes: logits kept from the forward to the backward pass, beyond those of the last chunk: what is kept is
-            not computed again. As many as there are take a fourth of the products away.
-        group: as in `tigon.linear_cross_entropy`: `weight`, `bias` and the adapter's B are this rank's rows of classes.
-            What comes from above has to be the same on all ranks.
+        ignore_index, temperature: as in `tigon.logprob`.
+        walk: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
+            kept for the backward pass.
     Returns: `LogProb` of (...), fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy, exact for
-        any gradient from above.
+        any upstream gradient.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.logprob` for targets.
 
     Replaces::
@@ -86,10 +73,10 @@ def linear_logprob(
         entropy = -(logp.exp() * logp).sum(-1)
     """
     name = "linear_logprob"
+    weight, bias, softcap, scale, group, lora = head_of(name, head, lora=True)
     check_transform(name, temperature, softcap, scale)
-    check_accumulate(name, accumulate)
-    if keep_bytes < 0:
-        raise ValueError(f"{name}: keep_bytes must not be negative, got {keep_bytes}.")
+    walk.check_unused(name, "logits_dtype")
+    accumulate = walk.accumulate
     lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
     if is_sharded(weight, group):
         lora_a, lora_b = adapter_of(name, lora_a, lora_b)
@@ -109,13 +96,13 @@ def linear_logprob(
     labels = target.reshape(-1).contiguous()
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
-    valid = -1 if num_valid is None else int(num_valid)
+    valid = walk.number(name)
     if valid < 0 and x.device.type == "cpu" and can_look(labels):
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
     arguments = (
         x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
-        chunk_budget(x.device, chunk_bytes), keep_bytes, accumulate == "fp32", float(lora_scale), ignore_index,
-        temperature, softcap or 0.0, scale,
+        chunk_budget(x.device, walk.chunk_bytes), walk.keep_bytes, accumulate == "fp32", float(lora_scale),
+        ignore_index, temperature, softcap or 0.0, scale,
     )  # fmt: skip
     results = _linear_logprob(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     logprob, entropy, *rest = (r.view(target.shape) for r in results)
@@ -146,7 +133,7 @@ class _Adapted:
         self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index, shards
     ) -> None:
         number = None if valid < 0 else valid
-        rows = Head.of(x, weight, bias, compute)
+        rows = Projection.of(x, weight, bias, compute)
         self.chunks = Chunks(rows, target, ignore_index, number, budget, shards)
         self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
         self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)

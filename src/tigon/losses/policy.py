@@ -23,202 +23,275 @@ https://arxiv.org/abs/2507.18071. RLOO: https://arxiv.org/abs/2402.14740. δ: ht
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.linear.head import Head, Hidden, head_of
+from tigon.linear.walk import Walk
+from tigon.losses.options import check_choice
 from tigon.losses.token_loss import ALONE, BATCH, FAMILIES, Family, Part, token_loss
 from tigon.ops.logprob import logprob_reference
 from tigon.ops.targets import as_labels
 
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Level = Literal["token", "sequence"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+MODES: tuple[str, ...] = get_args(Mode)
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
+# Types that divide by num_items_in_batch.
+COUNTED = ("dapo", "cispo", "vespo")
 RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def grpo(
-    x: Tensor, weight: Tensor, target: Tensor, *, advantages: Tensor, bias: Tensor | None = None,
-    old_logprob: Tensor | None = None, ref_logprob: Tensor | None = None, ref_x: Tensor | None = None,
-    ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, loss_type: str = "dapo",
-    importance_sampling_level: str = "token", epsilon: float = 0.2, epsilon_high: float | None = None,
-    delta: float | None = None, beta: float = 0.0, use_bias_correction_kl: bool = True,
-    entropy_coefficient: float | Tensor = 0.0, top_entropy_quantile: float = 1.0,
-    num_items_in_batch: float | Tensor | None = None, max_completion_length: int | None = None,
-    sampler_logprob: Tensor | None = None, importance_sampling_ratio: Tensor | None = None,
-    importance_sampling_mode: str | None = "sequence_mask", importance_sampling_clip_max: float | None = 3.0,
-    importance_sampling_clip_min: float | None = None, off_policy_mask_threshold: float | None = None,
-    sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-    lengths: Any = None, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
-    scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32", group: Any = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of sampled completions whose tokens have advantages, and what to log of it.
-
-    With old_logprob None, right after the sampling, every ratio is 1 and the gradient is the policy's own: REINFORCE.
-    With advantages of tokens, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
-    importance_sampling_level "sequence".
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Options of `grpo`, by TRL's names. Frozen: `dataclasses.replace` makes another.
 
     Args:
-        x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
-        weight: (V, H), the head. bias: (V,) or None.
-        target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
-        advantages: (S,) or (S, T).
-        old_logprob: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an
-            earlier call. None: this policy's own.
-        ref_logprob: (S, T) under the reference model, or instead
-        ref_x, ref_weight, ref_bias: (S, T, H'), (V, H') and (V,) or None, its hidden states and head. One of these is
-            wanted for beta; with beta = 0, "kl" is still reported.
-        loss_type: one of "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo".
+        loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
         importance_sampling_level: "token", or "sequence": one ratio, exp of the mean difference, for all its tokens.
-        epsilon: how far below 1 a ratio counts. epsilon_high: how far above, None for the same; with "cispo", which
-            has no lower bound, the largest ratio itself (such as 5.0).
+        epsilon: how far below 1 a ratio counts.
+        epsilon_high: how far above, None for the same; with "cispo", which has no lower bound, the largest ratio itself
+            (such as 5.0).
         delta: the largest ratio where a clipped one would not be, at negative advantages. None for no bound.
         beta: weight of the KL divergence from the reference.
         use_bias_correction_kl: multiply the KL by the ratio, so that its gradient is not biased.
         entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
         top_entropy_quantile: the share of this batch's tokens, those of highest entropy, that have a loss at all. Below
-            1.0 all tokens are seen before any has a gradient: a batch beyond chunk_bytes costs a fourth product.
+            1.0 all tokens are seen before any has a gradient: a batch beyond a chunk costs a fourth product.
         num_items_in_batch: what "dapo", "cispo" and "vespo" divide by, a number or a 0-d tensor: the tokens that count
             in the whole step, over the number of ranks. None: those of this batch.
         max_completion_length: "dr_grpo" wants it.
-        sampler_logprob: (S, T) as the engine that sampled had them, which is rarely what the trainer computes; NaN
-            where it did not say, which means a ratio of 1. The ratio exp(old − sampler) multiplies the loss.
-        importance_sampling_mode: "token_…" for a ratio of each token, "sequence_…" for their product; "…_truncate" to
-            clip it to [importance_sampling_clip_min, importance_sampling_clip_max], "…_mask" to drop what is outside.
-            None bounds (the latter is 3.0) are none. None: no ratio.
-        importance_sampling_clip_max, importance_sampling_clip_min: these bounds.
-        importance_sampling_ratio: (S,) or (S, T), that ratio where the caller has it already.
-        off_policy_mask_threshold: drop sequences of negative advantage whose mean of sampler_logprob (or old_logprob) −
-            logprob is larger. In nats; None: never.
-        sapo_temperature_pos, sapo_temperature_neg: τ at positive and other advantages.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and λ at advantages of either sign.
-        lengths: how many targets of each sequence count, a `ValidLengths` or a list: the others then cost nothing.
-        ignore_index: see target.
-        temperature, softcap, scale: log-probabilities are of softcap · tanh(scale · logits / softcap) / temperature.
-        chunk_bytes: as in `tigon.linear_cross_entropy`.
-        accumulate: "fp32", or "weight" to sum the weight's gradient in its own dtype.
-        group: of a vocabulary-parallel head, as in `tigon.linear_cross_entropy`; both heads are split alike.
+        importance_sampling_mode: what becomes of the sampler's ratio: "token_…" for a ratio of each token, "sequence_…"
+            for their product; "…_truncate" to clip it to its bounds, "…_mask" to drop what is outside. None: no ratio.
+        importance_sampling_clip_max: the upper bound, None for none.
+        importance_sampling_clip_min: the lower bound, None for none.
+        off_policy_mask_threshold: drop sequences of negative advantage whose mean of the sampler's (or the old)
+            log-probabilities − logprob is larger. In nats; None: never.
+        sapo_temperature_pos: τ of "sapo" at positive advantages.
+        sapo_temperature_neg: τ at other advantages.
+        vespo_k_pos: k of "vespo" at advantages from 0 on.
+        vespo_lambda_pos: λ there.
+        vespo_k_neg: k at negative advantages.
+        vespo_lambda_neg: λ there.
+        temperature: divides the logits.
+        ignore_index: targets that do not count.
+    Raises: ValueError for options that are unknown or do not go together.
+    """
+
+    loss_type: LossType = "dapo"
+    importance_sampling_level: Level = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    entropy_coefficient: float | Tensor = 0.0
+    top_entropy_quantile: float = 1.0
+    num_items_in_batch: float | Tensor | None = None
+    max_completion_length: int | None = None
+    importance_sampling_mode: Mode | None = "sequence_mask"
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    temperature: float = 1.0
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        name = "grpo"
+        check_choice(name, "loss_type", self.loss_type, LOSS_TYPES)
+        check_choice(name, "importance_sampling_level", self.importance_sampling_level, get_args(Level))
+        check_choice(name, "importance_sampling_mode", self.importance_sampling_mode, (*MODES, None))
+        high, low = self.importance_sampling_clip_max, self.importance_sampling_clip_min
+        if high is not None and low is not None and low >= high:
+            raise ValueError(
+                f"{name}: importance_sampling_clip_min must be less than …_clip_max, got {low} and {high}."
+            )
+        if high is None and low is None and (self.importance_sampling_mode or "").endswith("truncate"):
+            raise ValueError(
+                f"{name}: importance_sampling_mode {self.importance_sampling_mode!r} wants one "
+                "importance_sampling_clip at least."
+            )
+        if self.loss_type == "dr_grpo" and not (self.max_completion_length or 0) > 0:
+            raise ValueError(
+                f"{name}: dr_grpo wants a positive max_completion_length, got {self.max_completion_length}."
+            )
+        if not 0.0 <= self.top_entropy_quantile <= 1.0:
+            raise ValueError(f"{name}: top_entropy_quantile must be from 0 to 1, got {self.top_entropy_quantile}.")
+        taus = self.sapo_temperature_pos, self.sapo_temperature_neg
+        if not (taus[0] > 0 and taus[1] > 0):
+            raise ValueError(f"{name}: sapo's temperatures must be positive, got {taus[0]} and {taus[1]}.")
+
+    def numbers(self) -> Numbers:
+        high, low = self.importance_sampling_clip_max, self.importance_sampling_clip_min
+        items = self.num_items_in_batch if self.loss_type in COUNTED else None
+        drift = self.off_policy_mask_threshold
+        return Numbers(
+            self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            math.inf if self.delta is None else self.delta, self.beta, float(self.use_bias_correction_kl),
+            self.top_entropy_quantile, math.inf if high is None else high, -math.inf if low is None else low,
+            math.inf if drift is None else drift, self.sapo_temperature_pos, self.sapo_temperature_neg,
+            self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg,
+            max(1.0, float(items)) if isinstance(items, int | float) else 0.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO:
+    """Options of `rloo`.
+
+    Args:
+        epsilon: how far below 1 a ratio counts.
+        epsilon_high: how far above, None for the same.
+        entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
+        temperature: divides the logits.
+        ignore_index: targets that do not count.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    entropy_coefficient: float | Tensor = 0.0
+    temperature: float = 1.0
+    ignore_index: int = -100
+
+
+class Sampler(NamedTuple):
+    """What is known of the engine that sampled, whose probabilities are rarely those that the trainer computes.
+
+    Args:
+        logprob: (S, T), log-probabilities as the engine had them; NaN where it did not say, which means a ratio of 1.
+            The ratio exp(old − logprob) multiplies the loss.
+        ratio: (S,) or (S, T), that ratio where the caller has it already.
+    """
+
+    logprob: Tensor | None = None
+    ratio: Tensor | None = None
+
+
+def grpo(
+    x: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old: Tensor | None = None,
+    ref: Tensor | Hidden | None = None,
+    sampler: Tensor | Sampler | None = None,
+    config: GRPO = GRPO(),
+    walk: Walk = Walk(),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of sampled completions whose tokens have advantages, and what to log of it.
+
+    Without `old`, right after the sampling, every ratio is 1 and the gradient is the policy's own: REINFORCE. With
+    advantages of tokens, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
+    importance_sampling_level "sequence".
+
+    Args:
+        x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
+        head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head`.
+        target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
+        advantages: (S,) or (S, T).
+        old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an earlier
+            call. None: this policy's own.
+        ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden`, its hidden states and head.
+            beta wants one; with beta = 0, "kl" is still reported.
+        sampler: (S, T) log-probabilities of the engine that sampled, or a `Sampler` that holds the ratio.
+        config: the kind of loss and its numbers.
+        walk: its `valid` are the numbers of tokens that count; the others then cost nothing.
     Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
         "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"
         with the clipped types (over sequences, where a ratio is one a sequence); "cispo_clip_ratio";
         "vespo/phi_seq_mean"; "policy_loss", without the entropy bonus, where there is one;
         "sampling/importance_sampling_ratio/min", "/mean" and "/max" with a sampler.
-    Raises: ValueError for options that are unknown or do not go together, and shapes that do not fit.
+    Raises: ValueError for options that do not go together, and shapes that do not fit.
 
     Replaces, of the default loss_type::
 
         logits = F.linear(x, weight, bias).float()
         logprob = -F.cross_entropy(logits.transpose(1, 2), target, reduction="none")  # 0 where target is -100
-        ratio = (logprob - old_logprob).exp()
+        ratio = (logprob - old).exp()
         A, mask = advantages.unsqueeze(1), target != -100
         loss = -torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)
         loss = (loss * mask).sum() / mask.sum()
     """
-    name = "grpo"
-    _one_of(name, "loss_type", loss_type, LOSS_TYPES)
-    _one_of(name, "importance_sampling_level", importance_sampling_level, ("token", "sequence"))
-    _one_of(name, "importance_sampling_mode", importance_sampling_mode, (*MODES, None))
-    high, low = importance_sampling_clip_max, importance_sampling_clip_min
-    mode = None if sampler_logprob is None or importance_sampling_ratio is not None else importance_sampling_mode
-    if mode is not None:
-        if high is None and low is None and mode.endswith("truncate"):
-            raise ValueError(f"{name}: importance_sampling_mode {mode!r} wants one importance_sampling_clip at least.")
-        if high is not None and low is not None and low >= high:
-            raise ValueError(
-                f"{name}: importance_sampling_clip_min must be less than …_clip_max, got {low} and {high}."
-            )
-        if loss_type == "vespo" and mode.startswith("sequence"):
-            raise ValueError(f"{name}: vespo wants an importance_sampling_mode of tokens, got {mode!r}.")
-    if ref_logprob is not None and ref_x is not None:
-        raise ValueError(f"{name}: the reference is either ref_logprob or ref_x and ref_weight, got both.")
-    reference = "side" if ref_logprob is not None else "head" if ref_x is not None else "none"
-    if beta != 0.0 and reference == "none":
-        raise ValueError(f"{name}: beta = {beta} wants a reference: ref_logprob, or ref_x and ref_weight.")
-    if loss_type == "dr_grpo" and not (max_completion_length or 0) > 0:
-        raise ValueError(f"{name}: dr_grpo wants a positive max_completion_length, got {max_completion_length}.")
-    if not 0.0 <= top_entropy_quantile <= 1.0:
-        raise ValueError(f"{name}: top_entropy_quantile must be from 0 to 1, got {top_entropy_quantile}.")
-    if not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
-        raise ValueError(
-            f"{name}: sapo's temperatures must be positive, got {sapo_temperature_pos} and {sapo_temperature_neg}."
-        )
-    host_items = isinstance(num_items_in_batch, int | float) and loss_type in ("dapo", "cispo", "vespo")
-    numbers = Numbers(
-        epsilon, epsilon if epsilon_high is None else epsilon_high, math.inf if delta is None else delta, beta,
-        float(use_bias_correction_kl), top_entropy_quantile, math.inf if high is None else high,
-        -math.inf if low is None else low,
-        math.inf if off_policy_mask_threshold is None else off_policy_mask_threshold, sapo_temperature_pos,
-        sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
-        max(1.0, float(num_items_in_batch)) if host_items else 0.0,  # type: ignore[arg-type]
-    )  # fmt: skip
+    name, c = "grpo", config
+    sampled, ratio = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
+    mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
+    if c.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
+        raise ValueError(f"{name}: vespo wants an importance_sampling_mode of tokens, got {mode!r}.")
+    reference = "none" if ref is None else "head" if isinstance(ref, Hidden) else "side"
+    if c.beta != 0.0 and ref is None:
+        raise ValueError(f"{name}: beta = {c.beta} wants a reference, ref: log-probabilities, or a Hidden.")
     given = {
-        "advantages": advantages, "old_logprob": old_logprob, "ref_logprob": ref_logprob,
-        "sampler_logprob": sampler_logprob, "importance_sampling_ratio": importance_sampling_ratio,
+        "advantages": advantages, "old_logprob": old, "ref_logprob": None if isinstance(ref, Hidden) else ref,
+        "sampler_logprob": sampled, "importance_sampling_ratio": ratio,
     }  # fmt: skip
     return _policy(
-        name, (loss_type, importance_sampling_level, mode or "none", reference), numbers, x, weight, target, bias,
-        given, entropy_coefficient, num_items_in_batch, max_completion_length, reference=(ref_x, ref_weight, ref_bias),
-        lengths=lengths, ignore_index=ignore_index, temperature=temperature, softcap=softcap, scale=scale,
-        chunk_bytes=chunk_bytes, accumulate=accumulate, group=group,
+        name, (c.loss_type, c.importance_sampling_level, mode or "none", reference), c.numbers(), x, head, target,
+        given, c.entropy_coefficient, c.num_items_in_batch, c.max_completion_length,
+        reference=ref if isinstance(ref, Hidden) else None, ignore_index=c.ignore_index, temperature=c.temperature,
+        walk=walk,
     )  # fmt: skip
 
 
 def rloo(
-    x: Tensor, weight: Tensor, target: Tensor, *, advantages: Tensor, bias: Tensor | None = None,
-    old_logprob: Tensor | None = None, epsilon: float = 0.2, epsilon_high: float | None = None,
-    entropy_coefficient: float | Tensor = 0.0, lengths: Any = None, ignore_index: int = -100,
-    temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0, chunk_bytes: int | None = None,
-    accumulate: str = "fp32", group: Any = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    x: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    target: Tensor,
+    advantages: Tensor,
+    *,
+    old: Tensor | None = None,
+    config: RLOO = RLOO(),
+    walk: Walk = Walk(),
+) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
 
     Args:
-        x: (S, T, H). weight: (V, H). bias: (V,) or None. target: (S, T), ignore_index where a token does not count.
+        x: (S, T, H) hidden states of S completions.
+        head: as in `grpo`.
+        target: (S, T), ignore_index where a token does not count. A completion without tokens has a ratio of 1.
         advantages: (S,), each reward less the mean of the others of its prompt.
-        old_logprob: (S, T) of the tokens, or (S,) of the sequences; None: this policy's own.
-        epsilon, epsilon_high, entropy_coefficient: as in `grpo`.
-        lengths, ignore_index, temperature, softcap, scale, chunk_bytes, accumulate, group: as in `grpo`.
+        old: (S, T) of the tokens, or (S,) of the sequences; None: this policy's own.
+        config: the bounds of the ratio.
+        walk: as in `grpo`.
     Returns: the 0-d loss, and detached "logprob" (S, T), "entropy" and "clip_ratio/…" as in `grpo`.
     Raises: ValueError for shapes that do not fit.
     """
-    numbers = Numbers(epsilon, epsilon if epsilon_high is None else epsilon_high)
+    c = config
+    numbers = Numbers(c.epsilon, c.epsilon if c.epsilon_high is None else c.epsilon_high)
     return _policy(
-        "rloo", ("grpo", "total", "none", "none"), numbers, x, weight, target, bias,
-        {"advantages": advantages, "old_logprob": old_logprob}, entropy_coefficient, None, None, lengths=lengths,
-        ignore_index=ignore_index, temperature=temperature, softcap=softcap, scale=scale, chunk_bytes=chunk_bytes,
-        accumulate=accumulate, group=group,
+        "rloo", ("grpo", "total", "none", "none"), numbers, x, head, target,
+        {"advantages": advantages, "old_logprob": old}, c.entropy_coefficient, None, None, ignore_index=c.ignore_index,
+        temperature=c.temperature, walk=walk,
     )  # fmt: skip
-
-
-def _one_of(name: str, argument: str, value: Any, known: tuple) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: {argument} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 
 # -------------------------------------------------------------------------------------------------------- reference
 
 
 def grpo_reference(
-    x: Tensor, weight: Tensor, target: Tensor, *, advantages: Tensor, bias: Tensor | None = None,
-    old_logprob: Tensor | None = None, ref_logprob: Tensor | None = None, ref_x: Tensor | None = None,
-    ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, loss_type: str = "dapo",
-    importance_sampling_level: str = "token", epsilon: float = 0.2, epsilon_high: float | None = None,
-    delta: float | None = None, beta: float = 0.0, use_bias_correction_kl: bool = True,
-    entropy_coefficient: float | Tensor = 0.0, top_entropy_quantile: float = 1.0,
-    num_items_in_batch: float | Tensor | None = None, max_completion_length: int = 1,
-    sampler_logprob: Tensor | None = None, importance_sampling_ratio: Tensor | None = None,
-    importance_sampling_mode: str | None = "sequence_mask", importance_sampling_clip_max: float | None = 3.0,
-    importance_sampling_clip_min: float | None = None, off_policy_mask_threshold: float | None = None,
-    sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-    ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None, scale: float = 1.0,
+    x: Tensor, head: Head | Tensor, target: Tensor, advantages: Tensor, *, old: Tensor | None = None,
+    ref: Tensor | Hidden | None = None, sampler: Tensor | Sampler | None = None, config: GRPO = GRPO(),
+    level: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`grpo` on whole logits, by autograd. importance_sampling_level "total" is `rloo`, with loss_type "grpo"."""
+    """`grpo` on whole logits, by autograd. level "total" is `rloo`, with loss_type "grpo"."""
+    c, ignore_index, level = config, config.ignore_index, level or config.importance_sampling_level
+    weight, bias, softcap, scale, _, _ = head_of("grpo_reference", head)
+    sampled, ratio = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
+    mode, beta = c.importance_sampling_mode, c.beta
     S = target.shape[0]
-    options = (ignore_index, temperature, softcap or 0.0, scale)
+    options = (ignore_index, c.temperature, softcap or 0.0, scale)
     mask = target != ignore_index
     counts = mask.sum(1, keepdim=True).clamp(min=1)
     logprob, entropy, *_ = logprob_reference(F.linear(x, weight, bias), target, *options)
@@ -227,61 +300,63 @@ def grpo_reference(
     def of_tokens(t: Tensor) -> Tensor:
         return torch.where(mask, t, 0.0)
 
-    old = logprob.detach() if old_logprob is None else of_tokens(old_logprob)
+    old = logprob.detach() if old is None else of_tokens(old)
     log_ratio = logprob - old
     log_weight = log_ratio
-    if importance_sampling_level != "token":
+    if level != "token":
         log_weight = log_ratio.sum(1, keepdim=True)
-    if importance_sampling_level == "sequence":
+    if level == "sequence":
         log_weight = log_weight / counts
     r = log_weight.exp()
 
-    sampler = importance_sampling_ratio if importance_sampling_ratio is None else importance_sampling_ratio.view(S, -1)
-    if sampler_logprob is not None and sampler is None and importance_sampling_mode is not None:
-        difference = torch.nan_to_num(old - of_tokens(sampler_logprob), nan=0.0)
-        by, what = importance_sampling_mode.split("_")
-        sampler = (difference.sum(1, keepdim=True) if by == "sequence" else difference).exp()
-        low, high = importance_sampling_clip_min, importance_sampling_clip_max
+    by_ratio = None if ratio is None else ratio.view(S, -1)
+    if sampled is not None and by_ratio is None and mode is not None:
+        difference = torch.nan_to_num(old - of_tokens(sampled), nan=0.0)
+        by, what = mode.split("_")
+        by_ratio = (difference.sum(1, keepdim=True) if by == "sequence" else difference).exp()
+        low, high = c.importance_sampling_clip_min, c.importance_sampling_clip_max
         if what == "truncate":
-            sampler = sampler.clamp(low, high)
+            by_ratio = by_ratio.clamp(low, high)
         else:
-            sampler = torch.where((sampler > (high or math.inf)) | (sampler < (low or 0.0)), 0.0, sampler)
+            by_ratio = torch.where((by_ratio > (high or math.inf)) | (by_ratio < (low or 0.0)), 0.0, by_ratio)
 
-    high = epsilon if epsilon_high is None else epsilon_high
+    epsilon, high = c.epsilon, c.epsilon if c.epsilon_high is None else c.epsilon_high
+    loss_type = c.loss_type
     if loss_type == "cispo":
         loss = -r.clamp(max=high).detach() * A * logprob
     elif loss_type == "sapo":
-        tau = torch.where(A > 0, torch.full_like(A, sapo_temperature_pos), sapo_temperature_neg)
+        tau = torch.where(A > 0, torch.full_like(A, c.sapo_temperature_pos), c.sapo_temperature_neg)
         loss = -A * torch.sigmoid(tau * (r - 1)) * 4 / tau
     elif loss_type == "vespo":
         log_w = of_tokens(log_ratio.detach().clamp(-20.0, 20.0))
-        if sampler is not None:
-            log_w = log_w + of_tokens(sampler.log().clamp(math.log(1e-8), 20.0))
+        if by_ratio is not None:
+            log_w = log_w + of_tokens(by_ratio.log().clamp(math.log(1e-8), 20.0))
         log_w = log_w.sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
-        k = torch.where(A >= 0, torch.full_like(A, vespo_k_pos), vespo_k_neg)
-        lam = torch.where(A >= 0, torch.full_like(A, vespo_lambda_pos), vespo_lambda_neg).clamp(min=1e-4)
+        k = torch.where(A >= 0, torch.full_like(A, c.vespo_k_pos), c.vespo_k_neg)
+        lam = torch.where(A >= 0, torch.full_like(A, c.vespo_lambda_pos), c.vespo_lambda_neg).clamp(min=1e-4)
         phi = (lam + k * log_w - lam * log_w.exp()).exp()
         loss = -phi * A * logprob
     else:
-        loss = -torch.minimum(r.clamp(max=delta) * A if delta else r * A, r.clamp(1 - epsilon, 1 + high) * A)
+        loss = -torch.minimum(r.clamp(max=c.delta) * A if c.delta else r * A, r.clamp(1 - epsilon, 1 + high) * A)
 
-    if off_policy_mask_threshold is not None:
-        theirs = old if sampler_logprob is None else of_tokens(sampler_logprob)
+    if c.off_policy_mask_threshold is not None:
+        theirs = old if sampled is None else of_tokens(sampled)
         drift = torch.nan_to_num(theirs - logprob.detach(), nan=0.0).sum(1, keepdim=True) / counts
-        loss = loss * ((A >= 0) | (drift <= off_policy_mask_threshold))
+        loss = loss * ((A >= 0) | (drift <= c.off_policy_mask_threshold))
     top = mask
-    if top_entropy_quantile < 1.0 and mask.any():
-        top = mask & (entropy >= torch.quantile(entropy[mask].detach(), 1 - top_entropy_quantile))
+    if c.top_entropy_quantile < 1.0 and mask.any():
+        top = mask & (entropy >= torch.quantile(entropy[mask].detach(), 1 - c.top_entropy_quantile))
         loss = loss * top
-    if sampler is not None and loss_type != "vespo":
-        loss = loss * sampler
+    if by_ratio is not None and loss_type != "vespo":
+        loss = loss * by_ratio
     metrics = {"logprob": logprob.detach(), "entropy": of_tokens(entropy).sum() / mask.sum()}
-    if ref_x is not None and ref_weight is not None:
-        ref_logprob = logprob_reference(F.linear(ref_x, ref_weight, ref_bias), target, *options)[0]
-    if ref_logprob is not None:
-        d = of_tokens(ref_logprob) - logprob
+    if isinstance(ref, Hidden):
+        other = head_of("grpo_reference", ref.head)
+        ref = logprob_reference(F.linear(ref.x, other.weight, other.bias), target, *options)[0]
+    if ref is not None:
+        d = of_tokens(ref) - logprob
         kl = d.exp() - d - 1
-        kl = kl * r if use_bias_correction_kl else kl
+        kl = kl * r if c.use_bias_correction_kl else kl
         loss = loss + beta * kl
         metrics["kl"] = of_tokens(kl).sum() / mask.sum()
 
@@ -289,14 +364,14 @@ def grpo_reference(
     if loss_type in ("grpo", "sapo"):
         total = (loss.sum(1, keepdim=True) / counts).mean()
     elif loss_type == "dr_grpo":
-        total = loss.sum() / (S * max_completion_length)
+        total = loss.sum() / (S * (c.max_completion_length or 1))
     elif loss_type == "luspo":
         total = loss.sum(1).mean()
     else:
-        own = loss_type == "bnpo" or num_items_in_batch is None
-        total = loss.sum() / torch.as_tensor(mask.sum() if own else num_items_in_batch).clamp(min=1)
+        own = loss_type == "bnpo" or c.num_items_in_batch is None
+        total = loss.sum() / torch.as_tensor(mask.sum() if own else c.num_items_in_batch).clamp(min=1)
     bonus = torch.where(top, entropy, 0.0).sum() / top.sum().clamp(min=1)
-    return total - entropy_coefficient * bonus, metrics
+    return total - c.entropy_coefficient * bonus, metrics
 
 
 # ----------------------------------------------------------------------------------------------------------- family
@@ -476,8 +551,8 @@ def _quantile(values: Tensor, mask: Tensor, q: float) -> Tensor:
 
 
 def _policy(
-    name: str, kinds: tuple[str, ...], numbers: Numbers, x: Tensor, weight: Tensor, target: Tensor,
-    bias: Tensor | None, given: dict[str, Tensor | None], bonus: float | Tensor, items: float | Tensor | None,
+    name: str, kinds: tuple[str, ...], numbers: Numbers, x: Tensor, head: Head | Tensor | torch.nn.Linear,
+    target: Tensor, given: dict[str, Tensor | None], bonus: float | Tensor, items: float | Tensor | None,
     longest: int | None, *, ignore_index: int, **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     if x.dim() != 3 or target.shape != x.shape[:2]:
@@ -525,7 +600,7 @@ def _policy(
     if target.numel() == 0:
         numbers = numbers._replace(top=1.0)
     loss, found = token_loss(
-        "policy", (loss_type, level, mode, kinds[3], *sides), numbers, x, weight, target, bias,
+        "policy", (loss_type, level, mode, kinds[3], *sides), numbers, x, head, target,
         sides=tuple(sides.values()), ignore_index=ignore_index, name=name, **options,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ twice, and costs a fourth. A reference model's head is one more product, through
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import chunk_budget, chunk_rows, spared_by_one_chunk
-from tigon.linear.head import Head, check_accumulate, check_head, empty_logits, take
+from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits, head_of, take
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import InputGradient, Shards, shards_of
+from tigon.linear.walk import Walk
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
@@ -205,44 +206,45 @@ def _packed(rows: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def token_loss(
-    family: str, kinds: Sequence[str], numbers: Sequence[float], x: Tensor, weight: Tensor, target: Tensor,
-    bias: Tensor | None = None, *, reference: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    sides: Sequence[Tensor] = (), lengths: Any = None, ignore_index: int = -100, temperature: float = 1.0,
-    softcap: float | None = None, scale: float = 1.0, chunk_bytes: int | None = None, accumulate: str = "fp32",
-    group: Any = None, name: str | None = None,
+    family: str, kinds: Sequence[str], numbers: Sequence[float], x: Tensor, head: Head | Tensor | torch.nn.Linear,
+    target: Tensor, *, reference: Hidden | None = None, sides: Sequence[Tensor] = (), ignore_index: int = -100,
+    temperature: float = 1.0, walk: Walk = Walk(), name: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of a family, 0-d, and its other results, which have no gradient. What the public functions call.
 
     Args:
         family, kinds, numbers: which loss.
-        x: (S, T, H), weight: (V, H), bias: (V,) or None; target: (S, T), aligned with x: what x[s, t] predicts.
-        reference: x, weight and bias of the reference head; x (S, T, H'), no gradient.
+        x: (S, T, H). target: (S, T), aligned with x: what x[s, t] predicts.
+        reference: the reference's hidden states (S, T, H') and head, whose softcap, scale and group are the policy's.
         sides: (S,) or (S, T) each, no gradient.
-        lengths: how many targets of each sequence count, as a list, a `ValidLengths`, or None: unknown. On a CPU they
-            are counted.
-        group: as in `tigon.linear_cross_entropy`, of both heads.
+        walk: its `valid` are the numbers of targets of the sequences that count.
     """
     name = name or family
+    weight, bias, softcap, scale, group, _ = head_of(name, head)
     check_transform(name, temperature, softcap, scale)
-    check_accumulate(name, accumulate)
+    walk.check_unused(name, "logits_dtype", "keep_bytes")
+    accumulate = walk.accumulate
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias, sequences=True)
-    ref_x, ref_weight, ref_bias = reference
-    if ref_x is not None and ref_weight is not None:
+    ref_x = ref_weight = ref_bias = None
+    if reference is not None:
         of = f"{name}: of the reference"
-        ref_x, ref_weight, ref_bias, _, others = shards_of(of, ref_x, ref_weight, ref_bias, None, group, accumulate)
+        theirs = head_of(name, reference.head, "ref.head")
+        for field, value, own in (("softcap", theirs.softcap, softcap), ("scale", theirs.scale, scale)):
+            if value not in (own, getattr(Head(theirs.weight), field)):
+                raise ValueError(f"{name}: ref.head.{field} must be head.{field}, {own}, or left out, got {value}.")
+        ref = reference.x, theirs.weight, theirs.bias
+        ref_x, ref_weight, ref_bias, _, others = shards_of(of, *ref, None, theirs.group or group, accumulate)
         if (None if others is None else others.sizes) != (None if shards is None else shards.sizes):
-            raise ValueError(f"{name}: ref_weight must be split over the devices as weight is.")
-    if (ref_x is None) != (ref_weight is None):
-        raise ValueError(f"{name}: ref_x and ref_weight go together.")
+            raise ValueError(f"{name}: ref.head must be split over the devices as head is.")
     if ref_x is not None and ref_weight is not None:
         if ref_x.shape[:2] != x.shape[:2] or ref_weight.shape != (weight.shape[0], ref_x.shape[-1]):
             raise ValueError(
-                f"{name}: ref_x must be (S, T, H') and ref_weight (V, H') beside x {tuple(x.shape)} and weight "
+                f"{name}: ref.x must be (S, T, H') and ref.head's weight (V, H') beside x {tuple(x.shape)} and weight "
                 f"{tuple(weight.shape)}, got {tuple(ref_x.shape)} and {tuple(ref_weight.shape)}."
             )
-        if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref_", sequences=True) != compute:
-            raise ValueError(f"{name}: ref_x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
+        if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref.", sequences=True) != compute:
+            raise ValueError(f"{name}: ref.x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
     target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
     if len(sides) > SIDES:
@@ -253,11 +255,11 @@ def token_loss(
         raise ValueError(f"{name}: x must hold {together} stacks of equal size, got {x.shape[0]} sequences.")
     if shards is not None:
         target, ignore_index = shards.labels(target, ignore_index), IGNORED
-    known = _lengths(name, lengths, target, ignore_index)
+    known = _lengths(name, walk.valid, target, ignore_index)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     whole = (sum(known) if known else target.numel()) * widest * compute.itemsize
     spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] else 0
-    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
     arguments = (
         x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, *(s.detach() for s in sides),
         *(None for _ in range(SIDES - len(sides))), len(sides), family, ",".join(kinds), [0.0, *map(float, numbers)],
@@ -277,11 +279,13 @@ def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list
     if lengths is None:
         looks = target.device.type == "cpu" and can_look(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
+    if not isinstance(lengths, Iterable):
+        raise ValueError(f"{name}: walk.valid must be a list or a ValidLengths, got {type(lengths).__name__}.")
     known = [int(n) for n in lengths]
     if len(known) != target.shape[0] or any(not 0 <= n <= target.shape[1] for n in known):
         raise ValueError(
-            f"{name}: lengths must hold a number from 0 to {target.shape[1]} for each of {target.shape[0]} sequences, "
-            f"got {known[:8]}{' …' if len(known) > 8 else ''}."
+            f"{name}: walk.valid must hold a number from 0 to {target.shape[1]} for each of {target.shape[0]} "
+            f"sequences, got {known[:8]}{' …' if len(known) > 8 else ''}."
         )
     return known
 
@@ -339,8 +343,8 @@ def _token_loss_fwd(
         dx.zero_()  # rows that are left out are in no part
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
-    walk = _Walk(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
-    input_gradient = InputGradient(walk.head, shards)
+    batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
+    input_gradient = InputGradient(batch.head, shards)
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
     weight_sums = weight_gradient.parts(dw, more)
@@ -354,7 +358,7 @@ def _token_loss_fwd(
     first = True
     for part, size in zip(parts, sizes, strict=True):
         pieces = part.pieces(size)
-        seen, stats, last = walk.forward(instance, part, pieces, buffer)
+        seen, stats, last = batch.forward(instance, part, pieces, buffer)
         if part.at is not None:
             enough &= seen.mask.sum() <= part.count
         slopes: list[Tensor | None] = [None, None]
@@ -371,12 +375,12 @@ def _token_loss_fwd(
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
         # The logits of the last piece are still in the buffer.
         for rows, here in reversed(pieces):
-            x_rows, logits = last if last is not None else walk.logits(walk.head, rows, buffer)
+            x_rows, logits = last if last is not None else batch.logits(batch.head, rows, buffer)
             last = None
             dlogprob, dentropy = (None if s is None else s[here] for s in flat)
             merged = shards is not None
             logprob_gradient_rows(
-                logits, walk.labels(rows), stats[here], dlogprob, dentropy, logits, *options, merged=merged
+                logits, batch.labels(rows), stats[here], dlogprob, dentropy, logits, *options, merged=merged
             )
             if need_dx:
                 input_gradient.add(dx, rows, logits)
@@ -435,22 +439,22 @@ def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[st
             place.index_copy_(0, part.sequences, values)
 
 
-class _Walk:
+class _Batch:
     """What the walk over a batch needs of it, in the compute dtype."""
 
     def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards) -> None:
-        self.head = Head.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
+        self.head = Projection.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
         self.reference = None
         if ref_x is not None:
             rows = ref_x.reshape(target.numel(), ref_x.shape[-1])
-            self.reference = Head.of(rows, ref_weight, ref_bias, compute)
+            self.reference = Projection.of(rows, ref_weight, ref_bias, compute)
         self.target, self.options, self.sides, self.shards = target, options, sides, shards
         self.acc = torch.promote_types(compute, torch.float32)
 
     def labels(self, rows: Tensor | slice) -> Tensor:
         return take(self.target.view(-1), rows)
 
-    def logits(self, head: Head, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, head: Projection, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the head's x, and their logits in the buffer."""
         x = take(head.x, rows)
         return x, head.logits(x, buffer[: x.shape[0]])
@@ -463,7 +467,7 @@ class _Walk:
         return t.index_select(0, part.sequences)
 
     def read(
-        self, head: Head, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor,
+        self, head: Projection, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor,
         results: tuple[Tensor | None, ...], stats: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """Write the part's results, as `logprob_rows` does. Returns the last piece's x and logits."""

@@ -275,9 +275,11 @@ def _eager_distill(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight:
 def _tigon_linear_cross_entropy(compact: bool = False, **options: Any) -> Loader:
     def load() -> Callable[..., Any]:
         from tigon import linear_cross_entropy
+        from tigon.losses import Walk
 
         def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-            return linear_cross_entropy(x, weight, target, num_valid=num_valid if compact else None, **options)
+            walk = Walk(valid=num_valid if compact else None, **options)
+            return linear_cross_entropy(x, weight, target, walk=walk)
 
         return run
 
@@ -287,20 +289,60 @@ def _tigon_linear_cross_entropy(compact: bool = False, **options: Any) -> Loader
 def _tigon_linear_logprob(**options: Any) -> Loader:
     def load() -> Callable[..., Any]:
         from tigon import linear_logprob
+        from tigon.losses import Walk
 
-        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, **options).logprob
-
-    return load
-
-
-def _tigon_loss(name: str, **options: Any) -> Loader:
-    def load() -> Callable[..., Any]:
-        import tigon
-
-        function = getattr(tigon.losses, name)
-        return lambda **arguments: function(**arguments, **options)[0]
+        walk = Walk(**options)
+        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, walk=walk).logprob
 
     return load
+
+
+def _tigon_dpo() -> Callable[..., Any]:
+    from tigon.losses import DPO, Hidden, Walk, dpo
+
+    config = DPO(beta=BETA)
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, lengths: list[int], ref_x: Tensor, ref_weight: Tensor) -> Tensor:
+        return dpo(x, weight, target, Hidden(ref_x, ref_weight), config=config, walk=Walk(valid=lengths))[0]
+
+    return run
+
+
+def _tigon_orpo() -> Callable[..., Any]:
+    from tigon.losses import ORPO, Walk, orpo
+
+    config = ORPO(beta=BETA)
+
+    def run(x: Tensor, weight: Tensor, target: Tensor, lengths: list[int]) -> Tensor:
+        return orpo(x, weight, target, config=config, walk=Walk(valid=lengths))[0]
+
+    return run
+
+
+def _tigon_grpo() -> Callable[..., Any]:
+    from tigon.losses import GRPO, Walk, grpo
+
+    config = GRPO(loss_type="grpo", beta=KL, use_bias_correction_kl=False, epsilon=0.2)
+
+    def run(
+        x: Tensor, weight: Tensor, target: Tensor, lengths: list[int], advantages: Tensor, old_logprob: Tensor,
+        ref_logprob: Tensor,
+    ) -> Tensor:  # fmt: skip
+        given = {"old": old_logprob, "ref": ref_logprob, "walk": Walk(valid=lengths)}
+        return grpo(x, weight, target, advantages, config=config, **given)[0]
+
+    return run
+
+
+def _tigon_distill() -> Callable[..., Any]:
+    from tigon.losses import Distill, Hidden, distill
+
+    config = Distill(loss_type="jsd", beta=0.5)
+
+    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+        return distill(x, weight, Hidden(teacher_x, teacher_weight), config=config)[0]
+
+    return run
 
 
 def _liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Loader:
@@ -605,7 +647,7 @@ OPS = (
         make=_make_dpo,
         expect=expect_of_logprob(_dpo),
         implementations={
-            "tigon": Implementation(_tigon_loss("dpo", beta=BETA)),
+            "tigon": Implementation(_tigon_dpo),
             **plain(_eager_of(_dpo)),
             **_liger_chunked(
                 "LigerFusedLinearDPOLoss",
@@ -628,7 +670,7 @@ OPS = (
         make=_make_orpo,
         expect=expect_of_logprob(_orpo),
         implementations={
-            "tigon": Implementation(_tigon_loss("orpo", beta=BETA)),
+            "tigon": Implementation(_tigon_orpo),
             **plain(_eager_of(_orpo)),
             **_liger_chunked(
                 "LigerFusedLinearORPOLoss",
@@ -648,9 +690,7 @@ OPS = (
         make=_make_grpo,
         expect=expect_of_logprob(_grpo),
         implementations={
-            "tigon": Implementation(
-                _tigon_loss("grpo", loss_type="grpo", beta=KL, use_bias_correction_kl=False, epsilon=0.2)
-            ),
+            "tigon": Implementation(_tigon_grpo),
             **plain(_eager_of(_grpo)),
             **_liger_chunked("LigerFusedLinearGRPOLoss", _liger_grpo, beta=KL, loss_type="grpo"),
             **_trl_peer(_load_trl_grpo, "GRPOTrainer"),
@@ -669,7 +709,7 @@ OPS = (
         make=_make_distill,
         expect=_expect_distill,
         implementations={
-            "tigon": Implementation(_tigon_loss("distill", loss_type="jsd", beta=0.5)),
+            "tigon": Implementation(_tigon_distill),
             **plain(_eager_distill),
             **_liger_chunked(
                 "LigerFusedLinearJSDLoss",

@@ -6,7 +6,7 @@ Liger's. Under them is the walk of `tigon.losses`: three matrix products a token
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from tigon.compat.liger import absent
 from tigon.compat.liger.options import Options, without_effect
 from tigon.compat.liger.pairs import DPO_TYPES, pairwise, unpaired
 from tigon.compat.liger.policy import LigerFusedLinearGRPOLoss, liger_fused_linear_grpo
-from tigon.losses.distillation import distill
+from tigon.linear.head import Head, Hidden
+from tigon.losses.distillation import Distill, distill
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 
 __all__ = [
@@ -292,17 +293,18 @@ def liger_fused_linear_cosine(
 
 
 def _distill(
-    loss_type: str, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor,
-    bias: Tensor | None, teacher_bias: Tensor | None, hard: float, soft: float, of_soft: float, parts: bool,
-    ignore_index: int, **options: Any,
+    loss_type: Literal["jsd", "cosine"], x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor,
+    target: Tensor, bias: Tensor | None, teacher_bias: Tensor | None, hard: float, soft: float, of_soft: float,
+    parts: bool, ignore_index: int, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """hard · cross entropy + soft · of_soft · soft loss: one walk, since both weights may be made to add up to one."""
     soft *= of_soft
     total = hard + soft
-    loss, found = distill(
-        x, weight, teacher_x, teacher_weight, target, loss_type=loss_type, bias=bias, teacher_bias=teacher_bias,
-        hard_weight=hard / total if total else 0.0, ignore_index=ignore_index, **options,
-    )  # fmt: skip
+    head, teacher = Head(weight, bias), Hidden(teacher_x, Head(teacher_weight, teacher_bias))
+    config = Distill(
+        loss_type=loss_type, hard_weight=hard / total if total else 0.0, ignore_index=ignore_index, **options
+    )
+    loss, found = distill(x, head, teacher, target, config=config)
     loss = loss * total
     if not parts:
         return loss
@@ -310,7 +312,7 @@ def _distill(
     if hard_loss is None:  # asked for, although it has no weight
         with torch.no_grad():
             count = (target != ignore_index).sum().clamp(min=1)
-            hard_loss = linear_cross_entropy(x, weight, target, bias=bias, ignore_index=ignore_index, divisor=count)
+            hard_loss = linear_cross_entropy(x, head, target, ignore_index=ignore_index, divisor=count)
     return loss, found["soft_loss"] * of_soft, hard_loss
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.compat.liger.options import Options, accumulate, without_effect
 from tigon.linear.chunks import chunk_budget, chunk_rows
+from tigon.linear.head import Head
+from tigon.linear.walk import Walk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.logprob import logprob
@@ -104,9 +106,9 @@ def head_cross_entropy(
     count = valid.sum().clamp(min=1) if items is None else items
     if ce_weight is None and not use_token_scaling and not any(wanted):
         return linear_cross_entropy(
-            input, weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction, z_loss=lse_square_scale,
-            label_smoothing=label_smoothing, softcap=softcap, divisor=count if reduction == "mean" else None,
-            accumulate=summed,
+            input, Head(weight, bias, softcap), target, ignore_index=ignore_index, reduction=reduction,
+            z_loss=lse_square_scale, label_smoothing=label_smoothing, divisor=count if reduction == "mean" else None,
+            walk=Walk(accumulate=summed),
         )  # fmt: skip
 
     def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from tigon.compat.liger.cross_entropy import in_chunks
 from tigon.compat.liger.options import Options, accumulate, without_effect
-from tigon.losses.distillation import distill
+from tigon.linear.head import Hidden
+from tigon.linear.walk import Walk
+from tigon.losses.distillation import Distill, distill
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 
@@ -73,10 +75,11 @@ def liger_fused_linear_jsd(
 
     Logits are fp32, as Liger's are from 0.8.5 on.
     """
+    summed = accumulate("liger_fused_linear_jsd", accum_dtype, student_weight)
     return distill(
-        student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
-        ignore_index=ignore_index, temperature=temperature, logits_dtype=torch.float32,
-        accumulate=accumulate("liger_fused_linear_jsd", accum_dtype, student_weight),
+        student_input, student_weight, Hidden(teacher_input, teacher_weight), shift_labels,
+        config=Distill(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature),
+        walk=Walk(accumulate=summed, logits_dtype=torch.float32),
     )[0]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def without_effect(name: str, **options: tuple[Any, Any]) -> None:
             warnings.warn(f"{name}: {option}={value!r} has no effect here: {reason}.", stacklevel=3)
 
 
-def accumulate(name: str, accum_dtype: torch.dtype | None, weight: Tensor) -> str:
+def accumulate(name: str, accum_dtype: torch.dtype | None, weight: Tensor) -> Literal["fp32", "weight"]:
     """Tigon's word for the dtype that the weight's gradient is summed in: fp32 unless the weight's is asked for."""
     if accum_dtype is None or accum_dtype == torch.float32:
         return "fp32"

@@ -16,10 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.linear.chunks import scalar
+from tigon.linear.head import Head, Hidden
 from tigon.losses.preference.families import DPO_LOSSES, Pair, Pairs, log1mexp
 from tigon.losses.token_loss import FAMILIES, Family, Part, token_loss
 
 Reference = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def hidden_of(reference: Reference) -> Hidden | None:
+    """x, weight and bias as one value."""
+    x, weight, bias = reference
+    return None if x is None or weight is None else Hidden(x, Head(weight, bias))
+
+
 # Without those that see the whole batch, or count tokens: Liger has neither.
 DPO_TYPES = (
     "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
@@ -130,8 +139,8 @@ def pairwise(
         scalar(1 / max(1, pairs), x.device, acc).expand(2 * pairs), weights, in_nll.to(acc) / in_nll.sum().clamp(min=1)
     )  # fmt: skip
     loss, found = token_loss(
-        "liger_pairs", (kind, "mean" if average else "sum"), (beta, smoothing, tau, gamma, alpha or 0.0), x, weight,
-        labels, bias, reference=reference, sides=sides, ignore_index=ignore_index, name=name,
+        "liger_pairs", (kind, "mean" if average else "sum"), (beta, smoothing, tau, gamma, alpha or 0.0), x,
+        Head(weight, bias), labels, reference=hidden_of(reference), sides=sides, ignore_index=ignore_index, name=name,
     )  # fmt: skip
     if guard is not None:
         loss = loss * guard
@@ -165,7 +174,8 @@ def unpaired(
         kl = scalar(0.0 if kl is None else kl, x.device, acc).expand(S)
     sides: tuple[Any, ...] = (scalar(1 / max(1, S), x.device, acc).expand(S), label, kl, weights)
     loss, found = token_loss(
-        "liger_unpaired", ("mean" if average else "sum",), (beta,), x, weight, target, bias, reference=reference,
+        "liger_unpaired", ("mean" if average else "sum",), (beta,), x, Head(weight, bias), target,
+        reference=hidden_of(reference),
         sides=sides, ignore_index=ignore_index, name=name,
     )  # fmt: skip
     logits = []

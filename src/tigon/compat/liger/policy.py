@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tigon.compat.liger.options import Options, without_effect
-from tigon.losses.policy import grpo
+from tigon.linear.head import Head, Hidden
+from tigon.losses.policy import GRPO, Sampler, grpo
 
 Result = tuple[Tensor, tuple[Tensor, ...]]
 IGNORED = -100
@@ -55,28 +55,33 @@ def liger_fused_linear_grpo(
     if use_ref_model and ref_per_token_logps is not None and ref_input is not None:
         warnings.warn(f"{name}: ref_input has no effect beside ref_per_token_logps.", stacklevel=2)
     mask = attention_mask.bool()
-    reference: dict[str, Any] = {}
-    if use_ref_model and ref_per_token_logps is not None:
-        reference = {"ref_logprob": ref_per_token_logps}
-    elif use_ref_model:
-        reference = {"ref_x": ref_input, "ref_weight": ref_weight, "ref_bias": ref_bias}
-    loss, found = grpo(
-        _input, weight, torch.where(mask, selected_token_ids, IGNORED), advantages=advantages, bias=bias,
-        old_logprob=old_per_token_logps, **reference, loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level, epsilon=epsilon_low, epsilon_high=epsilon_high,
-        delta=delta, beta=beta if reference else 0.0,  # without a reference it is the policy itself
+    ref: Tensor | Hidden | None = None
+    if use_ref_model:
+        ref = ref_per_token_logps
+    if use_ref_model and ref is None:
+        if ref_input is None or ref_weight is None:
+            raise ValueError(f"{name}: ref_input must come with ref_weight.")
+        ref = Hidden(ref_input, Head(ref_weight, ref_bias))
+    config = GRPO(
+        loss_type=loss_type, importance_sampling_level=importance_sampling_level,  # type: ignore[arg-type]
+        epsilon=epsilon_low, epsilon_high=epsilon_high, delta=delta,
+        beta=0.0 if ref is None else beta,  # without a reference it is the policy itself
         use_bias_correction_kl=use_bias_correction_kl,
         num_items_in_batch=_items(mask, num_items_in_batch) if loss_type in ("dapo", "cispo", "vespo") else None,
-        max_completion_length=max_completion_length,
-        importance_sampling_ratio=_ratio(name, vllm_is_ratio, mask, loss_type), temperature=temperature,
+        max_completion_length=max_completion_length, temperature=temperature,
         sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
         vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
         ignore_index=IGNORED,
     )  # fmt: skip
+    loss, found = grpo(
+        _input, Head(weight, bias), torch.where(mask, selected_token_ids, IGNORED), advantages,
+        old=old_per_token_logps, ref=ref, sampler=Sampler(ratio=_ratio(name, vllm_is_ratio, mask, loss_type)),
+        config=config,
+    )  # fmt: skip
     clipped = _clipped(
         found["logprob"], old_per_token_logps, mask, advantages, loss_type, sequence, epsilon_low, epsilon_high
     )
-    kl = (found["kl"] if reference else torch.zeros_like(clipped),) if beta else ()
+    kl = (found["kl"] if ref is not None else torch.zeros_like(clipped),) if beta else ()
     return loss, (*kl, clipped)
 
 

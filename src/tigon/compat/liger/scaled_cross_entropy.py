@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.compat.liger.options import without_effect
+from tigon.linear.head import Head
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.ops.logprob import logprob
 
@@ -66,9 +67,10 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
 
 def _rows(
-    x: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int, entropy: bool, **options: Any
+    x: Tensor, weight: Tensor, target: Tensor, temperature: float, ignore_index: int, entropy: bool, group: Any = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    found = linear_logprob(x, weight, target, temperature=temperature, ignore_index=ignore_index, **options)
+    head = Head(weight, group=group)
+    found = linear_logprob(x, head, target, temperature=temperature, ignore_index=ignore_index)
     return (-found.logprob, found.entropy) if entropy else -found.logprob
 
 

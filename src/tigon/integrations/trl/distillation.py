@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
+from tigon.linear.head import Head
 from tigon.logits.split import is_split
-from tigon.losses.distillation import distill
+from tigon.losses.distillation import Distill, distill
 from tigon.losses.linear_logprob import linear_logprob
 
 DIVERGENCE = "_chunked_divergence_loss"
@@ -37,8 +38,11 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
         a = bind(signature, args, kwargs)
         sides = [
             Side(
-                a[f"{s}_hidden_states"], a[f"{s}_lm_head_weight"], a[f"{s}_lm_head_bias"],
-                a[f"{s}_final_logit_softcapping"], a[f"{s}_logit_scale"],
+                a[f"{s}_hidden_states"],
+                Head(
+                    a[f"{s}_lm_head_weight"], a[f"{s}_lm_head_bias"], a[f"{s}_final_logit_softcapping"],
+                    a[f"{s}_logit_scale"],
+                ),
             ).gathered() for s in ("student", "teacher")
         ]  # fmt: skip
         reason = sides[0].unusual() or sides[1].unusual()
@@ -51,10 +55,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
         swaps.count("distill", "policy", "teacher")
         with torch.no_grad():  # a metric of the trainer's
             target = torch.zeros(student.x.shape[0], dtype=torch.int64, device=student.x.device)
-            entropy = linear_logprob(
-                student.x, student.weight, target, bias=student.bias, temperature=a["temperature"],
-                softcap=student.softcap, scale=student.scale,
-            ).entropy.sum()  # fmt: skip
+            entropy = linear_logprob(student.x, student.head, target, temperature=a["temperature"]).entropy.sum()
         return loss, entropy, valid.sum()
 
     cloned = clone(function, **{DIVERGENCE: divergence})
@@ -108,13 +109,12 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
 
 def split_over(side: Side) -> tuple[Any, ...] | None:
     """Where the classes of a head are that is split; None for one that is whole."""
-    return (side.weight.device_mesh, side.weight.shape[0]) if is_split(side.weight) else None  # type: ignore[attr-defined]
+    weight: Any = side.head.weight
+    return (weight.device_mesh, weight.shape[0]) if is_split(weight) else None
 
 
 def _distilled(student: Side, teacher: Side, a: dict[str, Any]) -> Tensor:
-    loss, _ = distill(
-        student.x, student.weight, teacher.x, teacher.weight, loss_type="jsd", beta=float(a["beta"]),
-        temperature=a["temperature"], bias=student.bias, teacher_bias=teacher.bias, divisor=a["num_items_in_batch"],
-        softcap=student.softcap, scale=student.scale, teacher_softcap=teacher.softcap, teacher_scale=teacher.scale,
-    )  # fmt: skip
-    return loss
+    config = Distill(
+        loss_type="jsd", beta=float(a["beta"]), temperature=a["temperature"], divisor=a["num_items_in_batch"]
+    )
+    return distill(student.x, student.head, teacher.hidden, config=config)[0]

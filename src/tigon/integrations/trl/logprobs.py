@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from tigon.fusion.patch import Bound
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
+from tigon.linear.head import Head
+from tigon.linear.walk import Walk
 from tigon.losses.linear_logprob import linear_logprob
 
 ARGUMENTS = {
@@ -113,17 +115,17 @@ class _Projection:
     def apply(self, *args: Any) -> tuple[Tensor | None, ...]:
         a = bind(self.signature, args, {})
         temperature, outputs = a.get("temperature", 1.0), a.get("outputs", ())
-        head = Side(a["hidden"], a["weight"], a["bias"], a.get("final_logit_softcapping"), a.get("logit_scale", 1.0))
-        reason = head.unusual()
+        given = Head(a["weight"], a["bias"], a.get("final_logit_softcapping"), a.get("logit_scale", 1.0))
+        side = Side(a["hidden"], given)
+        reason = side.unusual()
         if "log_sum_sq_probs" in outputs:
             reason = "use_weighting wants Σ p² of each token"
         if reason is not None:
             self.swaps.left[reason] += 1
             return self.own.apply(*args)
-        head = head.in_one_dtype()
+        side = side.in_one_dtype()
         found = linear_logprob(
-            head.x, head.weight, a["targets"], bias=head.bias, temperature=temperature, softcap=head.softcap,
-            scale=head.scale, keep_bytes=self.keep_bytes,
+            side.x, side.head, a["targets"], temperature=temperature, walk=Walk(keep_bytes=self.keep_bytes)
         )  # fmt: skip
         self.swaps.count(f"{self.role} linear_logprob", self.role)
         return (

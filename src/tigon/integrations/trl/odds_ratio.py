@@ -11,7 +11,7 @@ from torch import Tensor
 from tigon.integrations.trl.swap import Side, Swaps
 from tigon.logits.split import is_split
 from tigon.losses.linear_logprob import linear_logprob
-from tigon.losses.preference import orpo
+from tigon.losses.preference import ORPO, orpo
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/rejected", "logps/chosen",
@@ -35,20 +35,19 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with swaps.lazily():
             outputs = model(ids, attention_mask=attention, use_cache=False, **router)
-        head = Side.of(outputs.logits)
-        if head is None:
+        side = Side.of(outputs.logits)
+        if side is None:
             swaps.left["the logits are built: the head is not fused, or FSDP2 frees it"] += 1
             return own(model, batch, train_eval)
-        head = head._replace(x=head.x[:, :-1])
+        side = side._replace(x=side.x[:, :-1])
         # The odds are of the completions, the likelihood is of prompt and completion.
         target = torch.where(attention == 1, ids, -100)[:, 1:]
-        with head.as_in_its_forward():
-            head = head.in_one_dtype()
+        with side.as_in_its_forward():
+            side = side.in_one_dtype()
             loss, found = orpo(
-                head.x, head.weight, target, bias=head.bias, beta=self.beta,
-                completion_mask=pairs["concatenated_labels"][:, 1:] != -100, softcap=head.softcap, scale=head.scale,
+                side.x, side.head, target, pairs["concatenated_labels"][:, 1:] != -100, config=ORPO(beta=self.beta)
             )  # fmt: skip
-            chosen, rejected = (_mean_logit(head._replace(x=x)) for x in head.x.detach().chunk(2))
+            chosen, rejected = (_mean_logit(side._replace(x=x)) for x in side.x.detach().chunk(2))
         swaps.count("orpo", "policy")
         metrics = {name: found[name] for name in METRICS}
         metrics.update({"logits/chosen": chosen, "logits/rejected": rejected})
@@ -63,12 +62,12 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
 
 
 @torch.no_grad()
-def _mean_logit(head: Side) -> Tensor:
+def _mean_logit(side: Side) -> Tensor:
     """Mean of all logits of all rows, of padding too, as TRL logs it."""
+    x, head = side.hidden
     if head.softcap is None and not is_split(head.weight):  # linear: the mean row times the mean column
         bias = 0.0 if head.bias is None else head.bias.float().mean()
-        mean = head.x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)
+        mean = x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)
         return head.scale * (mean + bias)
-    target = torch.zeros(head.x.shape[:-1], dtype=torch.int64, device=head.x.device)
-    logits = linear_logprob(head.x, head.weight, target, bias=head.bias, softcap=head.softcap, scale=head.scale)
-    return logits.mean_logit.mean()
+    target = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+    return linear_logprob(x, head, target).mean_logit.mean()

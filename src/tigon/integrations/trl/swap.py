@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tigon.fusion.clones import rebuilt
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.report import Row
+from tigon.linear.head import Head, Hidden
 from tigon.logits.lazy import LazyLogits
 from tigon.logits.split import is_split
 
@@ -112,13 +113,10 @@ def bind(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 class Side(NamedTuple):
-    """What logits are made of: softcap · tanh(scale · (x Wᵀ + bias) / softcap)."""
+    """What logits are made of: hidden states x, the head they enter, and its autocast."""
 
     x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-    scale: float
+    head: Head
     autocast: torch.dtype | None = None
 
     @classmethod
@@ -133,20 +131,27 @@ class Side(NamedTuple):
         for step, value in recipe.steps:
             if step == "add":
                 bias = value if bias is None else bias + value
-        return cls(recipe.hidden, recipe.weight, bias, form[1], form[0], recipe.autocast)
+        return cls(recipe.hidden, Head(recipe.weight, bias, form[1], form[0]), recipe.autocast)
 
     def gathered(self) -> Side:
         """With a whole head, as TRL's own: FSDP2 shards are rows as well, but each rank has other tokens."""
-        return self._replace(weight=_whole(self.weight), bias=_whole(self.bias))
+        return self._with_head(weight=_whole(self.head.weight), bias=_whole(self.head.bias))
+
+    def _with_head(self, **changes: Any) -> Side:
+        return self._replace(head=self.head._replace(**changes))
+
+    @property
+    def hidden(self) -> Hidden:
+        return Hidden(self.x, self.head)
 
     def unusual(self) -> str | None:
         """Why TRL's own code must handle this head."""
-        for t in (self.weight, self.bias):
+        for t in self.head[:2]:
             if t is not None and hasattr(t, "ds_id"):
                 return "ZeRO-3 gathers the head again in the backward pass"
             if t is not None and not isinstance(t, nn.Parameter) and type(t) is not Tensor:
                 return f"the head's weight is a {type(t).__name__}"
-        positive = self.scale > 0 and (self.softcap is None or self.softcap > 0)
+        positive = self.head.scale > 0 and (self.head.softcap is None or self.head.softcap > 0)
         return None if positive else "the scale of the logits is not positive"
 
     def rows(self, mask: Tensor) -> Side:
@@ -156,8 +161,9 @@ class Side(NamedTuple):
         """In that of the hidden states, as TRL computes; autocast casts by itself."""
         if torch.is_autocast_enabled(self.x.device.type):
             return self
-        bias = None if self.bias is None else self.bias.to(self.x.dtype)
-        return self._replace(weight=self.weight.to(self.x.dtype), bias=bias)
+        weight, bias = self.head[:2]
+        bias = None if bias is None else bias.to(self.x.dtype)
+        return self._with_head(weight=weight.to(self.x.dtype), bias=bias)
 
     def as_in_its_forward(self) -> Any:
         """Autocast as it stood when the head ran."""

@@ -18,89 +18,142 @@ Of classes on several devices: parts_reference.py, parts_kernels.py and parts_to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, SupportsInt
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from tigon.linear.chunks import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.linear.head import check_accumulate, check_head, logit_bytes, logits_dtype_of
+from tigon.linear.head import Head, Hidden, check_head, head_of, logit_bytes, logits_dtype_of
 from tigon.linear.vocabulary_parallel import Shards, shards_of
+from tigon.linear.walk import Walk
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
-from tigon.losses.distillation.walk import logits_dtypes, walk, walk_over_shards
+from tigon.losses.distillation.walk import distilled, distilled_over_shards, logits_dtypes
+from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.ops.shard_statistics import IGNORED
 from tigon.ops.targets import checked_target
 from tigon.runtime import can_look
 
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
-
 __all__ = ["distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 
-LOSS_TYPES = ("kl", "reverse_kl", "jsd", "tvd", "cosine")
-REDUCTIONS = ("batchmean", "mean", "sum")
-RESTS = ("tail", "renormalize", "drop")
+LossType = Literal["kl", "reverse_kl", "jsd", "tvd", "cosine"]
+Reduction = Literal["batchmean", "mean", "sum"]
+Rest = Literal["tail", "renormalize", "drop"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+TOPK_LOSS_TYPES = tuple(kind for kind in LOSS_TYPES if kind != "cosine")
 
 
-def distill(
-    x: Tensor,
-    weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    target: Tensor | None = None,
-    *,
-    loss_type: str = "jsd",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    hard_weight: float = 0.0,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    reduction: str = "batchmean",
-    divisor: Tensor | float | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    teacher_scale: float = 1.0,
-    num_valid: SupportsInt | None = None,
-    chunk_bytes: int | None = None,
-    accumulate: str = "fp32",
-    logits_dtype: torch.dtype | None = None,
-    group: ProcessGroup | DeviceMesh | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The distillation loss of the logits x Wᵀ + bias from a teacher's, neither of which are all in memory at once.
+@dataclass(frozen=True, kw_only=True)
+class Distill:
+    """Options of `distill`.
 
     Args:
-        x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the student's head.
-        weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
-        teacher_x: (..., H'), aligned with x; of a width and dtype of its own. Nothing of the teacher gets a gradient.
-        teacher_weight: (V, H'), teacher_x's dtype; the same V classes: cut padding off the longer of two vocabularies.
-        target: (...), integer class indices: where they are ignore_index, a row is left out. None: every row counts.
         loss_type: "jsd", "kl" (forward: teacher ‖ student), "reverse_kl", "tvd" or "cosine".
         beta: weight of the teacher in the mixture of "jsd", in [0, 1].
         temperature: τ, divides both sides' logits for the soft loss; 1 for "cosine", which would not change.
         temperature_squared: multiply the soft loss by τ², as Hinton et al. do, so that its gradients do not shrink. TRL
             and Liger do not.
         hard_weight: h in [0, 1], the share of the cross entropy with target, at temperature 1.
-        bias, teacher_bias: (V,) or None.
         reduction: "batchmean" divides by the rows that count, "mean" the soft loss also by V, as torch's and TRL's mean
             over elements does, "sum" by nothing. Where no row counts the loss is 0.
         divisor: with the two means, what divides in place of the rows that count: a number or a 0-d tensor (TRL's
             num_items_in_batch, the count of a whole gradient-accumulation step), without gradient.
         ignore_index: targets that do not count.
-        softcap, scale, teacher_softcap, teacher_scale: z = softcap · tanh(scale · logits / softcap), of either side.
-        num_valid: how many targets are not ignore_index, when the host knows (an int or a
-            `tigon.losses.ValidCount`). The other rows are then left out: time and memory follow the valid tokens. Too
-            small a number gives a NaN loss. On a CPU it is counted.
-        chunk_bytes: logits held at a time, both sides' together; else as in `tigon.linear_cross_entropy`.
-        accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" in the weight's dtype.
-        logits_dtype: torch.float32 for logits of both sides that are not rounded to the dtype of the products. Where
-            distributions are peaked (logits of std 30), bf16's rounding puts the gradient of x off by 13 to 18 %, and
-            fp32 logits by less than 1 %. A chunk of the same bytes then holds 2/5 of the rows.
-        group: as in `tigon.linear_cross_entropy`, for heads whose classes are split over several ranks: the teacher's
-            is split as the student's is, into the same sizes, both plain with `group` or both DTensors. teacher_x is
-            whole on all ranks, or a DTensor as x may be.
+    Raises: ValueError for options that do not fit.
+    """
+
+    loss_type: LossType = "jsd"
+    beta: float = 0.5
+    temperature: float = 1.0
+    temperature_squared: bool = False
+    hard_weight: float = 0.0
+    reduction: Reduction = "batchmean"
+    divisor: Tensor | float | None = None
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        self.check("distill", LOSS_TYPES)
+        if self.loss_type == "cosine" and self.temperature != 1.0:
+            raise ValueError(f"distill: temperature must be 1 for loss_type='cosine', got {self.temperature}.")
+
+    def check(self, name: str, loss_types: tuple[str, ...]) -> None:
+        check_choice(name, "loss_type", self.loss_type, loss_types)
+        check_choice(name, "reduction", self.reduction, get_args(Reduction))
+        check_share(name, beta=self.beta, hard_weight=self.hard_weight)
+        check_positive(name, temperature=self.temperature)
+        if self.divisor is not None and self.reduction == "sum":
+            raise ValueError(f"{name}: divisor goes with reduction='batchmean' or 'mean', got reduction='sum'.")
+        if isinstance(self.divisor, Tensor) and self.divisor.dim() != 0:
+            raise ValueError(
+                f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(self.divisor.shape)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillTopK(Distill):
+    """Options of `distill_topk`: those of `Distill`, of the classes that the teacher gave.
+
+    Args:
+        loss_type: "kl", "reverse_kl", "jsd" or "tvd".
+        rest: what becomes of the classes that were not given. "tail": they are one class more, of probability
+            1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
+            out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
+            divided: the loss is the given classes' share, which for "kl" may be negative.
+        temperature: τ, divides the student's logits for the soft loss.
+        beta: as in `Distill`.
+        temperature_squared: as in `Distill`.
+        hard_weight: as in `Distill`; the cross entropy is over all classes.
+        reduction: as in `Distill`.
+        divisor: as in `Distill`.
+        ignore_index: as in `Distill`.
+    """
+
+    loss_type: LossType = "kl"
+    rest: Rest = "tail"
+
+    def __post_init__(self) -> None:
+        self.check("distill_topk", TOPK_LOSS_TYPES)
+        check_choice("distill_topk", "rest", self.rest, get_args(Rest))
+
+
+class TopK(NamedTuple):
+    """The K likeliest classes of each row that a teacher gave: a server, or a data set.
+
+    Args:
+        ids: (..., K), integers: the classes, each at most once a row; of heads that are split, global ones.
+        logprobs: (..., K), any float dtype: their log-probabilities among all V classes, at the temperature of the
+            loss: they are not softened here. A place that holds -inf counts as not given, whatever its id.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+def distill(
+    x: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    teacher: Hidden,
+    target: Tensor | None = None,
+    *,
+    config: Distill = Distill(),
+    walk: Walk = Walk(),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The distillation loss of the logits x Wᵀ + bias from a teacher's, neither of which are all in memory at once.
+
+    Args:
+        x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the student's head.
+        head: the student's: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or
+            group.
+        teacher: a `tigon.losses.Hidden`: the teacher's hidden states (..., H'), aligned with x, of a width and dtype of
+            their own, and its head (V, H'), with a bias, softcap and scale of its own. Over a group it is split as the
+            student's head is, into the same sizes, both plain with the student's group or both DTensors.
+        target: (...), integer class indices: where they are ignore_index, a row is left out. None: every row counts.
+        config: the kind of divergence and its numbers.
+        walk: which rows are left out, and what the walk over the others costs. `chunk_bytes` are of both sides' logits
+            together. With `logits_dtype=torch.float32` the logits of both sides are not rounded to the dtype of the
+            products: where distributions are peaked (logits of std 30), bf16's rounding puts the gradient of x off by
+            13 to 18 %, and fp32 logits by less than 1 %. A chunk of the same bytes then holds 2/5 of the rows.
     Returns: the loss, 0-d, in fp32 (fp64 for fp64 inputs), and metrics without gradient: "soft_loss" and, with a hard
         weight, "hard_loss", each reduced, before the weights.
     Raises: ValueError for shapes, dtypes or options that do not fit.
@@ -110,87 +163,62 @@ def distill(
 
     Replaces::
 
-        p, q = (F.linear(*head).float().log_softmax(-1) for head in ((teacher_x, teacher_weight), (x, weight)))
+        p, q = (F.linear(*side).float().log_softmax(-1) for side in ((teacher_x, teacher_weight), (x, weight)))
         log_m = torch.logsumexp(torch.stack([q + math.log(1 - beta), p + math.log(beta)]), dim=0)
         to_p = F.kl_div(log_m, p, reduction="batchmean", log_target=True)
         loss = beta * to_p + (1 - beta) * F.kl_div(log_m, q, reduction="batchmean", log_target=True)
     """
     name = "distill"
-    if hasattr(weight, "device_mesh") != hasattr(teacher_weight, "device_mesh"):
-        raise ValueError(f"{name}: weight and teacher_weight must both be DTensors, or both plain tensors.")
-    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
+    if not isinstance(teacher, Hidden):
+        raise ValueError(f"{name}: teacher must be a tigon.losses.Hidden, got {type(teacher).__name__}.")
+    given, theirs = head_of(name, head), head_of(name, teacher.head, "teacher.head")
+    if hasattr(given.weight, "device_mesh") != hasattr(theirs.weight, "device_mesh"):
+        raise ValueError(f"{name}: head and teacher.head must both be DTensors, or both plain tensors.")
+    student = _student(name, x, given, target, walk)
     teacher_x, teacher_weight, teacher_bias, _, others = shards_of(
-        f"{name}: of the teacher", teacher_x, teacher_weight, teacher_bias, None, group, accumulate
-    )
+        f"{name}: of the teacher", teacher.x, theirs.weight, theirs.bias, None, theirs.group or given.group,
+        walk.accumulate,
+    )  # fmt: skip
+    weight, shards = student.weight, student.shards
     if shards is not None or others is not None:
-        ours, theirs = ("whole" if of is None else of.where() for of in (shards, others))
-        if ours != theirs:
-            raise ValueError(f"{name}: teacher_weight must be split over the ranks as weight is, {ours}, got {theirs}.")
-    compute = check_head(name, x, weight, bias)
-    teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
-    if teacher_x.shape[:-1] != x.shape[:-1] or teacher_weight.shape[0] != weight.shape[0]:
+        here, there = ("whole" if of is None else of.where() for of in (shards, others))
+        if here != there:
+            raise ValueError(f"{name}: teacher.head must be split over the ranks as head is, {here}, got {there}.")
+    teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher.")
+    if teacher_x.shape[:-1] != student.x.shape[:-1] or teacher_weight.shape[0] != weight.shape[0]:
         raise ValueError(
-            f"{name}: teacher_x must be (..., H') and teacher_weight (V, H') beside x {tuple(x.shape)} and weight "
-            f"{tuple(weight.shape)}, got {tuple(teacher_x.shape)} and {tuple(teacher_weight.shape)}."
+            f"{name}: teacher.x must be (..., H') and teacher.head's weight (V, H') beside x {tuple(student.x.shape)} "
+            f"and weight {tuple(weight.shape)}, got {tuple(teacher_x.shape)} and {tuple(teacher_weight.shape)}."
         )
-    _check_device(name, x, teacher_x=teacher_x)
-    _check_positive(name, teacher_softcap=teacher_softcap, teacher_scale=teacher_scale)
-    if loss_type == "cosine" and temperature != 1.0:
-        raise ValueError(f"{name}: temperature must be 1 for loss_type='cosine', got {temperature}.")
-    teacher = (
+    _check_device(name, student.x, **{"teacher.x": teacher_x})
+    check_positive(name, **{"teacher.head.softcap": theirs.softcap, "teacher.head.scale": theirs.scale})
+    tensors = (
         teacher_x.reshape(-1, teacher_x.shape[-1]).detach(), teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )  # fmt: skip
-    return _distill(
-        name, x, weight, bias, teacher, target, compute, teacher_compute, "", LOSS_TYPES, loss_type, beta, temperature,
-        temperature_squared, hard_weight, reduction, divisor, ignore_index, softcap, scale, teacher_softcap,
-        teacher_scale, num_valid, chunk_bytes, accumulate, logits_dtype, shards,
-    )  # fmt: skip
+    transforms = given.softcap or 0.0, given.scale, theirs.softcap or 0.0, theirs.scale
+    return _distill(name, student, tensors, teacher_compute, "", transforms, config, walk)
 
 
 def distill_topk(
     x: Tensor,
-    weight: Tensor,
-    teacher_ids: Tensor,
-    teacher_logprobs: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    teacher: TopK,
     target: Tensor | None = None,
     *,
-    rest: str = "tail",
-    loss_type: str = "kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    hard_weight: float = 0.0,
-    bias: Tensor | None = None,
-    reduction: str = "batchmean",
-    divisor: Tensor | float | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    num_valid: SupportsInt | None = None,
-    chunk_bytes: int | None = None,
-    accumulate: str = "fp32",
-    logits_dtype: torch.dtype | None = None,
-    group: ProcessGroup | DeviceMesh | None = None,
+    config: DistillTopK = DistillTopK(),
+    walk: Walk = Walk(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The distillation loss from the K likeliest classes that a teacher gave of each row: a server, or a data set.
 
     Args:
-        x, weight: the student's head, as in `distill`.
-        teacher_ids: (..., K), integers: the classes, each at most once a row.
-        teacher_logprobs: (..., K), any float dtype: their log-probabilities among all V classes, at the temperature of
-            the loss: they are not softened here. A place that holds -inf counts as not given, whatever its id.
+        x: (..., H), as in `distill`.
+        head: the student's, as in `distill`.
+        teacher: a `TopK`, ids and log-probabilities (..., K), whole on all ranks.
         target: (...) or None, as in `distill`.
-        rest: what becomes of the classes that were not given. "tail": they are one class more, of probability
-            1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
-            out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
-            divided: the loss is the given classes' share, which for "kl" may be negative.
-        loss_type: "kl", "reverse_kl", "jsd" or "tvd", of these probabilities.
-        beta, temperature_squared, hard_weight, bias, reduction, divisor, ignore_index, softcap, scale, num_valid: as in
-            `distill`. The cross entropy is over all classes.
-        temperature: τ, divides the student's logits for the soft loss.
-        chunk_bytes, accumulate, logits_dtype: as in `distill`; the student's logits have the budget to themselves.
-        group: as in `tigon.linear_cross_entropy`. What the teacher gave is whole on all ranks, with global ids.
+        config: the kind of divergence, its numbers, and what becomes of the other classes. The cross entropy of
+            `hard_weight` is over all classes.
+        walk: as in `distill`; the student's logits have the bytes to themselves.
     Returns: as `distill`.
     Raises: ValueError for shapes, dtypes or options that do not fit. An id outside [0, V) gives a NaN loss on the GPU,
         and a ValueError on the CPU.
@@ -199,91 +227,99 @@ def distill_topk(
 
     Replaces (rest="drop")::
 
-        q = F.linear(x, weight).float().log_softmax(-1).gather(-1, teacher_ids)
-        loss = F.kl_div(q, teacher_logprobs, reduction="batchmean", log_target=True)
+        q = F.linear(x, weight).float().log_softmax(-1).gather(-1, teacher.ids)
+        loss = F.kl_div(q, teacher.logprobs, reduction="batchmean", log_target=True)
     """
     name = "distill_topk"
-    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
-    compute = check_head(name, x, weight, bias)
-    classes = weight.shape[0] if shards is None else shards.classes
-    for argument, t in (("teacher_ids", teacher_ids), ("teacher_logprobs", teacher_logprobs)):
+    if not isinstance(teacher, TopK):
+        raise ValueError(f"{name}: teacher must be a tigon.losses.TopK, got {type(teacher).__name__}.")
+    given = head_of(name, head)
+    student = _student(name, x, given, target, walk)
+    ids, logprobs = teacher
+    for argument, t in (("teacher.ids", ids), ("teacher.logprobs", logprobs)):
         if hasattr(t, "device_mesh"):
             raise ValueError(f"{name}: {argument} must be a plain tensor, whole on every rank, got a DTensor.")
-    if rest not in RESTS:
-        raise ValueError(f"{name}: rest must be one of {RESTS}, got {rest!r}.")
-    shape = teacher_ids.shape
-    if shape[:-1] != x.shape[:-1] or teacher_logprobs.shape != shape or not 0 < shape[-1] <= classes:
+    classes = student.classes
+    if ids.shape[:-1] != student.x.shape[:-1] or logprobs.shape != ids.shape or not 0 < ids.shape[-1] <= classes:
         raise ValueError(
-            f"{name}: teacher_ids and teacher_logprobs must be (..., K) beside x {tuple(x.shape)}, with K from 1 to "
-            f"{classes}, got {tuple(shape)} and {tuple(teacher_logprobs.shape)}."
+            f"{name}: teacher.ids and teacher.logprobs must be (..., K) beside x {tuple(student.x.shape)}, with K from "
+            f"1 to {classes}, got {tuple(ids.shape)} and {tuple(logprobs.shape)}."
         )
-    if teacher_ids.dtype.is_floating_point or not teacher_logprobs.dtype.is_floating_point:
+    if ids.dtype.is_floating_point or not logprobs.dtype.is_floating_point:
         raise ValueError(
-            f"{name}: teacher_ids must be integers and teacher_logprobs floats, got {teacher_ids.dtype} and "
-            f"{teacher_logprobs.dtype}."
+            f"{name}: teacher.ids must be integers and teacher.logprobs floats, got {ids.dtype} and {logprobs.dtype}."
         )
-    _check_device(name, x, teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
-    _check_ids(name, teacher_ids, teacher_logprobs, classes)
-    K = shape[-1]
-    teacher = teacher_ids.reshape(-1, K).contiguous(), teacher_logprobs.detach().reshape(-1, K).contiguous(), None
-    return _distill(
-        name, x, weight, bias, teacher, target, compute, compute, rest, LOSS_TYPES[:-1], loss_type, beta, temperature,
-        temperature_squared, hard_weight, reduction, divisor, ignore_index, softcap, scale, None, 1.0, num_valid,
-        chunk_bytes, accumulate, logits_dtype, shards,
-    )  # fmt: skip
+    _check_device(name, student.x, **{"teacher.ids": ids, "teacher.logprobs": logprobs})
+    _check_ids(name, ids, logprobs, classes)
+    K = ids.shape[-1]
+    tensors = ids.reshape(-1, K).contiguous(), logprobs.detach().reshape(-1, K).contiguous(), None
+    transforms = given.softcap or 0.0, given.scale, 0.0, 1.0
+    return _distill(name, student, tensors, student.compute, config.rest, transforms, config, walk)
+
+
+class _Student(NamedTuple):
+    """This device's tensors, checked."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor | None
+    shards: Shards | None
+    compute: torch.dtype
+
+    @property
+    def classes(self) -> int:
+        return self.weight.shape[0] if self.shards is None else self.shards.classes
+
+    @property
+    def widest(self) -> int:
+        return self.weight.shape[0] if self.shards is None else self.shards.widest
+
+
+def _student(name: str, x: Tensor, head: Head, target: Tensor | None, walk: Walk) -> _Student:
+    walk.check_unused(name, "keep_bytes")
+    check_positive(name, softcap=head.softcap, scale=head.scale)
+    tensors = shards_of(name, x, head.weight, head.bias, target, head.group, walk.accumulate)
+    return _Student(*tensors, check_head(name, *tensors[:3]))
 
 
 def _distill(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, teacher: tuple[Tensor, Tensor, Tensor | None],
-    target: Tensor | None, compute: torch.dtype, teacher_compute: torch.dtype, rest: str, loss_types: tuple[str, ...],
-    loss_type: str, beta: float, temperature: float, temperature_squared: bool, hard_weight: float, reduction: str,
-    divisor: Tensor | float | None, ignore_index: int, softcap: float | None, scale: float,
-    teacher_softcap: float | None, teacher_scale: float, num_valid: SupportsInt | None, chunk_bytes: int | None,
-    accumulate: str, logits_dtype: torch.dtype | None, shards: Shards | None,
+    name: str, student: _Student, teacher: tuple[Tensor, Tensor, Tensor | None], teacher_compute: torch.dtype,
+    rest: str, transforms: tuple[float, float, float, float], config: Distill, walk: Walk,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """What the two have in common."""
-    check_accumulate(name, accumulate)
-    for argument, value, choices in (("loss_type", loss_type, loss_types), ("reduction", reduction, REDUCTIONS)):
-        if value not in choices:
-            raise ValueError(f"{name}: {argument} must be one of {choices}, got {value!r}.")
-    for argument, share in (("beta", beta), ("hard_weight", hard_weight)):
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name}: {argument} must lie in [0, 1], got {share}.")
-    _check_positive(name, temperature=temperature, softcap=softcap, scale=scale)
-    if divisor is not None and reduction == "sum":
-        raise ValueError(f"{name}: divisor goes with reduction='batchmean' or 'mean', got reduction='sum'.")
-    if isinstance(divisor, Tensor) and divisor.dim() != 0:
-        raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
-    if target is None and (hard_weight or num_valid is not None):
-        argument = "hard_weight" if hard_weight else "num_valid"
-        raise ValueError(f"{name}: {argument} goes with a target, got None.")
-    classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
+    c, ignore_index, hard_weight = config, config.ignore_index, config.hard_weight
+    x, weight, bias, target, shards, compute = student
+    if target is None and (hard_weight or walk.valid is not None):
+        raise ValueError(f"{name}: {'hard_weight' if hard_weight else 'walk.valid'} goes with a target, got None.")
+    widest = student.widest
     if target is not None:
-        target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
+        target = checked_target(name, target, x.shape[:-1], student.classes, ignore_index, x.device)
     rows = x.reshape(-1, x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
     if shards is not None and labels is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
-    valid = -1 if num_valid is None else int(num_valid)
+    valid = walk.number(name)
     loss_dtype = torch.promote_types(compute, torch.float32)
-    inverse = _inverse(rows, labels, ignore_index, reduction, divisor, loss_dtype)
+    inverse = _inverse(rows, labels, ignore_index, c.reduction, c.divisor, loss_dtype)
     if valid >= 0 and labels is not None:
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
-    wide_logits = logits_dtype_of(name, compute, logits_dtype) != compute
+    wide_logits = logits_dtype_of(compute, walk.logits_dtype) != compute
     dtype, teacher_dtype = logits_dtypes(compute, teacher_compute, wide_logits)
     sides = logit_bytes(compute, dtype) + (0 if rest else teacher_dtype.itemsize)
     whole = (rows.shape[0] if valid < 0 else valid) * widest * sides
-    spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] and inverse is not None else 0
-    budget = chunk_budget(x.device, chunk_bytes, whole=whole, spared=spared)
+    spared = spared_by_one_chunk(weight, compute, walk.accumulate, widest) if needs[1] and inverse is not None else 0
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
     arguments = (
         rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute, wide_logits, budget,
-        accumulate == "fp32", *needs, reduction == "mean",
-        kind_of(loss_type, beta), rest, beta, temperature, temperature**2 if temperature_squared else 1.0, hard_weight,
-        ignore_index, softcap or 0.0, scale, teacher_softcap or 0.0, teacher_scale,
+        walk.accumulate == "fp32", *needs, c.reduction == "mean", kind_of(c.loss_type, c.beta), rest, c.beta,
+        c.temperature, c.temperature**2 if c.temperature_squared else 1.0, hard_weight, ignore_index, *transforms,
     )  # fmt: skip
-    loss, soft, hard = walk(*arguments) if shards is None else walk_over_shards(*arguments, {"shards": shards})
+    loss, soft, hard = (
+        distilled(*arguments) if shards is None else distilled_over_shards(*arguments, {"shards": shards})
+    )
     metrics = {"soft_loss": soft.detach()}
     if hard_weight:
         metrics["hard_loss"] = hard.detach()
@@ -311,16 +347,10 @@ def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
     if ids.device.type == "cpu" and can_look(ids):
         wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
         if wrong.any():
-            raise ValueError(f"{name}: teacher_ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")
+            raise ValueError(f"{name}: teacher.ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")
 
 
 def _check_device(name: str, x: Tensor, **others: Tensor) -> None:
     for argument, t in others.items():
         if t.device != x.device:
             raise ValueError(f"{name}: {argument} must be on x's device {x.device}, got {t.device}.")
-
-
-def _check_positive(name: str, **values: float | None) -> None:
-    for argument, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: {argument} must be positive, got {value}.")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunk, Chunks
-from tigon.linear.head import Head, empty_logits, logit_bytes
+from tigon.linear.head import Projection, empty_logits, logit_bytes
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.distillation.parts import distill_part, topk_part
@@ -107,7 +107,7 @@ def _distill_fwd(
     known = None if target is None or valid < 0 else valid
     dtype, teacher_dtype = logits_dtypes(compute, teacher_compute, wide_logits)
     share = _share(budget, rest, compute, dtype, teacher_dtype)
-    chunks = Chunks(Head.of(x, weight, bias, compute), labels, ignore_index, known, share, shards, dtype)
+    chunks = Chunks(Projection.of(x, weight, bias, compute), labels, ignore_index, known, share, shards, dtype)
     soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if hard_weight else None
     folded = None if compute == torch.float16 else inverse
@@ -162,7 +162,7 @@ def _walk(
         for chunk in chunks:
             yield chunk, chunks.rows_of(chunk.start, chunk.stop, x, weight)
         return
-    head = Head.of(x, weight, bias, compute)
+    head = Projection.of(x, weight, bias, compute)
     buffer = empty_logits(chunks.size, weight.shape[0], head.x, dtype)
     for chunk in chunks:
         (theirs,) = chunks.rows_of(chunk.start, chunk.stop, head.x)
@@ -193,5 +193,5 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     return *grads, *(None for _ in range(ctx.arguments - 3))
 
 
-walk = differentiable(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))
-walk_over_shards = differentiable_directly(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))
+distilled = differentiable(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))
+distilled_over_shards = differentiable_directly(_distill_fwd, _setup_context, _backward, outputs=3, unsaved=(0, 1, 2))

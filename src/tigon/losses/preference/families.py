@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -138,6 +138,10 @@ DPO_LOSSES: dict[str, Callable[[Pair], Tensor]] = {
     "discopop": _discopop,
     "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.per_token()),
 }
+DPOType = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft",
+]  # fmt: skip
 DPO_TYPES = (*DPO_LOSSES, "sft")
 # Types that compare sequences across pairs, and those that are defined for other divergences than the reverse KL:
 # elsewhere log Z(x) of the prompt does not cancel.
@@ -147,7 +151,8 @@ ANY_DIVERGENCE = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "
 # number is 65504, there is ROOM for all to be larger.
 BOUNDED = ("sigmoid", "hinge", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down", "sigmoid_norm")
 ROOM = 256.0
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+DIVERGENCES: tuple[str, ...] = get_args(Divergence)
 
 
 def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
@@ -162,7 +167,7 @@ def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     return ratio
 
 
-class DPO(Pairs):
+class DPOFamily(Pairs):
     """kinds: where the reference comes from ("given", "head", "free"), the divergence, what there is of "weighted" and
     "delta", and the types. numbers: β, label smoothing, α of the divergence, τ of discopop, a weight for each type.
 
@@ -241,7 +246,7 @@ def _average(logprob: Tensor, mask: Tensor) -> Tensor:
     return (logprob * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-class ORPO(Pairs):
+class ORPOFamily(Pairs):
     """kinds: "completion" if a third side (S, T) says which tokens the odds are of, or "". numbers: β."""
 
     sums = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
@@ -265,11 +270,12 @@ class ORPO(Pairs):
         return nll - beta * of_ratio, found
 
 
-CPO_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
+CPOType = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
+CPO_TYPES: tuple[str, ...] = get_args(CPOType)
 AVERAGED = ("ipo", "simpo", "alphapo")
 
 
-class CPO(Pairs):
+class CPOFamily(Pairs):
     """kinds: the type, and "average" or "sum" of a sequence's log-probabilities.
 
     numbers: β, γ / β, label smoothing, weight of the NLL, α of AlphaPO.
@@ -305,7 +311,8 @@ class CPO(Pairs):
 
 # -------------------------------------------------------------------------------------------------------------- kto
 
-KTO_TYPES = ("kto", "apo_zero_unpaired")
+KTOType = Literal["kto", "apo_zero_unpaired"]
+KTO_TYPES: tuple[str, ...] = get_args(KTOType)
 KTO_METRICS = (
     "rewards/chosen",
     "rewards/rejected",
@@ -316,7 +323,7 @@ KTO_METRICS = (
 )
 
 
-class KTO(Family):
+class KTOFamily(Family):
     """kinds: where the reference comes from. numbers: β.
 
     sides: of each sequence its weight in the loss, whether it is desirable, the KL term; of "given" the reference's
@@ -351,7 +358,7 @@ class KTO(Family):
         return loss, found
 
 
-class Divergence(Family):
+class MeanRatio(Family):
     """Σ weight · log πθ(y) / π_ref(y), the estimate of KTO's KL term. sides: weight; the reference's logps if given."""
 
     def together(self) -> int:
@@ -369,4 +376,4 @@ def _sequence_reference(part: Part, given: list[Tensor]) -> Tensor | float:
     return given[0] if given else 0.0
 
 
-FAMILIES.update(dpo=DPO, orpo=ORPO, cpo=CPO, kto=KTO, kto_kl=Divergence)
+FAMILIES.update(dpo=DPOFamily, orpo=ORPOFamily, cpo=CPOFamily, kto=KTOFamily, kto_kl=MeanRatio)

@@ -1,0 +1,152 @@
+"""The losses of a head with all their options as keywords, for tables of tests that mix them.
+
+Users group them: a `tigon.Head`, a frozen object of the family's options, a `tigon.losses.Walk`. A table of cases says
+only what differs from the defaults, whatever group it is in; here it finds its group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tigon
+from tigon import losses
+from tigon.linear.walk import Walk
+from tigon.losses.distillation import distill_reference as _distill_reference
+from tigon.losses.distillation import distill_topk_reference as _distill_topk_reference
+from tigon.losses.policy import grpo_reference as _grpo_reference
+from tigon.losses.token_loss import token_loss as _token_loss
+
+HEAD = ("bias", "softcap", "scale", "group", "lora")
+# The names of each, looked up here: torch.compile does not trace dataclasses.fields.
+KINDS = ("GRPO", "RLOO", "DPO", "ORPO", "CPO", "SimPO", "KTO", "Distill", "DistillTopK")
+FIELDS = {kind: tuple(f.name for f in dataclasses.fields(getattr(losses, kind))) for kind in KINDS}
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The options of these names, taken out."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def head_of(weight, options):
+    return tigon.Head(weight, **taken(options, *HEAD))
+
+
+def walk_of(options):
+    found = taken(options, "chunk_bytes", "accumulate", "logits_dtype", "keep_bytes", "valid")
+    for name in ("num_valid", "lengths"):
+        if name in options:
+            found["valid"] = options.pop(name)
+    return Walk(**found)
+
+
+def config_of(kind, options):
+    return kind(**taken(options, *FIELDS[kind.__name__]))
+
+
+def ref_of(options):
+    """A reference's head, as ref_x, ref_weight and ref_bias."""
+    if options.get("ref_x") is None:
+        taken(options, "ref_x", "ref_weight", "ref_bias")
+        return None
+    return losses.Hidden(options.pop("ref_x"), tigon.Head(options.pop("ref_weight"), options.pop("ref_bias", None)))
+
+
+def linear_cross_entropy(x, weight, target, **options):
+    head, walk = head_of(weight, options), walk_of(options)
+    if "main_grad" in options:
+        options["main_grad"] = losses.MainGrad(options["main_grad"], options.pop("main_grad_scale", 1.0))
+    return tigon.linear_cross_entropy(x, head, target, walk=walk, **options)
+
+
+def linear_logprob(x, weight, target, **options):
+    head, walk = head_of(weight, options), walk_of(options)
+    return tigon.linear_logprob(x, head, target, walk=walk, **options)
+
+
+def _grpo(function, x, weight, target, *, advantages, **options):
+    head, config = head_of(weight, options), config_of(losses.GRPO, options)
+    ref = ref_of(options)
+    if ref is None:
+        ref = options.pop("ref_logprob", None)
+    old = options.pop("old_logprob", None)
+    sampler = losses.Sampler(options.pop("sampler_logprob", None), options.pop("importance_sampling_ratio", None))
+    return function(x, head, target, advantages, old=old, ref=ref, sampler=sampler, config=config, **options)
+
+
+def grpo(x, weight, target, **options):
+    walk = walk_of(options)
+    return _grpo(losses.grpo, x, weight, target, walk=walk, **options)
+
+
+def grpo_reference(x, weight, target, **options):
+    return _grpo(_grpo_reference, x, weight, target, **options)
+
+
+def rloo(x, weight, target, *, advantages, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.RLOO, options), walk_of(options)
+    return losses.rloo(
+        x, head, target, advantages, old=options.pop("old_logprob", None), config=config, walk=walk, **options
+    )
+
+
+def dpo(x, weight, target, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.DPO, options), walk_of(options)
+    ref = ref_of(options)
+    if "ref_chosen_logps" in options:
+        ref = options.pop("ref_chosen_logps"), options.pop("ref_rejected_logps")
+    return losses.dpo(x, head, target, ref, config=config, walk=walk, **options)
+
+
+def orpo(x, weight, target, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.ORPO, options), walk_of(options)
+    return losses.orpo(x, head, target, config=config, walk=walk, **options)
+
+
+def cpo(x, weight, target, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.CPO, options), walk_of(options)
+    return losses.cpo(x, head, target, config=config, walk=walk, **options)
+
+
+def simpo(x, weight, target, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.SimPO, options), walk_of(options)
+    return losses.simpo(x, head, target, config=config, walk=walk, **options)
+
+
+def kto(x, weight, target, label, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.KTO, options), walk_of(options)
+    kl, other = options.pop("kl", None), losses.Hidden(None, None)
+    if "ref_weight" in options:
+        other = losses.Hidden(None, tigon.Head(options["ref_weight"], options.get("ref_bias")))
+    ref = ref_of(options) if "ref_x" in options else options.pop("ref_logps")
+    if "kl_logps" in options:
+        kl = options.pop("kl_logps"), options.pop("ref_kl_logps")
+    elif "kl_x" in options:
+        theirs = other._replace(x=options.pop("ref_kl_x")) if "ref_kl_x" in options else options.pop("ref_kl_logps")
+        kl = losses.Mismatched(options.pop("kl_x"), options.pop("kl_target"), theirs, options.pop("kl_lengths", None))
+    taken(options, "ref_weight", "ref_bias")
+    return losses.kto(x, head, target, label, ref=ref, kl=kl, config=config, walk=walk, **options)
+
+
+def distill(x, weight, teacher_x, teacher_weight, target=None, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.Distill, options), walk_of(options)
+    theirs = {name: options.pop(f"teacher_{name}") for name in HEAD if f"teacher_{name}" in options}
+    teacher = losses.Hidden(teacher_x, tigon.Head(teacher_weight, **theirs))
+    return losses.distill(x, head, teacher, target, config=config, walk=walk, **options)
+
+
+def distill_topk(x, weight, teacher_ids, teacher_logprobs, target=None, **options):
+    head, config, walk = head_of(weight, options), config_of(losses.DistillTopK, options), walk_of(options)
+    teacher = losses.TopK(teacher_ids, teacher_logprobs)
+    return losses.distill_topk(x, head, teacher, target, config=config, walk=walk, **options)
+
+
+distill_reference, distill_topk_reference = _distill_reference, _distill_topk_reference
+
+
+def token_loss(family, kinds, numbers, x, weight, target, bias=None, *, reference=(None, None, None), **options):
+    options["bias"] = bias
+    head, walk = head_of(weight, options), walk_of(options)
+    ref_x, ref_weight, ref_bias = reference
+    ref = None if ref_x is None else losses.Hidden(ref_x, tigon.Head(ref_weight, ref_bias))
+    return _token_loss(family, kinds, numbers, x, head, target, reference=ref, walk=walk, **options)
