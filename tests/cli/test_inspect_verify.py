@@ -1,6 +1,7 @@
 """`tigon inspect` and `tigon verify` on presets, configurations and models with weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -80,6 +81,18 @@ def test_verify_a_model_with_weights(tigon, checkpoint):
     assert rows["loss"]["equal"]
     assert rows["model.layers.*.mlp.up_proj.weight"]["tensors"] == 1
     assert all(0 < row["error_plain"] < 1e-4 for row in rows.values() if row["name"] != "loss")
+
+
+def test_a_narrow_terminal_shows_every_cell_and_names_are_no_markup(tigon, checkpoint, tmp_path):
+    model = tmp_path / "[bold]x[" / "nope]"
+    shutil.copytree(checkpoint, model)
+    wide = tigon("verify", model, "--layers", 1).ok().out
+    narrow = tigon("verify", model, "--layers", 1, COLUMNS="40").ok().out
+    assert "[bold]x[/nope], 1 layers, float32" in wide
+    assert "…" not in narrow
+    assert {"formula or reason: silu(gate) · up", "error, fused", "*.mlp.up_proj", "equal"} <= {
+        part for line in narrow.splitlines() for part in (line.strip(), line.strip().partition(":")[0])
+    }
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("gemma-2-2b", "float32"), ("qwen3-1.7b", "bfloat16")])

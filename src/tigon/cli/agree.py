@@ -75,8 +75,9 @@ def join_again(cpu: bool) -> None:
 
     The launcher keeps its store, and in it the addresses of the processes before: those of now go under another prefix.
     """
-    import torch.distributed as dist
+    import torch
 
+    dist: Any = torch.distributed
     if processes() > 1 and restarts() and not dist.is_initialized():
         store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
         store = dist.PrefixStore(f"tigon/{restarts()}/group", store)
@@ -84,9 +85,10 @@ def join_again(cpu: bool) -> None:
 
 
 def _exchange(text: str) -> list[dict[str, Any]]:
-    import torch.distributed as dist
+    import torch
 
     global _asked, _kept
+    dist: Any = torch.distributed
     _asked += 1
     _kept = _kept or next(dist.rendezvous("env://", timeout=PATIENCE))
     store, rank, world = _kept

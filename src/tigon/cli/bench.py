@@ -354,6 +354,8 @@ def _show(content: dict[str, Any]) -> None:
     if not sys.stdout.isatty():  # a pipe has no width, and rich would fold the table to 80 columns
         print(report.to_text(content))
         return
-    from rich.console import Console
+    from tigon.cli.screen import NARROW, screen
 
-    Console().print(report.to_rich(content))
+    console = screen()
+    # A narrow terminal wraps the lines of the text; a table would cut its columns.
+    console.print(report.to_rich(content) if console.width >= NARROW else report.to_text(content), soft_wrap=True)

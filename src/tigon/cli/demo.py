@@ -60,7 +60,7 @@ def demo(
         raise Problem(f"--device must be auto, cpu or cuda, got {device}")
     output = Path(located("output", str(output)))
     check_writable(output, "--output")
-    from tigon.cli.screen import screen
+    from tigon.cli.screen import screen, show
 
     console = screen()
     started = time.perf_counter()
@@ -97,7 +97,7 @@ def demo(
     write_json(output / "demo.json", result)
     plot_losses(result, output / "loss.png")
     plot_bars(result, output / "bars.png")
-    console.print(table(result))
+    show(console, table(result))
     console.print(
         f"{result['seconds']:,.0f} s in all. Figures: {output / 'loss.png'}, {output / 'bars.png'}; "
         f"numbers: {output / 'demo.json'}",
@@ -238,7 +238,7 @@ class Side:
         event = self._hear("step")
         self.losses.append(event["loss"])
         self.seconds.append(event["seconds"])
-        return event["loss"]
+        return float(event["loss"])
 
     def end(self) -> dict[str, Any]:
         self._tell("end")
@@ -323,7 +323,7 @@ def _result(
     from tigon import __version__
 
     def apart(a: str, b: str) -> float:
-        return max(abs(x - y) for x, y in zip(sides[a]["losses"], sides[b]["losses"], strict=True))
+        return max(abs(float(x - y)) for x, y in zip(sides[a]["losses"], sides[b]["losses"], strict=True))
 
     return {
         "machine": machine,

@@ -41,7 +41,8 @@ def _train(spec: dict[str, Any], tell: Any) -> None:
     torch.manual_seed(spec["seed"])
     fields = dict(spec["config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config).to(device, dtype).train()
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config).to(device, dtype).train()
     model.config.use_cache = False
     report = None
     if spec["fused"]:

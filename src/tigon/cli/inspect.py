@@ -54,10 +54,9 @@ def inspect(
     ):  # fmt: skip
         if value not in known:
             raise Problem(f"--{name} must be one of {', '.join(known)}, got {value}")
-    from rich.console import Console
-
     from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
     from tigon.cli.model import find_model, quiet_transformers
+    from tigon.cli.screen import screen, show
 
     source = find_model(model, any_head=True)
     quiet_transformers()
@@ -71,7 +70,7 @@ def inspect(
     )  # fmt: skip
     from tigon.memory.estimate import CannotEstimate
 
-    console = Console(quiet=json)
+    console = screen(quiet=json)
     sides: dict[str, StepMemory] = {}
     obstacles: dict[str, str] = {}
     with console.status("running a step of the model's shapes"):
@@ -105,9 +104,9 @@ def inspect(
         highlight=False,
         soft_wrap=True,
     )
-    console.print(report.to_rich())
+    show(console, report.to_rich())
     if sides:
-        console.print(_table(sides))
+        show(console, _table(sides))
         where = ", ".join(f"{side} {MOMENTS[m.peak.during]}" for side, m in sides.items())
         text = f"Peak: {where}. Activations kept: at the end of the forward pass. Not counted: the CUDA context."
         console.print(text, style="dim", highlight=False, soft_wrap=True)
@@ -129,9 +128,9 @@ def _inner(model: Any) -> Any:
 def _layers(config: Any) -> int:
     text = config.get_text_config()
     for names in (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers")):
-        both = [getattr(text, name, None) for name in names]
+        both: list[Any] = [getattr(text, name, None) for name in names]
         if config.is_encoder_decoder and None not in both:
-            return sum(both)
+            return sum(int(number) for number in both)
     return int(text.num_hidden_layers)
 
 

@@ -180,7 +180,7 @@ def standing(source: Source, setup: Setup, copies: int = 1) -> float:
     trained = [p for p in sides.model.parameters() if p.requires_grad]
     weights = sum(p.numel() * p.element_size() for p in sides.model.parameters())
     moving = sum(p.numel() * (p.element_size() + OPTIMIZERS[setup.optimizer](p.element_size())) for p in trained)
-    return (copies * weights + moving) / setup.gpus
+    return float(copies * weights + moving) / setup.gpus
 
 
 def gib(size: float) -> str:

@@ -9,7 +9,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tigon.cli.problem import Problem, one_line
 from tigon.presets import PRESETS, auto_class, close_names, preset_config
@@ -35,8 +35,9 @@ def quiet_transformers() -> None:
     """Silence the loading reports and progress bars of transformers: the commands have their own."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    log: Any = transformers.logging
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for category in (UserWarning, FutureWarning):  # the latter of names that PEFT still calls
@@ -132,7 +133,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # before transformers 5.20
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs=options)
 
 
 def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0) -> Any:
@@ -140,7 +142,7 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     from peft import LoraConfig
 
     names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    scale = 2 * rank if alpha is None else alpha
+    scale: Any = 2 * rank if alpha is None else alpha  # PEFT's annotation has whole numbers alone
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
 
 
@@ -157,7 +159,7 @@ def with_adapters(model: Any, config: Any) -> Any:
 def random_model(config: PretrainedConfig, *, any_head: bool = False, **options: Any) -> PreTrainedModel:
     """A model with random weights, from the current seed."""
     try:
-        return _class_of(config, any_head).from_config(config, **options)
+        return cast("PreTrainedModel", _class_of(config, any_head).from_config(config, **options))
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
 
@@ -170,7 +172,8 @@ def attention_options(attention: str | None) -> dict[str, Any]:
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
     """The model with its trained weights. Raises Problem where they are missing or unreadable."""
     try:
-        return auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
+        found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
+        return cast("PreTrainedModel", found)
     except Exception as error:
         raise Problem(f"model {source.name}: its weights cannot be loaded ({one_line(error)})") from error
 

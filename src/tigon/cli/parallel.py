@@ -230,7 +230,9 @@ def clip(parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
         if p.grad is not None:
             on[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]) for some in on.values()]
-    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+    )
     if limit != float("inf"):
         for some in on.values():
             torch.nn.utils.clip_grads_with_norm_(some, limit, total)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from tigon.cli.problem import Problem, one_line
 from tigon.cli.trainer import Checkpointed
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
     """Prompts and answers, as TRL's trainers take them.
 
     Raises: Problem for rows that are no table: TRL's trainers take columns, each of one type.
@@ -100,23 +100,20 @@ class TaskTrainer:
 
 def task_of(options: TrainOptions) -> TaskTrainer:
     """TRL's trainer for --task. Raises Problem for a reward that cannot be had."""
+    trl: Any = importlib.import_module("trl")
     if options.task == "dpo":
-        from trl import DPOConfig, DPOTrainer
-
         beta = 0.1 if options.beta is None else options.beta
         return TaskTrainer(
-            "dpo", DPOConfig, {"beta": beta, "max_length": options.seq_len}, DPOTrainer,
+            "dpo", trl.DPOConfig, {"beta": beta, "max_length": options.seq_len}, trl.DPOTrainer,
             f"pairs of up to {options.seq_len} tokens", "pairs", ("rewards/accuracies", "rewards/margins"),
             lambda batch: len(batch["input_ids"]) // 2,  # a chosen and a rejected answer
         )  # fmt: skip
-    from trl import GRPOConfig, GRPOTrainer
-
     own = {
         "beta": options.beta or 0.0, "num_generations": options.num_generations,
         "max_completion_length": options.max_completion_length,
     }  # fmt: skip
     return TaskTrainer(
-        "grpo", GRPOConfig, own, GRPOTrainer, "prompts", "completions", ("reward", "completions/mean_length"),
+        "grpo", trl.GRPOConfig, own, trl.GRPOTrainer, "prompts", "completions", ("reward", "completions/mean_length"),
         # The trainer is given prompts and generates whole micro-batches of completions.
         lambda _: options.batch_size, options.num_generations, {"reward_funcs": reward_of(str(options.reward))},
     )  # fmt: skip
@@ -136,10 +133,10 @@ def reward_of(reward: str) -> Callable[..., list[float]]:
         module = _load(Path(where)) if where.endswith(".py") else _import(where)
     except Exception as error:
         raise Problem(f"--reward {reward}: {where} cannot be imported ({one_line(error)})") from error
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     if not callable(function):
         raise Problem(f"--reward {reward}: {where} has no function {name}")
-    return function
+    return cast(Callable[..., list[float]], function)
 
 
 def _matches(pattern: str) -> Callable[..., list[float]]:

@@ -50,11 +50,14 @@ def trained_tokenizer(serialized: str) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer.from_str(serialized)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    wrap: Any = PreTrainedTokenizerFast
+    found: PreTrainedTokenizerFast = wrap(
+        tokenizer_object=Tokenizer.from_str(serialized), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+    return found
 
 
-class Blocks(torch.utils.data.Dataset):
+class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Plain text as (n, seq_len) token ids; the labels are the ids, which the model shifts by one."""
 
     def __init__(self, ids: np.ndarray) -> None:
@@ -72,7 +75,7 @@ class Blocks(torch.utils.data.Dataset):
         return hashlib.sha256(np.ascontiguousarray(self.ids).tobytes()).hexdigest()[:16]
 
 
-class Conversations(torch.utils.data.Dataset):
+class Conversations(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Conversations as token ids and labels of their own lengths; padded when they are put into a batch."""
 
     def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -241,7 +244,7 @@ def _assistant_mask(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[np.
         return np.asarray(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
 
     def render(part: list[dict[str, Any]], prompt: bool) -> str:
-        return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt)
+        return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt))
 
     text = render(messages, False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)

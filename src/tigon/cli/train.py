@@ -30,7 +30,8 @@ def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.Optio
     default = getattr(_DEFAULT, name)
     if default not in (None, "") and default is not False:
         text += f" \\[default: {default}]"
-    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
+    option: typer.models.OptionInfo = typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
+    return option
 
 
 # fmt: off
@@ -91,7 +92,8 @@ def train(
     """
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "config")}
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
-    prepared, problem = None, None
+    prepared: Prepared | None = None
+    problem: Problem | None = None
     with Claim() as claim:
         try:
             given = with_config(config, given)
@@ -103,10 +105,10 @@ def train(
         except Problem as error:
             problem = error
         agree({} if prepared is None else prepared.told(), problem)
+        if prepared is not None:  # else there was a problem, which agree has raised
+            from tigon.cli.run import run
 
-        from tigon.cli.run import run
-
-        run(*prepared, overwrite, claim)
+            run(*prepared, overwrite, claim)
 # fmt: on
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -15,8 +15,14 @@ from transformers import Trainer, TrainerCallback
 from tigon.cli.checkpoint import STAGING, prune, publish, seal
 from tigon.cli.metrics import Metrics
 
+# Over a Trainer, of transformers or of TRL; only the type checker needs to be told which methods it has.
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
 
-class Checkpointed:
+
+class Checkpointed(_Base):
     """Over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics.
 
     Args:
@@ -33,10 +39,10 @@ class Checkpointed:
         metrics.mean = lambda losses: self.accelerator.reduce(losses, "mean")
         metrics.total = lambda count: self.accelerator.reduce(count, "sum") / self.copies
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
         count = self.count(inputs)  # before the step, which may change what it is given
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.metrics.add(loss, learning_rate, count)
         return loss
 

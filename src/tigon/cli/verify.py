@@ -59,9 +59,8 @@ def verify(
         raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if device not in ("auto", "cpu", "cuda"):
         raise Problem(f"--device must be auto, cpu or cuda, got {device}")
-    from rich.console import Console
-
     from tigon.cli.model import find_model, quiet_transformers
+    from tigon.cli.screen import screen, show
 
     source = find_model(model)
     import torch
@@ -72,7 +71,7 @@ def verify(
     from tigon import fuse
 
     place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    console = Console(quiet=json)
+    console = screen(quiet=json)
     torch.manual_seed(seed)
     with console.status("building the model"):
         built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
@@ -94,10 +93,9 @@ def verify(
         found["kernels"] = reason is None
         print(encoder.dumps(found, indent=2))
     else:
-        console.print(report.to_rich())
-        console.print(
-            _table(rows, f"{source.name}, {built.config.get_text_config().num_hidden_layers} layers, {dtype}")
-        )
+        show(console, report.to_rich())
+        layers = built.config.get_text_config().num_hidden_layers
+        show(console, _table(rows, f"{source.name}, {layers} layers, {dtype}"))
     if wrong:
         raise Problem(f"plain and fused differ by more than rounding in {', '.join(wrong)}", code=1)
     console.print("plain and fused agree: no difference is above rounding", highlight=False)
@@ -226,13 +224,15 @@ def _worst(values: Iterable[float]) -> float:
 
 
 def _error(value: Any, exact: Any) -> float:
-    size = exact.norm().item()
-    return (value - exact).norm().item() / (size if size > 0 else 1.0)
+    size = float(exact.norm())
+    return float((value - exact).norm()) / (size if size > 0 else 1.0)
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
+    equal, differs = Text("equal", style="green"), Text("differs", style="red")
     table = Table(title=title, caption="error: distance from the fp64 result, relative to its size; the worst of a row")
     table.add_column("loss, and gradients of", overflow="fold", min_width=24)
     for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
@@ -241,8 +241,8 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
         # In a narrow terminal the ends of the names are what tells them apart.
         name = row["name"].removeprefix("model.").removesuffix(".weight").replace("layers.*.", "*.")
         if "missing" in row:
-            table.add_row(name, str(row["tensors"]), "one side has no gradient", "", "", "", "[red]differs")
+            table.add_row(name, str(row["tensors"]), "one side has no gradient", "", "", "", differs)
             continue
         values = [f"{row[key]:.1e}" for key in ("max_difference", "error_plain", "error_fused", "bound")]
-        table.add_row(name, str(row["tensors"]), *values, "[green]equal" if row["equal"] else "[red]differs")
+        table.add_row(name, str(row["tensors"]), *values, equal if row["equal"] else differs)
     return table
