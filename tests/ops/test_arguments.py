@@ -10,18 +10,23 @@ from tigon import losses
 HEAD = nn.Linear(8, 16)
 X, TARGET = torch.randn(2, 3, 8), torch.zeros(2, 3).long()
 LOGPS = torch.zeros(1)
+REF = torch.zeros(2)
+LABEL = torch.tensor([True, False])
+# Losses of a head take a torch.nn.Linear as it is.
+LOSSES = {
+    "linear_cross_entropy": lambda head: tigon.linear_cross_entropy(X, head, TARGET),
+    "linear_logprob": lambda head: tigon.linear_logprob(X, head, TARGET).logprob,
+    "dpo": lambda head: losses.dpo(X, head, TARGET, (LOGPS, LOGPS))[0],
+    "orpo": lambda head: losses.orpo(X, head, TARGET)[0],
+    "cpo": lambda head: losses.cpo(X, head, TARGET)[0],
+    "simpo": lambda head: losses.simpo(X, head, TARGET)[0],
+    "kto": lambda head: losses.kto(X, head, TARGET, LABEL, ref=REF, kl=0.0)[0],
+    "grpo": lambda head: losses.grpo(X, head, TARGET, torch.ones(2))[0],
+    "rloo": lambda head: losses.rloo(X, head, TARGET, torch.ones(2))[0],
+    "distill": lambda head: losses.distill(X, head, losses.Hidden(2 * X, HEAD))[0],
+    "distill_topk": lambda head: losses.distill_topk(X, head, losses.TopK(TARGET[..., None], -torch.ones(2, 3, 1)))[0],
+}
 CALLS = {
-    "linear_cross_entropy": lambda: tigon.linear_cross_entropy(X, HEAD, TARGET),
-    "linear_logprob": lambda: tigon.linear_logprob(X, HEAD, TARGET),
-    "dpo": lambda: losses.dpo(X, HEAD, TARGET, ref_chosen_logps=LOGPS, ref_rejected_logps=LOGPS),
-    "orpo": lambda: losses.orpo(X, HEAD, TARGET),
-    "cpo": lambda: losses.cpo(X, HEAD, TARGET),
-    "simpo": lambda: losses.simpo(X, HEAD, TARGET),
-    "kto": lambda: losses.kto(X, HEAD, TARGET, torch.tensor([True, False]), ref_logps=torch.zeros(2), kl=0.0),
-    "grpo": lambda: losses.grpo(X, HEAD, TARGET, advantages=torch.zeros(2)),
-    "rloo": lambda: losses.rloo(X, HEAD, TARGET, advantages=torch.zeros(2)),
-    "distill": lambda: losses.distill(X, HEAD, X, HEAD.weight),
-    "distill_topk": lambda: losses.distill_topk(X, HEAD, TARGET[..., None], -torch.ones(2, 3, 1)),
     "gated_linear": lambda: tigon.gated_linear(X, X, HEAD),
     "embedding": lambda: tigon.embedding(TARGET, nn.Embedding(4, 8)),
 }
@@ -33,13 +38,22 @@ def test_a_layer_in_place_of_its_weight(name):
         CALLS[name]()
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_takes_a_linear_layer_for_a_head(name):
+    torch.testing.assert_close(LOSSES[name](HEAD), LOSSES[name](tigon.Head(HEAD.weight, HEAD.bias)))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_another_module_is_no_head(name):
+    with pytest.raises(ValueError, match=rf"{name}: head must be a weight .V, H., .* got Embedding"):
+        LOSSES[name](nn.Embedding(16, 8))
+
+
 def test_other_arguments():
-    with pytest.raises(
-        ValueError, match=r"distill: of the teacher: weight must be a tensor, got Linear: pass its weight"
-    ):
-        losses.distill(X, HEAD.weight, X, HEAD)
+    with pytest.raises(ValueError, match=r"distill: teacher.head must be a weight .V, H., .* got Embedding"):
+        losses.distill(X, HEAD.weight, losses.Hidden(X, nn.Embedding(16, 8)))
     with pytest.raises(ValueError, match=r"linear_cross_entropy: bias must be a tensor, got Linear: pass its bias"):
-        tigon.linear_cross_entropy(X, HEAD.weight, TARGET, bias=HEAD)
+        tigon.linear_cross_entropy(X, tigon.Head(HEAD.weight, HEAD), TARGET)
     with pytest.raises(ValueError, match=r"gated_mlp: down_weight must be a tensor, got Linear: pass its weight"):
         tigon.gated_mlp(X, HEAD.weight, HEAD.weight, nn.Linear(16, 8))
     with pytest.raises(ValueError, match=r"moe_mlp: down must be a tensor, got list\.$"):
