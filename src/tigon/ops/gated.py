@@ -7,7 +7,7 @@ Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; relu²(gate) · up: BitN
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def geglu(
     gate: Tensor,
     up: Tensor | None = None,
     *,
-    approximate: str = "tanh",
+    approximate: Literal["tanh", "none"] = "tanh",
     gate_multiplier: float = 1.0,
     multiplier: float = 1.0,
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.rms_norm import CASTS
+from tigon.ops.rms_norm import CASTS, Cast
 from tigon.ops.rope import (
     angle_strides,
     check_rotary,
@@ -43,7 +43,7 @@ from tigon.runtime import (
 
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
-    offset: float = 0.0, cast: str = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
+    offset: float = 0.0, cast: Cast = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Norm each head of q and of k, scale it, and rotate it by its position, in one launch.
 

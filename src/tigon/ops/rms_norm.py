@@ -6,7 +6,7 @@ Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,13 +28,19 @@ from tigon.runtime import (
     use_triton,
 )
 
-CASTS = ("llama", "gemma", "none")
+Cast = Literal["llama", "gemma", "none"]
+CASTS = get_args(Cast)
 # One tile holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: Cast = "llama",
 ) -> Tensor:
     """Scale each row of x to unit root mean square, then by weight.
 

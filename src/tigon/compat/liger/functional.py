@@ -65,7 +65,7 @@ def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
     """`tigon.rms_norm`. in_place: whichever, nothing is overwritten."""
-    return rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(X.dtype)
+    return rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(X.dtype)  # type: ignore[arg-type]
 
 
 def liger_fused_add_rms_norm(
@@ -99,7 +99,7 @@ def liger_modulated_rms_norm(
             f"liger_modulated_rms_norm: shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}."
         )
     acc = torch.promote_types(X.dtype, torch.float32)
-    y = rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(acc).reshape(groups, -1, H)
+    y = rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(acc).reshape(groups, -1, H)  # type: ignore[arg-type]
     y = y * (1 + scale.to(acc).reshape(groups, 1, H))
     if shift is not None:
         y = y + shift.to(acc).reshape(groups, 1, H)

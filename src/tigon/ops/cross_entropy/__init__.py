@@ -11,7 +11,7 @@ The operator in the usual order: here the promise, then reference.py, kernels.py
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ __all__ = [
     "inverse_divisor",
 ]
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 
 class CrossEntropyDetails(NamedTuple):
@@ -53,14 +54,16 @@ class CrossEntropyDetails(NamedTuple):
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, scale: float = 1.0,
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    scale: float = 1.0,
     divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, scale: float = 1.0,
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    scale: float = 1.0,
     divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[True],
 ) -> CrossEntropyDetails: ...  # fmt: skip
 def cross_entropy(
@@ -69,7 +72,7 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,

@@ -1,0 +1,42 @@
+"""Mistakes in options that are words are found by a type checker."""
+
+import textwrap
+import typing
+
+import pytest
+
+from tigon.ops.acts import ACTS, Act
+from tigon.ops.cross_entropy import REDUCTIONS
+from tigon.ops.rms_norm import CASTS
+
+
+def test_mypy_finds_wrong_words(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    snippet = tmp_path / "snippet.py"
+    right = """
+    import tigon
+    import torch
+
+    x, t = torch.randn(2, 8), torch.zeros(2).long()
+    tigon.rms_norm(x, cast="gemma")
+    tigon.cross_entropy(x, t, reduction="sum")
+    tigon.geglu(x, x, approximate="none")
+    tigon.gated_linear(x, x, x, act="relu2")
+    tigon.rope(x, x, x, x, angles="once")
+    """
+    wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"'}
+    mistaken = right
+    for word, mistake in wrong.items():
+        mistaken = mistaken.replace(word, mistake)
+    mistaken = mistaken.replace('approximate="none"', 'approximate="erf"')
+    for text, errors in ((right, 0), (mistaken, 5)):
+        snippet.write_text(textwrap.dedent(text))
+        options = ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+        said, _, _ = api.run([*options, str(snippet)])
+        assert said.count("error: ") == errors, said
+
+
+def test_types_and_checks_are_of_the_same_words():
+    assert CASTS == ("llama", "gemma", "none")
+    assert set(REDUCTIONS) == {"none", "mean", "sum"}
+    assert typing.get_args(Act) == tuple(ACTS)
