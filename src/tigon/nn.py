@@ -60,7 +60,7 @@ class RMSNorm(torch.nn.Module):
         elementwise_affine: bool = True,
         *,
         offset: float = 0.0,
-        cast: str = "llama",
+        cast: Literal["llama", "gemma", "none"] = "llama",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -244,7 +244,9 @@ class SwiGLU(torch.nn.Module):
 class GEGLU(torch.nn.Module):
     """gelu(gate) · up: forward(gate, up), or forward(gate_up) of its two halves. See `tigon.geglu`."""
 
-    def __init__(self, approximate: str = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
+    def __init__(
+        self, approximate: Literal["tanh", "none"] = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
         self.approximate = approximate
         self.multipliers = {"gate_multiplier": gate_multiplier, "multiplier": multiplier}
