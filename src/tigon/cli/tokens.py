@@ -146,9 +146,13 @@ def conversation_rows(
     rows, unmasked, cut = [], 0, 0
     examples: list[Any] = [*corpus.conversations, *corpus.pairs]
     for number, example in enumerate(examples, 1):
-        is_pair = isinstance(example, tuple)
+        mask: np.ndarray | None
         try:
-            ids, mask = completion_mask(*example, tokenizer) if is_pair else _assistant_mask(example, tokenizer)
+            if isinstance(example, tuple):
+                prompt, completion = example
+                ids, mask = completion_mask(prompt, completion, tokenizer)
+            else:
+                ids, mask = _assistant_mask(example, tokenizer)
         except Exception as error:
             raise Problem(
                 f"--data {corpus.name}: the chat template cannot render example {number} ({one_line(error)})"

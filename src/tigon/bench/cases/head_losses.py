@@ -328,8 +328,8 @@ def _tigon_grpo() -> Callable[..., Any]:
         x: Tensor, weight: Tensor, target: Tensor, lengths: list[int], advantages: Tensor, old_logprob: Tensor,
         ref_logprob: Tensor,
     ) -> Tensor:  # fmt: skip
-        given = {"old": old_logprob, "ref": ref_logprob, "walk": Walk(valid=lengths)}
-        return grpo(x, weight, target, advantages, config=config, **given)[0]
+        walk = Walk(valid=lengths)
+        return grpo(x, weight, target, advantages, old=old_logprob, ref=ref_logprob, config=config, walk=walk)[0]
 
     return run
 
