@@ -1,1 +1,1 @@
-"""Logits that are not built: objects that stand for them between the head and the loss."""
+"""Objects that stand for the logits between the head and the loss, so that the logits are never built."""

@@ -1,4 +1,4 @@
-"""Lazy logits for torch.compile: a plain object, since Dynamo follows plain classes best (see lazy_logits.py)."""
+"""Lazy logits for torch.compile: a plain object, since Dynamo follows plain classes best (see lazy.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tigon.logits.recipe import Recipe, fusable, is_number
 
 
 class CompiledLogits:
-    """The (..., V) logits while torch.compile traces. Outside the compiled code it behaves as the tensor it builds.
+    """The (..., V) logits while torch.compile traces. Outside the compiled code they act as the tensor they build.
 
-    Not a Tensor: `isinstance` says so. Without gradients, where loops gather logits for metrics, the head under
-    torch.compile therefore returns real logits.
+    CompiledLogits is no Tensor, and `isinstance` says so. Without gradients, where loops gather logits for metrics, the
+    head under torch.compile therefore returns real logits.
     """
 
     def __init__(self, recipe: Recipe, origin: Any = None) -> None:
@@ -129,7 +129,7 @@ class CompiledLogits:
         return func(*_real(list(args), name), **{k: _real(a, name) for k, a in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("recipe", "origin", "built"):  # half made, by copy or pickle
+        if name in ("recipe", "origin", "built"):  # copy and pickle ask a half-made object
             raise AttributeError(name)
         return getattr(self.build(name), name)
 

@@ -1,7 +1,8 @@
-"""A head whose weight is there only while the head's own forward runs, and the loss that needs it afterwards.
+"""A head whose weight exists only while the head's forward runs, although the loss needs the weight afterwards.
 
-FSDP2 frees the weight of a head in a group of its own when that forward ends. It is gathered again for the product,
-and freed behind it. For the backward pass FSDP gathers it by a hook on the logits, which Recipe hands on to the loss.
+FSDP2 frees the weight of a head in a group of its own when the head's forward ends. Tigon gathers the weight again
+for the product, and frees it afterwards. For the backward pass FSDP gathers the weight by a hook on the logits; Recipe
+hands this hook on to the loss.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Regather:
-    """One forward of such a head."""
+    """One forward of a head whose weight FSDP2 frees."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head: Any = head
 
     @contextmanager
     def gathered(self, weight: Tensor) -> Iterator[None]:
-        """The weight's memory holds its values. A collective, unless something else has gathered it already."""
+        """Inside, the weight's memory holds its values. A collective, unless the weight is gathered already."""
         if not is_released(weight):
             yield
             return
@@ -33,9 +34,9 @@ class Regather:
 
 
 def regather_of(head: Any) -> Regather | None:
-    """None for a head whose weight stays; torch has no public way to ask.
+    """How to gather the head's weight again; None for a head whose weight stays. torch has no public way to ask.
 
-    Accelerate lets it stay, and so do `lm_head.set_reshard_after_forward(False)` and the group of the root.
+    The weight stays under Accelerate, after `lm_head.set_reshard_after_forward(False)`, and in the root's group.
     """
     if not hasattr(type(head), "unshard"):
         return None

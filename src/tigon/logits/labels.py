@@ -1,9 +1,10 @@
-"""Labels that know how many of them count, through whatever a loss does to them first.
+"""Labels that know how many of them count, whatever a loss does to the labels first.
 
-On a GPU the loss leaves ignored rows out if their number is on the host before it starts. So the labels are counted
-when the model is called, and the count travels ahead of the forward pass. What reaches the loss is made of the labels:
-shifted, padded, flattened, masked. `Labels` follows these steps, each of which keeps or lowers the count, and nothing
-else: a loss that takes other targets (a prompt's tokens too, labels twice) finds a plain tensor, and visits every row.
+On a GPU the loss leaves ignored rows out if their number is on the host before the loss starts. So the labels are
+counted when the model is called, and the count is copied to the host while the forward pass runs. The loss receives
+a tensor made from the labels: shifted, padded, flattened, masked. `Labels` follows these steps, each of which keeps
+or lowers the count. It follows no other step: a loss that makes other targets (a prompt's tokens too, labels twice)
+gets a plain tensor, and visits every row.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ IGNORED = -100
 
 
 class Labels(Tensor):
-    """The labels given to a model, or some of them. count: at least as many as are not ignored.
+    """The labels that a model was called with, or some of them.
 
-    version: up to which writes to this memory have kept the count.
+    count: an upper bound of the labels that are not ignored.
+    version: the tensor's version up to which every write to its memory has kept the count.
     """
 
     count: Any = None
-    version: int = -2  # of no tensor: compiled code makes Labels that know nothing
+    version: int = -2  # no tensor has this version: compiled code makes Labels without a count
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,9 +55,9 @@ class Labels(Tensor):
 
 
 def counted(labels: Any) -> Any:
-    """Start counting the labels on their way to the host; what is no plain tensor of labels on a GPU stays as it is.
+    """Start counting the labels, and copying the count to the host. Only a plain tensor of labels on a GPU is counted.
 
-    On a CPU the loss counts its own targets.
+    On a CPU the loss counts its targets itself.
     """
     if type(labels) is not Tensor or labels.dtype != torch.int64 or torch.compiler.is_compiling():
         return labels
@@ -67,19 +69,19 @@ def counted(labels: Any) -> Any:
 
 
 def is_far(labels: Tensor) -> bool:
-    """Whether the host would have to wait for a count of these labels, and can have it sent."""
+    """Whether the host would have to wait for a count of these labels, and an asynchronous copy can avoid that."""
     return labels.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
 def valid_count(target: Tensor, ignore_index: int) -> Any:
-    """An upper bound of the targets that count, on its way to the host; None where none is certain."""
+    """An upper bound of the targets that count, being copied to the host; None where no bound is certain."""
     if not isinstance(target, Labels) or ignore_index != IGNORED or _version(target) != target.version:
         return None
     return target.count
 
 
 def plain(t: Any) -> Any:
-    """Labels as the tensor that they are."""
+    """Labels as a plain tensor; any other value unchanged."""
     if not isinstance(t, Labels):
         return t
     with torch._C.DisableTorchFunctionSubclass():
@@ -146,7 +148,7 @@ def _is_ignored(value: Any) -> bool:
 
 
 def _takes_each_once(index: Any) -> bool:
-    """A slice, a number or a mask; a list or tensor of positions may name one twice."""
+    """Whether the index is a slice, a number or a mask; a list or tensor of positions may name a position twice."""
     if isinstance(index, Tensor):
         return index.dtype == torch.bool
     return index is None or index is Ellipsis or isinstance(index, (int, slice))

@@ -1,7 +1,7 @@
-"""Logits that are not there until someone looks at them.
+"""Logits that are not computed until code looks at their values.
 
-A fused head returns one of these in place of x Wᵀ + bias. It holds the hidden states, the weight, the bias and the
-elementwise steps applied since (`Recipe`), and answers three kinds of use:
+A fused head returns `LazyLogits` in place of x Wᵀ + bias. They hold the hidden states, the weight, the bias and the
+elementwise steps applied since (`Recipe`), and answer three kinds of use:
 
     * / by a number, + a vector, tanh, float,     noted, nothing is computed
     views, slices, DDP's clone
@@ -9,7 +9,7 @@ elementwise steps applied since (`Recipe`), and answers three kinds of use:
     anything else                                 the logits are built, as the plain head builds them, with autograd
 
 So the model's own forward and loss run unchanged, and soft-capping and logit scaling are observed, not configured.
-`compiled_logits.CompiledLogits` is the same for torch.compile.
+`tigon.logits.compiled.CompiledLogits` does the same under torch.compile.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tigon.logits.recipe import Recipe, fusable, is_number
 
 
 class LazyLogits(Tensor):
-    """The (..., V) logits as a tensor that holds no data. `recipe` builds it; `built` is the real thing, once needed.
+    """The (..., V) logits as a tensor that holds no data. `recipe` builds the real tensor, and `built` then holds it.
 
-    A view of unbuilt logits keeps its `origin`, and is built as the same view of the built origin: what is written
-    into one is then seen in the other, as with real tensors.
+    A view of unbuilt logits keeps its `origin`, and is built as the same view of the built origin: a write to either
+    is then seen in the other, as with real tensors.
     """
 
     recipe: Recipe
@@ -66,17 +66,17 @@ class LazyLogits(Tensor):
             return LazyLogits._make(recipe, _shape_of(self.like.shape, recipe.dtype))
 
     def view_of(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
-        """`view` maps the logits, `take` the recipe; both say the same."""
+        """A view of these logits. `view` maps the logits and `take` the recipe, to the same rows and columns."""
         like = view(self.like)
-        # A copy (reshape of a slice, a mask) shares nothing with what it was taken from.
+        # A copy (reshape of a slice, a mask) shares no memory with the logits that it was taken from.
         shares = like.untyped_storage()._cdata == self.like.untyped_storage()._cdata
         with self._grad_mode():
             return LazyLogits._make(take(self.recipe), like, (self, view) if shares else None)
 
     def _grad_mode(self) -> Any:
-        """What is derived from these logits has a gradient if they have one and gradients are recorded now.
+        """The gradient mode for results of these logits: on if the logits require a gradient and recording is on now.
 
-        The hidden states and the weight may require one where the logits, made under no_grad, do not.
+        The hidden states and the weight may require a gradient where the logits, made under no_grad, do not.
         """
         return torch.set_grad_enabled(torch.is_grad_enabled() and self._graph() is not None)
 
@@ -85,13 +85,15 @@ class LazyLogits(Tensor):
             return self.grad_fn
 
     def moved(self) -> bool:
-        """Someone has put an autograd node of their own on this tensor, which has to see the gradient; reentrant
-        checkpointing does."""
+        """Whether other code put its own autograd node on this tensor. That node has to see the gradient.
+
+        Reentrant checkpointing puts one there.
+        """
         graph = self._graph()
         return graph is not self.node and not _only_passes_on(graph)
 
     def pending(self) -> bool:
-        """Nothing of these logits, nor of what they are a view of, has been built."""
+        """Whether neither these logits nor the logits that they are a view of have been built."""
         if self.moved():
             return False
         origin = self
@@ -102,7 +104,7 @@ class LazyLogits(Tensor):
         return False
 
     def build(self, why: str) -> Tensor:
-        """The real logits, with the gradient mode and autocast of the forward that made them."""
+        """The real logits, built under the gradient mode and autocast of the forward that made these."""
         if self.built is None:
             moved = self.moved()
             with torch.set_grad_enabled(self._graph() is not None):
@@ -116,7 +118,7 @@ class LazyLogits(Tensor):
         return self.built
 
     def data_only(self, why: str) -> Tensor:
-        """The values, for code that runs below autograd."""
+        """The logits' values, for code that runs below autograd."""
         if self.built is not None:
             return self.built.detach()
         if self.value is None:
@@ -128,7 +130,8 @@ class LazyLogits(Tensor):
                     self.value = self.recipe.logits()
         return self.value
 
-    # Dynamo would compile this frame for one function and reuse it for another: inside a compiled function it is left.
+    # Dynamo would compile this frame for one function and reuse the code for another: inside a compiled function
+    # the frame is not compiled.
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,13 +167,13 @@ class LazyLogits(Tensor):
 
 
 def _shape_of(shape: Any, dtype: torch.dtype) -> Tensor:
-    """What the logits look like, without memory; hidden from the modes that count the memory of meta tensors."""
+    """A meta tensor like the logits, made out of sight of the modes that count the memory of meta tensors."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class GatheredLogits(LazyLogits):
-    """Of a head that is split over a mesh: all of its logits already, where torch's hook expects a DTensor of them."""
+    """The logits of a head that is split over a mesh: whole already, although torch's hook expects a DTensor."""
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -183,9 +186,10 @@ class GatheredLogits(LazyLogits):
 
 
 def _only_passes_on(graph: Any) -> bool:
-    """DDP that looks for unused parameters, the Trainer's default, clones what a model returns, in a node of its own.
+    """Whether DDP's node around the outputs hands gradients on unchanged.
 
-    Only the node of a static graph does anything in the backward pass.
+    DDP that looks for unused parameters, the Trainer's default, clones the model's outputs in a node of its own. Only
+    the node of a static graph does more in the backward pass.
     """
     ddp = getattr(graph, "ddp_weakref", None)
     ddp = None if ddp is None else ddp()
@@ -193,14 +197,14 @@ def _only_passes_on(graph: Any) -> bool:
 
 
 class _Unbuilt(torch.autograd.Function):
-    """hidden, weight, bias → a tensor without data. Backward, if ever reached, computes what it stands for."""
+    """hidden, weight, bias → a tensor without data. Backward, if ever reached, goes through the real logits."""
 
     @staticmethod
     def forward(
         ctx: Any, recipe: Recipe, like: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> LazyLogits:
-        # Not save_for_backward: that would have saved-tensor hooks (CPU offload) copy a weight that is rarely needed.
-        # The recipe checks versions itself.
+        # Not save_for_backward: saved-tensor hooks (CPU offload) would copy a weight that is rarely needed. The recipe
+        # checks versions itself.
         ctx.recipe = recipe
         kind = GatheredLogits if recipe.split else LazyLogits
         return Tensor._make_wrapper_subclass(
@@ -210,7 +214,7 @@ class _Unbuilt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Any, ...]:
         needed, recipe = ctx.needs_input_grad[2:], ctx.recipe
-        again = torch.is_grad_enabled()  # the gradient is differentiated again: it keeps its ties to what it is made of
+        again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps its graph
         with torch.enable_grad():
             leaves = [
                 t if t is None or again else t.detach().requires_grad_(need)
@@ -234,7 +238,7 @@ class _Built(torch.autograd.Function):
         return dlogits, None
 
 
-# What can be answered from shape, dtype and device, or from the autograd node, without the numbers.
+# Functions that shape, dtype, device or the autograd node can answer, without the values.
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
@@ -280,7 +284,7 @@ def _to(lazy: LazyLogits, *args: Any, **options: Any) -> Any:
     if isinstance(wanted[0], torch.dtype):
         return _cast(lazy, wanted[0])
     here = lazy.device
-    # "cuda" without an index is the current device, which need not be this one.
+    # "cuda" without an index is the current device, which need not be the device of the logits.
     same = isinstance(wanted[0], (str, torch.device)) and torch.device(wanted[0]) in (here, torch.device("cpu"))
     return lazy if same and torch.device(wanted[0]).type == here.type else NotImplemented
 
@@ -288,12 +292,12 @@ def _to(lazy: LazyLogits, *args: Any, **options: Any) -> Any:
 def _cast(lazy: LazyLogits, dtype: torch.dtype) -> Any:
     if dtype == lazy.dtype:
         return lazy
-    # Only widening: rounding to a narrower dtype is something a reader of the loss could see.
+    # Only widening is noted: rounding to a narrower dtype would show in the loss.
     return lazy.then("cast", dtype) if dtype == torch.float32 else NotImplemented
 
 
 def _clone(lazy: LazyLogits, **options: Any) -> Any:
-    """DDP's own, of what a model returns. Whoever else takes a copy wants the numbers of now: the weight may change."""
+    """Note DDP's clone of the model's outputs. Any other caller wants today's values: the weight may change."""
     frame: FrameType | None = sys._getframe(1)
     depth = 0
     while frame is not None and depth < 8 and frame.f_globals.get("__name__") != "torch.nn.parallel.distributed":
@@ -349,7 +353,7 @@ def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _getitem(lazy: LazyLogits, index: Any) -> Any:
-    """Slices of the rows, the first words, and masks over whole leading dimensions."""
+    """Note slices of the rows, the first words, and masks over whole leading dimensions."""
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or not 0 < index.dim() < lazy.dim():
             return NotImplemented
@@ -396,10 +400,10 @@ def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
     author = _module_of(hook)
     if author.startswith(("torch.distributed.", "deepspeed.")):
         # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model
-        # returns has one too; another that is computed from here on is given it.
+        # returns has such a hook too; a loss that is computed from these logits later is given this one.
         lazy.recipe.waiting.hooks.append(hook)
     elif author.startswith("torch."):
-        pass  # torch's trackers of modules and counters of operations only look on, and find no backward pass here
+        pass  # torch's module trackers and operation counters only observe, and see no backward pass of these logits
     else:
         _wait_for_gradient(lazy, "register_hook")
     with torch._C.DisableTorchFunctionSubclass():
@@ -412,14 +416,14 @@ def _retain_grad(lazy: LazyLogits) -> Any:
 
 
 def _wait_for_gradient(lazy: LazyLogits, what: str) -> None:
-    """Compute the logits now, so that the loss is taken of them and their gradient comes."""
+    """Compute the logits now, so that the loss is computed from them and their gradient arrives."""
     if lazy.recipe.waiting.in_vain:
         raise _no_gradient(what)
     lazy.data_only(what)
 
 
 def _module_of(hook: Any) -> str:
-    """Where a hook was written: behind functools.partial, and behind `register_multi_grad_hook`."""
+    """The module that defines a hook, looked up through functools.partial and `register_multi_grad_hook`."""
     inner = inspect.unwrap(getattr(hook, "func", hook))
     module = getattr(inner, "__module__", None) or ""
     if module == "torch.autograd.graph" and (code := getattr(inner, "__code__", None)) is not None:
@@ -429,7 +433,10 @@ def _module_of(hook: Any) -> str:
 
 
 def _grad(*args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with lazy logits among its arguments. None would say that the loss does not depend on any."""
+    """torch.autograd.grad with lazy logits among its arguments.
+
+    The logits are built first. A gradient of None would say that the loss does not depend on the logits.
+    """
     given = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = given if isinstance(given, (list, tuple)) else (given,)
     args, kwargs = tree_map_only(LazyLogits, lambda x: x.build("autograd.grad"), (args, kwargs))

@@ -1,4 +1,4 @@
-"""The language-model head: lazy logits in place of logits, and the model's forward that tells when labels are given."""
+"""The language-model head, which returns lazy logits, and the model's forward, which tells the head of its labels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tigon.parts.sharded_rows import is_dtensor
 
 
 def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
-    """The model's forward, which also tells the head whether labels are given.
+    """The model's forward, which also tells the head whether the caller passed labels.
 
-    before: the forward that it stands for: the class's, or, where `bound`, one of the instance's own.
+    before: the forward that this one replaces: the class's or, where `bound`, one set on the instance.
     """
 
-    # Dynamo puts a CrossEntropyLoss that is made in the forward into its graph unseen, and takes tensors alone for it.
+    # Dynamo puts a CrossEntropyLoss that the forward creates into its graph without tracing the module. Such a graph
+    # node takes only tensors, and the lazy logits under torch.compile are none.
     code = getattr(inspect.unwrap(before), "__code__", None)
     makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
 
@@ -34,7 +35,7 @@ def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[.
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = getattr(self, "_tigon", None)
         if patch is None or patch.function is not forward:
-            # Removed, but kept in use by a wrapper, around which the model was fused again.
+            # This forward was removed, but a wrapper still calls it, and the model was fused again around the wrapper.
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
@@ -49,13 +50,13 @@ def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[.
             args = (*args[:at], labels := counted(args[at]), *args[at + 1 :])
         else:
             labels = kwargs.get("labels")
-        # A new name for each: the caller's own dictionary is not written into.
+        # A new dictionary: the labels are replaced in the copy, never in a dictionary that belongs to the caller.
         kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
         given = labels is not None or kwargs.get("shift_labels") is not None
         compiling = torch.compiler.is_compiling()
         call = ledger.enter((given or ledger.lazy) and not (compiling and makes_loss_module))
         try:
-            if compiling:  # its partitioner decides what is kept
+            if compiling:  # torch.compile's partitioner decides which activations are kept
                 return run(*args, **kwargs)
             with ledger.recompute.forward():
                 return run(*args, **kwargs)
@@ -78,8 +79,8 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     regather = regather_of(self)
     if regather is not None and compiling:
         return plain(input)
-    # Under torch.compile the lazy object is no tensor: evaluation, which gathers logits, gets real ones, as does
-    # torch.export, whose graph returns tensors alone.
+    # Under torch.compile the lazy object is no tensor. Evaluation gathers logits, and the graph of torch.export
+    # returns only tensors: both get real logits.
     if transformed() or (compiling and (torch.compiler.is_exporting() or not torch.is_grad_enabled())):
         return plain(input)
     known = not is_split(self.weight) or (is_gathered(self) and not compiling)
