@@ -1,7 +1,7 @@
-"""Gradients that the forward pass of a loss has computed, and what the backward pass still does to them.
+"""Gradients that the forward pass of a loss has computed, times the upstream gradient that the backward pass brings.
 
-A loss at the end of the graph has upstream gradient 1: nothing is left to do. Otherwise each gradient is multiplied, in
-fp32, and rounded once; in place where the memory is nobody else's.
+A loss at the end of the graph has upstream gradient 1, and nothing is left to do. Otherwise each gradient is multiplied
+in fp32 and rounded once. The result overwrites the gradient where no later backward pass needs it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def scaled_gradients(
     gradients: Sequence[Tensor | tuple[Tensor, Tensor]], factor: Tensor, dtypes: Sequence[torch.dtype | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Each gradient that is needed, times the 0-d factor, in its dtype. To be called in a backward pass.
+    """Each gradient that is needed, times the 0-d factor, in the dtype beside it. Call this in a backward pass.
 
-    A pair is a dW and what else of it there is, as `weight_gradient.places` gave them.
+    A pair is a dW in the two tensors of `weight_gradient.places`.
     """
     # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
@@ -33,9 +33,11 @@ def scaled_gradients(
 
 @triton.jit
 def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    # A loss at the end of the graph has upstream gradient 1. In place that is one load, and nothing to do.
+    # The host does not know the factor and must not wait for it, so the kernel decides. At the end of a graph the
+    # factor is 1: in place, each program then loads one number and exits.
     factor = tl.load(factor_ptr).to(tl.float32)
     if not IN_PLACE or factor != 1.0:
+        # int64: V · H of a large head exceeds 2³¹ elements.
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, N, tl.num_programs(0).to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -44,18 +46,21 @@ def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl
 
 
 def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
-    """gradient · factor in dtype, multiplied in fp32 and rounded once; in place where the memory is ours."""
+    """gradient · factor, multiplied in fp32 and rounded once to dtype. With `ours` it may overwrite the gradient."""
     if isinstance(gradient, tuple):
         gradient, more = gradient
         if more.numel():
             return narrowed(gradient, more, factor, ours)
+    # A result of another dtype has another size and needs memory of its own.
     in_place = ours and gradient.dtype == dtype
     if is_traced(gradient) or not use_triton(gradient):
+        # Looking at a CPU factor costs nothing, and spares a pass over the gradient.
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
             return gradient
         return (gradient.to(factor.dtype) * factor).to(dtype)
     out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     n = gradient.numel()
+    # At most 2048 programs, each of which walks over its blocks: with factor 1 there are few to start and exit.
     plan = min(2048, cdiv(n, 4096)), (n, in_place, 4096), {"num_warps": 8}
     key = (n, in_place, gradient.dtype, dtype, factor.dtype)
     launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)

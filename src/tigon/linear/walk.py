@@ -1,4 +1,4 @@
-"""How a loss of a head walks over its tokens: what does not change the answer, but what the walk costs."""
+"""How a loss of a head walks over its tokens: options that change what the walk costs, and not the answer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ ACCUMULATE = ("fp32", "weight")
 
 @dataclass(frozen=True)
 class Walk:
-    """How a loss walks over the tokens, some of whose logits exist at a time.
+    """How a loss walks over the tokens, a chunk of whose logits exists at a time.
 
     Args:
-        valid: how many targets count, when the host knows: the others are then left out, and time and memory follow the
-            tokens that count. Of a loss of tokens a number or a `tigon.losses.ValidCount`; of a loss of sequences one
-            number a sequence, as a list or a `tigon.losses.ValidLengths`. Too small a number gives a NaN loss. None:
-            unknown; on a CPU they are counted.
-        chunk_bytes: logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By default as many
-            more as make do with one chunk, if they take no more memory than the fp32 sum of several would.
-        accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once; "weight" adds in the weight's
-            dtype, at half the memory and n roundings for n chunks; over a group of ranks likewise dx.
-        logits_dtype: torch.float32 for logits that are not rounded to the dtype of the products, in `distill` and
-            `distill_topk`: see there.
-        keep_bytes: of `tigon.linear_logprob`: logits kept from the forward to the backward pass, beyond those of the
-            last chunk. What is kept is not computed again; all of them take a fourth of the products away.
+        valid: how many targets count, if you know that number on the host. The other targets are then left out, and
+            time and memory follow the targets that count. A loss of tokens takes a number or a
+            `tigon.losses.ValidCount`; a loss of sequences takes one number a sequence, as a list or a
+            `tigon.losses.ValidLengths`. Too small a number gives a NaN loss. None: the number is unknown; on a CPU the
+            loss counts.
+        chunk_bytes: bytes of logits held at a time; 1 GiB by default (32 MiB on a CPU), or TIGON_CHUNK_BYTES. By
+            default the budget grows so that one chunk suffices, if that costs no more memory than the fp32 dW buffer
+            it avoids.
+        accumulate: "fp32" adds the chunks' weight gradients in fp32 and rounds once. "weight" adds in the weight's
+            dtype: half the memory, and n roundings for n chunks. Over a group of ranks dx is summed in the same way.
+        logits_dtype: for `distill` and `distill_topk`: torch.float32 keeps logits from being rounded to the dtype of
+            the products.
+        keep_bytes: for `tigon.linear_logprob`: bytes of logits kept from the forward to the backward pass, beyond the
+            last chunk. Logits that are kept are not computed again; keeping all saves a fourth of the products.
     Raises: ValueError for values that do not fit.
     """
 
@@ -48,7 +50,7 @@ class Walk:
             raise ValueError(f"Walk: keep_bytes must not be negative, got {self.keep_bytes}.")
 
     def number(self, name: str) -> int:
-        """`valid` of a loss of tokens, −1 where the host does not know it."""
+        """`valid` for a loss of tokens: the number, or −1 if the host does not know it."""
         if self.valid is None:
             return -1
         if not hasattr(self.valid, "__int__"):
@@ -56,7 +58,7 @@ class Walk:
         return int(self.valid)  # type: ignore[arg-type]
 
     def check_unused(self, name: str, *fields: str) -> None:
-        """Raise where a field that this loss has no use for was set."""
+        """Raise a ValueError if you set a field that this loss has no use for."""
         for field in fields:
             value = getattr(self, field)
             if value != getattr(DEFAULT, field):

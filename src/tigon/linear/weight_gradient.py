@@ -1,9 +1,10 @@
-"""dW (V, H) of a head: a sum over chunks, in fp32 where there are several, at last narrowed to the weight's dtype.
+"""dW (V, H) of a head: a sum over chunks, in fp32 if there are several, narrowed to the weight's dtype at the end.
 
-An fp32 sum and its narrow result at once would be half as much memory again, beyond what the loss was allowed. So where
-the result is larger than a chunk of logits, the first half of the rows is summed in the memory of the result itself, as
-fp32, and the others in a tensor of their own: in all as much as one fp32 sum. Narrowing goes from the front, each time
-over as many numbers as were done before: what is written then lies where everything has been read.
+An fp32 sum and its bf16 result together take half as much memory again as the sum alone, at the peak of the loss. So
+where the result is larger than a chunk of logits, half of the fp32 sum lives inside the bf16 result: the first half of
+the rows is summed there, the other half in a second tensor. Both together take no more memory than one fp32 sum.
+Narrowing converts in place, from the front, in passes that double in size. Each pass overwrites only memory that has
+already been read.
 
     result (V, H) bf16    | fp32 of rows 0 … V/2              |        | bf16 of rows 0 … V/2 | bf16 of rows V/2 … V |
     more (V/2, H) fp32    | fp32 of rows V/2 … V              |
@@ -23,15 +24,16 @@ BLOCK = 4096
 
 
 def places(weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: bool) -> tuple[Tensor, Tensor]:
-    """Where dW is summed: two uninitialised tensors, the second of them empty unless the result's memory is shared.
+    """Two uninitialised tensors in which dW is summed. The second is empty unless the sum lives inside the result.
 
-    wide: in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold.
+    wide: sum in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold.
     """
     (V, H), acc = weight.shape, torch.promote_types(compute, torch.float32)
     none = weight.new_empty(0, dtype=acc)
     if not need:
         return weight.new_empty(0, dtype=compute), none
     front = _front_rows(V)
+    # The trick wants two narrow numbers in the memory of one wide one: bf16 and fp32, not fp64 or master weights.
     halved = wide and weight.dtype == compute and 2 * compute.itemsize == acc.itemsize
     if halved and front and V * H * compute.itemsize > budget:
         return weight.new_empty(V, H), weight.new_empty(V - front, H, dtype=acc)
@@ -39,22 +41,24 @@ def places(weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: 
 
 
 def _front_rows(V: int) -> int:
-    return V // 128 * 64  # rows of whole tiles, not more than half of all
+    return V // 128 * 64  # at most half of all rows, in whole tiles of the products
 
 
 def parts(dw: Tensor, more: Tensor) -> list[Tensor]:
-    """The sums, of consecutive rows of W."""
+    """The tensors in which dW is summed, each of them for consecutive rows of W."""
     if not more.numel():
         return [dw]
     V, H = dw.shape
     front = V - more.shape[0]
+    # The same bytes under two dtypes: `front` rows of fp32 fill 2 · `front` rows of bf16.
     return [dw.view(-1)[: 2 * front * H].view(more.dtype).view(front, H), more]
 
 
 def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) -> None:
-    """sums = or += dlogitsᵀ x, without a temporary of their size; they may be fp32 under half-precision factors."""
+    """sums = (if first) or += dlogitsᵀ x, without a temporary of that size; half-precision factors may add to fp32."""
     start = 0
     for dw in sums:
+        # Blocks of classes: products over rows that are no multiple of 16 bytes are several times slower.
         for block in class_blocks(dw.shape[0], x.dtype):
             product_into(dw[block], dlogits[:, start + block.start : start + block.stop].t(), x, first)
         start += dw.shape[0]
@@ -66,34 +70,40 @@ def zero(sums: Sequence[Tensor]) -> None:
 
 
 def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool = True) -> Tensor:
-    """The shared sums times the 0-d factor in dW's dtype, rounded once; in dW's own memory if that is `ours`."""
+    """The sums of `places` times the 0-d factor, rounded once to dW's dtype. With `ours` the result overwrites dw."""
     front, rest = parts(dw, more)
+    # Without the kernel nothing orders reads before writes inside a tensor, so the result is a new tensor.
     if is_traced(dw) or not use_triton(dw):
         scaled = [t if factor is None else t * factor for t in (front, rest)]
         return torch.cat([t.to(dw.dtype) for t in scaled])
     out = dw if ours else torch.empty_like(dw)
     blocks = cdiv(front.numel(), BLOCK)
-    # The first step reads all before it writes any; every other one writes where those before it have read.
+    # bf16 block i is written over fp32 block i // 2. The first launch is one program, which reads its block before it
+    # writes. Every later launch writes blocks start … 2 start, over fp32 blocks that earlier launches have read.
     start, stop = 0, 1 if ours else blocks
     while start < blocks:
         _narrow(front, out, factor, start, min(stop, blocks))
         start, stop = stop, 2 * stop
+    # `rest` lies in memory of its own, and all of `front` has been read: one launch, any order.
     _narrow(rest, out[front.shape[0] :], factor, 0, cdiv(rest.numel(), BLOCK))
     return out
 
 
+# `start` differs at every launch. Unspecialised, one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["start"])
 def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
+    # int64 before the product: V · H of a large head exceeds 2³¹ elements.
     at = (start + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < N, other=0.0)
     if factor_ptr is not None:
         x = x * tl.load(factor_ptr).to(tl.float32)
+    # x and y may be the same memory: all threads have to load before any stores.
     tl.debug_barrier()
     tl.store(y_ptr + at, x.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 def _narrow(x: Tensor, y: Tensor, factor: Tensor | None, start: int, stop: int) -> None:
-    """Blocks start to stop of x."""
+    """Narrow blocks start to stop of x into the same blocks of y."""
     key = (start, stop, x.numel(), y.dtype, None if factor is None else factor.dtype)
     plan = stop - start, (start, x.numel(), BLOCK), {"num_warps": 8}
     launch(_narrow_kernel, key, (x, y, factor), lambda: plan)

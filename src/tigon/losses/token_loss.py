@@ -1,14 +1,14 @@
-"""Losses that are plain PyTorch in the log-probabilities of tokens, without the logits those come from.
+"""Losses that are plain PyTorch functions of tokens' log-probabilities, whose logits are never all in memory.
 
     for each part, sequences that the loss has to see together:
         logits ← x Wᵀ (+ bias)                       matrix product into the buffer
         logprob, entropy ← logits                    one reading
-        loss, slopes ← f(logprob, entropy)           f in plain PyTorch, its autograd: some numbers a token
+        loss, slopes ← f(logprob, entropy)           plain PyTorch and its autograd, on a few numbers a token
         logits ← Σ slopes · d(logprob, entropy)/d(logits)
         dx ← logits W;  dw += logitsᵀ x              two matrix products
 
-Three products a token, as many as with logits in memory, where a part's logits fit the budget. A longer part is walked
-twice, and costs a fourth. A reference model's head is one more product, through the same buffer.
+Where a part's logits fit the budget, a token costs three products, as many as with all logits in memory. A longer part
+is walked twice and costs a fourth product. A reference model's head costs one more product, through the same buffer.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BATCH = -1  # the whole batch
 
 
 class Part(NamedTuple):
-    """Sequences that a loss sees together, or tokens: then each is a sequence of one.
+    """Sequences that a loss sees together. Where tokens are independent, each token is a sequence of one.
 
-    sequences: (S',) int64, which ones; of tokens, their places in the flattened (S · T) batch.
-    logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None where the family does not ask for them.
+    sequences: (S',) int64, the sequences' numbers, or the tokens' places in the flattened (S · T) batch.
+    logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None if the family does not ask for them.
     reference: log-probabilities under the reference head, alike, or None.
     mask: (S', T), True where a token counts.
-    sides: what else the family was given, (S', T) or (S', 1).
-    is_top1: (S', T) bool, whether no token is likelier, or None where the family does not ask for it.
+    sides: further tensors of the family, such as advantages, (S', T) or (S', 1).
+    is_top1: (S', T) bool, whether no token is likelier, or None if the family does not ask for it.
     """
 
     sequences: Tensor
@@ -58,12 +58,12 @@ class Part(NamedTuple):
 
 
 class Family:
-    """A family of losses: how the loss of a part is computed, and what else comes out.
+    """A family of losses: how the loss of a part is computed, and which results it returns beside the loss.
 
-    kinds, numbers: its options, as an operator of torch.library takes them.
+    kinds, numbers: the family's options. An operator of torch.library takes strings and floats, and no dataclass.
     """
 
-    # What else the loss returns, by name: one number in all (parts add up), one a sequence, one a token.
+    # Names of further results: one number for the batch (a sum over parts), one a sequence, one a token.
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
     per_token: tuple[str, ...] = ()
@@ -75,15 +75,15 @@ class Family:
         self.kinds, self.numbers = kinds, numbers
 
     def together(self) -> int:
-        """ALONE, BATCH, or into how many equal stacks the batch is split: sequence i of each is in one part."""
+        """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part."""
         return ALONE
 
     def boost(self, sequences: int, tokens: int) -> float:
-        """1 / the size of a slope: what fp16 gradients are multiplied by, so that they do not underflow."""
+        """The factor, about 1 / the size of a slope, that keeps fp16 gradients from underflowing."""
         return float(sequences * tokens)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the loss, 0-d, and what else comes out, by name. Only the loss is differentiated."""
+        """The part's share of the loss, 0-d, and the further results by name. Only the loss is differentiated."""
         raise NotImplementedError
 
 
@@ -101,8 +101,8 @@ def _family(family: str, kinds: str, numbers: Sequence[float]) -> Family:
 class Rows:
     """The rows of x that a part consists of.
 
-    rows: which of the (S · T), `count` of them. at: their places in the part's (S' · T), None where they are all there.
-    sequences: (S',) which sequences; with `alone` (S' = count) which tokens. tokens: T, or 1.
+    rows: `count` of the batch's S · T rows. at: their places among the part's S' · T, or None if all are present.
+    sequences: (S',) the sequences' numbers; with `alone` (S' = count) the tokens'. tokens: T, or 1 with `alone`.
     """
 
     rows: Tensor | slice
@@ -124,7 +124,7 @@ class Rows:
         return values if self.at is None else values.index_select(0, self.at)
 
     def pieces(self, size: int) -> list[tuple[Tensor | slice, slice]]:
-        """At most `size` rows at a time: the rows, and where they are in (count,)."""
+        """The rows, at most `size` at a time, each time with their places in (count,)."""
         result: list[tuple[Tensor | slice, slice]] = []
         for start in range(0, self.count, size or 1):
             here = slice(start, min(start + size, self.count))
@@ -136,13 +136,13 @@ class Rows:
 
 
 def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: int, most: int) -> Iterator[Rows]:
-    """The batch in parts. Rows that do not count are left out if the host knows their number.
+    """Split the batch into parts. Rows that do not count are left out if the host knows how many count.
 
     Args:
         target: (S, T).
-        together: of the family.
-        lengths: how many targets of each sequence count, or nothing.
-        most: rows that the buffer holds.
+        together: the family's `together()`.
+        lengths: how many targets of each sequence count; empty if the host does not know.
+        most: how many rows the buffer holds.
     """
     S, T = target.shape
     device = target.device
@@ -162,6 +162,7 @@ def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: i
         return
     stacks = max(1, S) if together == BATCH else together
     units = S // stacks
+    # Interleave the stacks: unit u is sequence u of every stack, so that a pair (chosen, rejected) is consecutive.
     order = torch.arange(S, device=device).view(stacks, units).t().reshape(-1)
     for first, last in _packed(_unit_rows(lengths, stacks, units, T), most):
         sequences = order[first * stacks : last * stacks]
@@ -188,8 +189,9 @@ def _unit_rows(lengths: Sequence[int], stacks: int, units: int, T: int) -> list[
 
 
 def _packed(rows: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of units that fit the buffer together, about equally full; a unit that fits none is alone."""
+    """Ranges of units, about equally full, that fit the buffer. A unit larger than the buffer is a range of its own."""
     parts = max(1, -(-sum(rows) // most))
+    # Equal shares rather than full buffers: a short last part would be a small product.
     aim = min(most, -(-sum(rows) // parts))
     first = held = 0
     for unit, own in enumerate(rows):
@@ -210,12 +212,13 @@ def token_loss(
     target: Tensor, *, reference: Hidden | None = None, sides: Sequence[Tensor] = (), ignore_index: int = -100,
     temperature: float = 1.0, walk: Walk = Walk(), name: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of a family, 0-d, and its other results, which have no gradient. What the public functions call.
+    """The loss of a family, 0-d, and its other results, which have no gradient. The public functions call this one.
 
     Args:
-        family, kinds, numbers: which loss.
+        family, kinds, numbers: the family's name and options.
         x: (S, T, H). target: (S, T), aligned with x: what x[s, t] predicts.
-        reference: the reference's hidden states (S, T, H') and head, whose softcap, scale and group are the policy's.
+        reference: the reference model's hidden states (S, T, H') and head, whose softcap, scale and group are the
+            policy's.
         sides: (S,) or (S, T) each, no gradient.
         walk: its `valid` are the numbers of targets of the sequences that count.
     """
@@ -275,7 +278,7 @@ def token_loss(
 
 
 def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
-    """A number a sequence, or nothing where the host does not know."""
+    """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
         looks = target.device.type == "cpu" and can_look(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
@@ -293,9 +296,9 @@ def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-# How many further tensors a family may be given.
+# The most side tensors of a family: a schema of torch.library has a fixed list of arguments.
 SIDES = 8
-# Numbers and lengths have something in front: torch.library mistakes an empty list for a list of tensors.
+# Numbers and lengths have a dummy in front: torch.library mistakes an empty list for a list of tensors.
 
 
 def _token_loss_fake(x, weight, bias, target, *arguments, shards=None):
@@ -310,7 +313,7 @@ def _token_loss_fake(x, weight, bias, target, *arguments, shards=None):
         x.new_empty((len(instance.per_token), S, T), dtype=acc),
     )
     dx = x.new_empty((S * T, H) if need_dx else (0,), dtype=compute)
-    # In one chunk nothing is summed: the product is rounded once, to its place.
+    # In one chunk there is nothing to sum: the product itself rounds once, into the weight's dtype.
     rows = sum(lengths[1:]) if len(lengths) > 1 else S * T
     several = rows * (V if shards is None else shards.widest) * compute.itemsize > budget
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
@@ -340,18 +343,21 @@ def _token_loss_fwd(
     for t in (loss, *results.values(), db):
         t.zero_()
     if lengths and sum(lengths) < target.numel():
-        dx.zero_()  # rows that are left out are in no part
+        dx.zero_()  # no part writes the rows that are left out
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
+    # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
     input_gradient = InputGradient(batch.head, shards)
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
     weight_sums = weight_gradient.parts(dw, more)
     parts = list(split(target, instance.together(), lengths, options[0], most))
     sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
+    # One buffer for all parts, and for the reference's logits as well.
     buffer = empty_logits(max(sizes, default=0), weight.shape[0], x, compute)
-    # Leaving out what counts would be silent, so it is made loud, without looking at the device from here.
+    # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
+    # the host does not wait.
     enough = torch.ones((), dtype=torch.bool, device=x.device)
     if lengths and instance.together() == ALONE:
         enough = (target != options[0]).sum() <= sum(lengths)
@@ -368,17 +374,20 @@ def _token_loss_fwd(
             share, found = instance(seen)
         loss += share.detach()
         _keep(instance, found, part, results)
+        # A part without slopes, such as one that is clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
             for rows, _ in pieces if need_dx else ():
                 dx[rows] = 0.0
             continue
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
-        # The logits of the last piece are still in the buffer.
+        # Backwards, because the last piece's logits are still in the buffer. A part of one piece, the usual case, is
+        # therefore never computed twice.
         for rows, here in reversed(pieces):
             x_rows, logits = last if last is not None else batch.logits(batch.head, rows, buffer)
             last = None
             dlogprob, dentropy = (None if s is None else s[here] for s in flat)
             merged = shards is not None
+            # In place: the gradient overwrites the logits, which nothing reads again.
             logprob_gradient_rows(
                 logits, batch.labels(rows), stats[here], dlogprob, dentropy, logits, *options, merged=merged
             )
@@ -397,8 +406,8 @@ def _token_loss_fwd(
 
 
 def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
-    """The family's loss and its derivatives along logprob and entropy, by PyTorch's autograd."""
-    # As an operator of torch.library this runs below autograd, which has to be asked in again.
+    """The family's loss, and its derivatives with respect to logprob and entropy, by PyTorch's autograd."""
+    # An operator of torch.library runs below autograd, which is therefore switched on again for the family.
     above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with above, torch.enable_grad(), _without_hooks():
         logprob = part.logprob.detach().requires_grad_()
@@ -407,13 +416,16 @@ def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor],
         slopes: list[Tensor | None] = [None, None]
         if share.requires_grad:
             leaves = [logprob] if entropy is None else [logprob, entropy]
+            # allow_unused: some families' losses do not depend on the entropy that they log.
             slopes[: len(leaves)] = torch.autograd.grad(share, leaves, allow_unused=True)
     return share, found, slopes
 
 
 def _without_hooks() -> AbstractContextManager[Any]:
-    """A graph that is gone before the forward pass ends is no matter of checkpoints and offloading: a checkpoint would
-    compute all of the forward pass again for it."""
+    """Hide the family's small graph from the saved-tensor hooks of checkpoints and offloading.
+
+    The graph is gone before the forward pass ends. A checkpoint's hooks would recompute the whole forward pass for it.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is None or top(True) is None:
         return nullcontext()
@@ -440,7 +452,7 @@ def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[st
 
 
 class _Batch:
-    """What the walk over a batch needs of it, in the compute dtype."""
+    """The batch as the walk reads it: the heads in the compute dtype, the labels and the side tensors."""
 
     def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards) -> None:
         self.head = Projection.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
@@ -455,12 +467,12 @@ class _Batch:
         return take(self.target.view(-1), rows)
 
     def logits(self, head: Projection, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the head's x, and their logits in the buffer."""
+        """The given rows of the head's x, and their logits, computed into the buffer."""
         x = take(head.x, rows)
         return x, head.logits(x, buffer[: x.shape[0]])
 
     def of(self, part: Rows, t: Tensor) -> Tensor:
-        """(S,) or (S, T) of the batch as (S', 1) or (S', T) of the part; (S', 1) of its tokens."""
+        """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
         if part.alone:
             return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
@@ -470,7 +482,7 @@ class _Batch:
         self, head: Projection, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor,
         results: tuple[Tensor | None, ...], stats: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """Write the part's results, as `logprob_rows` does. Returns the last piece's x and logits."""
+        """Write the part's results, as `logprob_rows` does, and return the last piece's x and logits."""
         along, total = results[1] is not None, results[4] is not None
         own = None
         if self.shards is not None:
@@ -485,6 +497,7 @@ class _Batch:
             logprob_rows(last[1], self.labels(rows), places, None if stats is None else stats[here], *self.options)
         if self.shards is not None and own is not None and part.count:
             stats = own.new_empty(part.count, 3) if stats is None else stats
+            # One collective for the whole part: all its pieces' statistics travel together.
             parts = self.shards.gather(own).wait()
             merge_logprob(parts, self.labels(part.rows), results, stats, self.shards.classes, *self.options[1:])
         return last
@@ -492,7 +505,7 @@ class _Batch:
     def forward(
         self, family: Family, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor
     ) -> tuple[Part, Tensor, tuple[Tensor, Tensor] | None]:
-        """The part as the family sees it, its rows' statistics, and the last piece's x and logits (in the buffer)."""
+        """The part as the family sees it, its rows' statistics, and the last piece's x and logits, still in buffer."""
         count = part.count
         one = self.head.x.new_empty(count, dtype=self.acc)
         logprob = torch.empty_like(one)
@@ -502,6 +515,7 @@ class _Batch:
         reference = torch.empty_like(one) if self.reference is not None else None
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
+            # The reference first: the policy's logits then stay in the buffer for the gradient.
             self.read(self.reference, part, pieces, buffer, (reference, None, None, None, None), None)
         places = (logprob, entropy, None, top1, mean)
         last = self.read(self.head, part, pieces, buffer, places, stats)
@@ -529,6 +543,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,) * ctx.arguments
+    # The boost kept fp16 gradients from underflowing; it leaves together with the upstream gradient, in fp32.
     factor = dloss if ctx.boost == 1.0 else dloss / ctx.boost
     dx, dw, more, db, *_ = ctx.saved_tensors
     dx, dw, db = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
