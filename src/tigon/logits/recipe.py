@@ -1,4 +1,4 @@
-"""What logits are made of: hidden states, weight, bias, the elementwise steps since; and their cross entropy."""
+"""The recipe of logits: hidden states, weight, bias, the elementwise steps since; and the logits' cross entropy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.runtime import autocast_dtype
 from tigon.runtime.autocast import autocast_as
 
-# In fp64 the models' own `logits.float()` narrows; there the plain head serves.
+# Not fp64: there `logits.float()`, which models call, narrows the logits, so the plain head runs.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Waiting:
-    """Who waits for the gradient of logits, and of all that was derived from them.
+    """The code that waits for the gradient of logits, and of every tensor derived from these logits.
 
-    hooks: of an engine; the gradient comes by another way. in_vain: a loss was computed without the logits.
+    hooks: backward hooks of an engine (FSDP, DeepSpeed), which the loss takes over. in_vain: a loss was computed
+    without the logits, so that no gradient will reach them.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Recipe:
         self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
         self.regather = regather
         self.steps, self.dtype, self.autocast = steps, dtype, autocast
-        # Optimizers with fused=True do not bump version counters, so a sample of the weight is kept beside the count.
+        # Optimizers with fused=True do not bump version counters, so the recipe keeps a sample of the weight as well.
         self.sample = _sample(weight) if sample is None else sample
         self.split = is_split(weight)
         self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
@@ -65,14 +66,14 @@ class Recipe:
     def of(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any, regather: Regather | None = None
     ) -> Recipe | None:
-        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head will do.
+        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head can run.
 
-        regather: for a weight that is freed before the recipe is followed.
+        regather: gathers a weight that is freed before the logits or the loss are computed.
         """
         device = hidden.device.type
         autocast = autocast_dtype(device)
         tensors: tuple[Any, ...] = (hidden, weight) if bias is None else (hidden, weight, bias)
-        if is_split(weight):  # which `head_forward` lets come here only where its logits are gathered next
+        if is_split(weight):  # `head_forward` asks for a recipe only where the logits are gathered next
             whole = whole_input(hidden, weight, bias)
             if whole is None:
                 return None
@@ -96,11 +97,11 @@ class Recipe:
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        """Those whose memory is here: of a head that is split, this device's part."""
+        """The tensors that the recipe reads. Of a split head: this device's part."""
         return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
 
     def plus(self, other: Any) -> Recipe | None:
-        """With a vector added, as Bart and Marian do; None for what is none, or comes after another step."""
+        """The recipe with a vector added, as in Bart and Marian; None if `other` is no vector or a step came before."""
         V = self.weight.shape[0]
         if self.split:
             return None
@@ -112,7 +113,7 @@ class Recipe:
             return None
         if other.dtype == self.dtype:
             return self.then("add", other.detach().reshape(V))
-        # Under autocast a buffer is wider than the logits. The loss narrows it, as F.linear narrows a bias there.
+        # Under autocast a buffer is wider than the logits. The loss narrows the buffer, as F.linear narrows a bias.
         wider = other.dtype == torch.float32 and self.autocast is not None
         return self.then("cast", torch.float32).then("add", other.detach().reshape(V)) if wider else None
 
@@ -121,7 +122,7 @@ class Recipe:
         return self._with(hidden=take(self.hidden))
 
     def columns(self, count: int) -> Recipe:
-        """The logits of the first `count` words. Not of a head that is split."""
+        """The logits of the first `count` words. A head that is split has no such recipe."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
         with self.gathered():
@@ -137,11 +138,11 @@ class Recipe:
         return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
 
     def check(self, *, use: bool = False, sample: bool = False) -> None:
-        """Raise where the plain logits, which would have been computed by now, are no longer what this would give.
+        """Raise if this recipe would no longer give the logits that the plain head computed in its forward.
 
-        use: they are computed now, so that what is gathered for it has to be there.
-        sample: look at values as well. Of a head that is split all devices raise where one does, or none: a step may
-            change what one of them has and leave what another has, which would wait for the first one's logits.
+        use: the logits or the loss are computed next, so that a weight that is gathered for them must be in memory.
+        sample: compare values of the weight as well. Where a head is split, either all devices raise or none does: an
+            optimizer step may change one device's part only, and the other devices would wait for that device's logits.
         """
         reason = self._stale(use)
         if sample and (reason is None or self.split):
@@ -168,7 +169,7 @@ class Recipe:
         return None
 
     def logits(self) -> Tensor:
-        """Build them: the operations of the plain model, in its order, under the autocast of its forward."""
+        """Build the logits: the operations of the plain model, in its order, under the autocast of its forward."""
         with self.gathered(), autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True, sample=True)
@@ -192,7 +193,7 @@ class Recipe:
         before, after, tanh = 1.0, 1.0, False
         for step, value in self.steps:
             if step == "add":
-                continue  # the first step, if there is one: `cross_entropy` adds it to the bias
+                continue  # always the first step: `cross_entropy` adds the vector to the bias
             if step == "tanh":
                 if tanh:
                     return None
@@ -208,13 +209,14 @@ class Recipe:
 
     def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
         form = self.scale_and_softcap()
-        assert form is not None  # the carriers ask before they come here
+        assert form is not None  # callers check `scale_and_softcap` first
         scale, softcap = form
         device = self.hidden.device.type
-        # What F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
+        # The dtype that F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
         dtype = self.dtype if autocast_dtype(device) is None else torch.float32
         valid, target = valid_count(target, ignore_index), plain(target)
-        # The mean over no label is 0 in Tigon's losses. In a fused model F.cross_entropy is torch's, whose mean is NaN.
+        # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
+        # which returns NaN.
         count = (target != ignore_index).sum() if reduction == "mean" else None
         bias = self.bias
         for step, value in self.steps:
@@ -232,7 +234,7 @@ class Recipe:
         return self.hand_on(loss.to(dtype))
 
     def hand_on(self, result: Tensor) -> Tensor:
-        """Put the hooks that are on the logits so far on what was computed in their place."""
+        """Put the hooks that the logits have so far on `result`, which was computed in their place."""
         if result.requires_grad:
             for hook in self.waiting.hooks:
                 result.register_hook(hook)
@@ -270,10 +272,10 @@ def fusable(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[Any, ...] | None:
-    """The arguments of `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss has not.
+    """The arguments of `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss lacks.
 
-    Two dimensions only: in (N, C, d) the classes are not the last one. Probabilities as targets, class weights and the
-    deprecated flags go to PyTorch, and so does whatever it would refuse, for its own error.
+    Only two dimensions: in (N, C, d) the classes are not the last dimension. Probabilities as targets, class weights
+    and the deprecated flags go to PyTorch. So do arguments that PyTorch refuses, so that you see PyTorch's message.
     """
     if weight is not None or size_average is not None or reduce is not None:
         return None

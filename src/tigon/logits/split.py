@@ -1,7 +1,8 @@
-"""Heads whose weight is a DTensor, rows of classes on each device of a mesh, and whose logits are gathered on all.
+"""Split heads: the weight is a DTensor with some of the classes on each device, and every device gathers all logits.
 
-Two ways to make such a head are known, and only these are taken for one: torch's `ColwiseParallel(output_layouts=
-Replicate())`, which puts hooks around its forward, and transformers' "colwise_gather_output", which replaces it.
+Tigon knows two ways to split a head like this, and accepts no other: torch's `ColwiseParallel(output_layouts=
+Replicate())`, which puts hooks around the head's forward, and transformers' "colwise_gather_output", which replaces
+the forward.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ def is_split(t: Any) -> bool:
 
 
 def here(t: Any) -> Any:
-    """What of a DTensor is on this device, outside of autograd."""
+    """This device's part of a DTensor, outside of autograd."""
     return t._local_tensor if is_split(t) else t
 
 
 def whole_input(hidden: Any, weight: Any, bias: Any) -> Tensor | None:
-    """The hidden states as a plain tensor, or None where the head is not split by classes, or they are not whole."""
+    """The hidden states as a plain tensor; None if the head is not split by classes, or the hidden states are split."""
     if weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         return None
     if bias is not None and (not is_split(bias) or bias.placements != weight.placements):
@@ -34,11 +35,11 @@ def whole_input(hidden: Any, weight: Any, bias: Any) -> Tensor | None:
     if hidden.device_mesh != weight.device_mesh or not hidden.placements[0].is_replicate():
         return None
     local = hidden.to_local(grad_placements=hidden.placements)
-    return local if type(local) is Tensor else local.clone()  # one that is still on its way
+    return local if type(local) is Tensor else local.clone()  # an AsyncCollectiveTensor: clone() waits for its data
 
 
 def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
-    """The plain logits, the operations of the two ways in their order."""
+    """The plain logits: the operations that both ways to split a head run, in their order."""
     from torch.distributed.tensor import DTensor, Replicate
 
     rows = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -47,7 +48,7 @@ def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
 
 
 def on_any_device(found: Tensor, weight: Any) -> Tensor:
-    """Whether a boolean is true on one of the devices that the weight is split over. A collective."""
+    """Whether `found` is true on any device that the weight is split over. A collective."""
     import torch.distributed as dist
 
     count = found.to(torch.int32)
@@ -56,7 +57,7 @@ def on_any_device(found: Tensor, weight: Any) -> Tensor:
 
 
 def is_gathered(head: nn.Module) -> bool:
-    """Whether all that happens to this head's DTensor of logits is that it is gathered, and made a plain tensor."""
+    """Whether this head's DTensor of logits is gathered and made a plain tensor, and nothing else is done to it."""
     hooks = list(head._forward_hooks.values())
     if not hooks:
         patch = vars(head).get("_tigon")
@@ -72,7 +73,7 @@ def is_gathered(head: nn.Module) -> bool:
 
 
 def is_gathering_forward(forward: Any) -> bool:
-    """transformers' stand-in for the forward of a head that is split."""
+    """Whether this is the forward that transformers puts in place of a split head's."""
     code = getattr(forward, "__code__", None)
     if code is None or getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
         return False

@@ -1,18 +1,18 @@
-"""How much memory a training step takes on a GPU, found without one: the step runs on the meta device.
+"""How much memory a training step takes on a GPU, computed without a GPU: the step runs on the meta device.
 
-Tensors of the meta device have shapes and no memory. The step is a real one, forward and backward, of the whole model,
-plain or fused; a dispatch mode sees every allocation and every release, and keeps the books of what is alive:
+Tensors of the meta device have shapes and no memory. The step is a real forward and backward pass of the whole model,
+plain or fused. A dispatch mode sees every allocation and every release, and counts the bytes that are alive:
 
     weights         parameters and buffers
-    optimizer       its states, which a first step would have made
-    gradients       what has arrived in `.grad`
-    activations     what the layers allocated in the forward pass, and something still needs
-    head and loss   what was allocated from the head on, in the forward pass
-    temporary       what the backward pass allocated, on its way to a gradient
+    optimizer       the optimizer's states, as after a first step
+    gradients       gradients that have arrived in `.grad`
+    activations     tensors that the layers allocated in the forward pass, and that are still alive
+    head and loss   tensors that the head and all code after it allocated in the forward pass
+    temporary       tensors that the backward pass allocated, on its way to a gradient
 
-What only a GPU does is answered for it: `scaled_dot_product_attention` takes a kernel that does not build the scores,
-`tigon` takes its kernels' path (`meta_as_gpu`), and autocast casts as CUDA's does. What the books do not see is the
-allocator's: fragmentation, the CUDA context, and what kernels of libraries allocate for themselves.
+The step imitates a GPU: `scaled_dot_product_attention` takes a kernel that does not build the scores, `tigon` takes
+its kernels' path (`meta_as_gpu`), and autocast casts as on CUDA. The count misses the allocator's fragmentation, the
+CUDA context, and memory that library kernels allocate inside.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OPTIMIZERS: dict[str, Callable[[int], float]] = {
     "sgd-momentum": lambda size: size,
     "sgd": lambda size: 0,
 }
-# cuBLAS keeps one for each thread that multiplies: forward and backward. On Hopper; elsewhere 8 MiB.
+# cuBLAS keeps one workspace for each thread that multiplies: forward and backward. 32 MiB on Hopper; elsewhere 8 MiB.
 WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is allocated at one moment of a step: bytes by part (PARTS). during: forward, loss, backward, optimizer."""
+    """The memory at one moment of a step: bytes by part (PARTS). during: forward, loss, backward or optimizer."""
 
     during: str
     parts: Mapping[str, int]
@@ -64,8 +64,8 @@ class Moment:
 class StepMemory:
     """The memory of one step.
 
-    peak: the moment at which most is allocated. kept: the end of the forward pass, when what the backward pass needs is
-    there. update: the optimizer's step.
+    peak: the moment at which most memory is allocated. kept: the end of the forward pass, when every tensor that the
+    backward pass needs is alive. update: the optimizer's step.
     """
 
     peak: Moment
@@ -77,7 +77,7 @@ class StepMemory:
 
 
 class CannotEstimate(Exception):
-    """A model whose code looks at the values of its tensors cannot run on the meta device. The message says which."""
+    """The model's code looks at values of tensors, so it cannot run on the meta device. The message says which."""
 
 
 def step_memory(
@@ -87,13 +87,13 @@ def step_memory(
     """The memory that a step of this model takes on a GPU: forward, backward, the optimizer's update.
 
     Args:
-        model: on the meta device, in the dtype and state it trains in: fused or not, with adapters, with gradient
-            checkpointing (`use_reentrant=False`).
-        inputs: of its forward, on the meta device, with labels.
-        optimizer: a key of OPTIMIZERS; one step has been made, so its states are there.
+        model: on the meta device, in the dtype and state in which you train it: fused or not, with adapters, with
+            gradient checkpointing (`use_reentrant=False`).
+        inputs: arguments of the model's forward, on the meta device, with labels.
+        optimizer: a key of OPTIMIZERS; its states exist, as after a first step.
         autocast: the dtype of autocast around the forward pass, if there is one.
-        shards: over how many GPUs weights, gradients and states are sharded, layer by layer, as FSDP2 does.
-        stored: the dtype of the shards, where it is not the model's.
+        shards: the number of GPUs that weights, gradients and states are sharded over, layer by layer, as FSDP2 does.
+        stored: the dtype of the shards, if it is not the model's.
     Raises: ValueError for a model that is not on the meta device, and for an unknown optimizer. CannotEstimate.
     """
     if optimizer not in OPTIMIZERS:
@@ -123,7 +123,7 @@ def step_memory(
             books.casts.clear()
             kept = books.moment("forward")
             books.phase = "temporary"
-            # Not loss.backward(): for the length of a call that a function mode has seen, the mode is off.
+            # Not loss.backward(): a function mode is off during a call that it has seen, and backward needs the mode.
             torch.autograd.graph._engine_run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -137,9 +137,9 @@ def step_memory(
 
 
 class _Books(TorchDispatchMode):
-    """Which storages are alive, and for what.
+    """Which storages are alive, and for which part.
 
-    phase: the part that new storages belong to. casts: what autocast has made of weights, by their ids.
+    phase: the part that new storages belong to. casts: autocast's copies of weights, by the ids of the weights.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class _Books(TorchDispatchMode):
         self.now = 0
         self.peak = Moment("forward", dict(self.totals))
         self.casts: dict[int, Tensor] = {}
-        self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: what watches it, its part, its bytes
+        self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: a weak reference, its part, its bytes
 
     def add(self, t: Tensor, part: str | None = None, size: int | None = None) -> None:
         storage = t.untyped_storage()
@@ -190,12 +190,12 @@ class _Books(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            # transformers asks whether masks hide nothing and whether sequences are not packed. Here both are so.
+            # transformers asks whether masks hide nothing and whether sequences are not packed. Both hold in this step.
             return True
         out = func(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if _is_counted(t)}
         for t in tree_iter(out):
-            # A view of what is not counted, such as the shape of logits that are not built, is not counted either.
+            # A view of a tensor that is not counted, such as the shape of unbuilt logits, is not counted either.
             if _is_counted(t) and t.untyped_storage()._cdata not in given:
                 self.add(t)
         return out
@@ -209,7 +209,7 @@ def _is_counted(t: Any) -> bool:
 
 
 class _GPU(TorchFunctionMode):
-    """Attention and autocast as they are on CUDA. Autocast is on where the CPU's is (see `meta_as_gpu`)."""
+    """Attention and autocast as on CUDA. Autocast is on wherever the CPU's autocast is on (see `meta_as_gpu`)."""
 
     def __init__(self, books: _Books) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def _is_half(t: Tensor) -> bool:
     return t.dtype in (torch.bfloat16, torch.float16)
 
 
-# Of torch's lists (https://docs.pytorch.org/docs/stable/amp.html, CUDA), what language models call.
+# The functions of torch's lists (https://docs.pytorch.org/docs/stable/amp.html, CUDA) that language models call.
 _NARROW = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.einsum, torch.matmul, Tensor.matmul,
     Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm, torch.baddbmm,
@@ -265,7 +265,7 @@ def _attention(
 
 
 class _Attention(torch.autograd.Function):
-    """What flash attention and the memory-efficient kernel save: their inputs, the result, a number for each row."""
+    """Saves what flash attention and the memory-efficient kernel save: inputs, result, one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -278,7 +278,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, mask, _, _ = ctx.saved_tensors
         bias = mask if mask is not None and ctx.needs_input_grad[3] else None
-        # dq is added up in fp32; k and v have a gradient for each head of q first.
+        # dq is added up in fp32; k and v first get a gradient for each head of q.
         wide = torch.empty_like(q, dtype=torch.float32)
         each = [t.new_empty(*q.shape[:2], *t.shape[2:]) for t in (k, v)] if k.shape[1] != q.shape[1] else []
         found = [torch.empty_like(t) for t in (q, k, v)]
@@ -290,10 +290,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _Units:
-    """What FSDP2 gathers and reduces at a time: each layer, and all else together. One unit, the model, without shards.
+    """The units that FSDP2 gathers and reduces: each layer, and the rest together. Without shards: the whole model.
 
-    gathered: bytes of weights that are whole for the length of a step: what belongs to no layer, the layer at hand, and
-        the next.
+    gathered: bytes of weights that are whole during a step: the weights that belong to no layer, the current layer's,
+        and the next layer's.
     """
 
     def __init__(self, model: nn.Module, shards: int, dtype: torch.dtype | None) -> None:
@@ -323,7 +323,7 @@ class _Units:
         unit = self.of.get(id(p), -1)
         self._left[unit].discard(id(p))
         if unit >= 0 and not self._left[unit]:
-            # The gradients of a layer are reduced while those of the layer before it are computed.
+            # The gradients of a layer are reduced while the gradients of the layer before it are computed.
             self._reduce(self._reducing, books)
             self._reducing = unit
 
@@ -340,7 +340,7 @@ class _Units:
 
 @contextlib.contextmanager
 def _arriving(books: _Books, units: _Units) -> Iterator[None]:
-    """Count gradients as such when they have arrived."""
+    """Count gradients as gradients once they have arrived in `.grad`."""
     parameters = [p for members in units.members.values() for p in members.values() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(lambda p: units.arrived(p, books)) for p in parameters]
     try:
@@ -352,7 +352,7 @@ def _arriving(books: _Books, units: _Units) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked_head(model: nn.Module, books: _Books) -> Iterator[None]:
-    """Count what is allocated from the head on as the head's and the loss's."""
+    """Count memory that the head, and all code after it, allocates as "head and loss"."""
 
     def begins(*_: Any) -> None:
         if books.phase == "activations":

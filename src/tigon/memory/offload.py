@@ -1,7 +1,8 @@
-"""Saved activations in host memory: copied out while the forward pass goes on, and back while the backward pass does.
+"""Saved activations in host memory: copied out during the forward pass, and back during the backward pass.
 
-With gradient checkpointing what is saved is the input of each layer, used once, in reverse order: each is sent for
-when the one after it is handed out. The copies run on a stream of their own, from and to pinned memory.
+With gradient checkpointing the saved activations are the inputs of the layers, each used once, in reverse order. So
+handing out one tensor starts the copy of the tensor that was sent before it. The copies run on a separate stream,
+from and to pinned memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 from tigon.runtime.dispatch import stands_for_gpu
 
-# Below, a copy's launch costs more than the memory is worth.
+# A smaller tensor stays: the launch of its copy costs more than the memory is worth.
 LEAST_BYTES = 2**20
-# Nodes of views that keep the order of the elements, by the names that torch gives them.
+# torch's names of the autograd nodes of views that keep the order of the elements.
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Offload:
-    """What a fused model sends to host memory, one trip for each forward pass."""
+    """Sends saved activations of one fused model to host memory, in one trip for each forward pass."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -29,7 +30,7 @@ class Offload:
 
     @property
     def bytes(self) -> int:
-        """What the last forward pass has sent."""
+        """How many bytes the last forward pass sent."""
         return 0 if self._last is None else self._last.bytes
 
     def begin(self) -> Trip:
@@ -38,7 +39,7 @@ class Offload:
 
 
 class Trip:
-    """What one forward pass has sent away, in order."""
+    """The tensors that one forward pass sent to host memory, in order."""
 
     def __init__(self, streams: dict[torch.device, torch.cuda.Stream]) -> None:
         self.bytes = 0
@@ -47,7 +48,7 @@ class Trip:
         self._known: dict[Any, weakref.ref[Away]] = {}
 
     def send(self, t: Tensor) -> Away | None:
-        """Start copying t out; None for what stays: parameters, what has no gradient (masks, angles), what is small."""
+        """Start copying t to the host. None if t stays: parameters, small tensors, masks and angles (no gradient)."""
         if type(t) is not Tensor or t.layout is not torch.strided or t.is_leaf or is_weight(t):
             return None
         counted = stands_for_gpu(t)
@@ -59,7 +60,7 @@ class Trip:
         key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
         known = self._known.get(key)
         away = None if known is None else known()
-        if away is None or away.origin() is None:  # its memory may be another tensor's by now
+        if away is None or away.origin() is None:  # the first tensor is gone, and t may have its memory
             if counted:
                 away = CountedAway(t, self._last.get(t.device))
             else:
@@ -73,7 +74,10 @@ class Trip:
 
 
 def is_weight(t: Tensor) -> bool:
-    """A parameter, a view of one, or what autocast makes of it: all there again in the backward pass, or soon."""
+    """Whether t is a parameter, a view of a parameter, or autocast's copy of a parameter.
+
+    Such tensors are in device memory in the backward pass anyway, or are soon made again.
+    """
     node = t.grad_fn
     while node is not None and node.name() in (*VIEWS, "TBackward0", "TransposeBackward0", "ToCopyBackward0"):
         node = node.next_functions[0][0]
@@ -81,7 +85,7 @@ def is_weight(t: Tensor) -> bool:
 
 
 def check_unwritten(t: Tensor, version: int) -> None:
-    """torch does not look at the versions of what it saved where there are hooks: its own error, for them."""
+    """Raise torch's error for a saved tensor that was written into. torch skips this check under saved-tensor hooks."""
     if t._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -90,7 +94,7 @@ def check_unwritten(t: Tensor, version: int) -> None:
 
 
 class Away:
-    """A tensor in host memory. before: the one that was sent before it, and will be wanted after it."""
+    """A tensor in host memory. before: the tensor that was sent before it, which backward wants after it."""
 
     def __init__(self, t: Tensor, stream: torch.cuda.Stream, before: weakref.ref[Away] | None) -> None:
         self.device, self.stream, self.before = t.device, stream, before
@@ -102,14 +106,14 @@ class Away:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(t, non_blocking=True)
-        t.record_stream(stream)  # its memory is free for others when the copy is done, not before
+        t.record_stream(stream)  # the allocator may reuse t's memory only after the copy
 
     def fetch(self) -> tuple[Tensor, torch.cuda.Event]:
         if self.here is None:
-            # The copy waits for what the stream at hand was given so far: the memory may have been another tensor's.
+            # The copy waits for the work queued on the current stream, which may still use the memory that `back` got.
             back = torch.empty_like(self.host, device=self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            back.record_stream(self.stream)  # nobody may ask for it: the copy must not end in another tensor's memory
+            back.record_stream(self.stream)  # if no node asks for `back`, its memory must outlive the copy
             with torch.cuda.stream(self.stream):
                 back.copy_(self.host, non_blocking=True)
                 self.here = back, self.stream.record_event()
@@ -122,10 +126,10 @@ class Away:
         back, arrived = self.fetch()
         self.given += 1
         if self.given % self.wanted == 0:
-            self.here = None  # a graph that is kept is walked again, and sends for it again
+            self.here = None  # with retain_graph=True backward asks again, and the tensor is fetched again
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(arrived)
-        back.record_stream(stream)  # it may have been fetched by a pass on another one
+        back.record_stream(stream)  # a backward pass on another stream may have fetched it
         before = self.before() if self.before is not None else None
         if before is not None and before.given == 0:
             before.fetch()
@@ -133,7 +137,7 @@ class Away:
 
 
 class CountedAway(Away):
-    """A meta tensor that stands for a GPU's: nothing to copy, and memory again from when it would be fetched."""
+    """A meta tensor that stands for a GPU tensor: nothing is copied, and it takes memory again when it is fetched."""
 
     def __init__(self, t: Tensor, before: weakref.ref[Away] | None) -> None:
         self.before, self.origin, self.version = before, weakref.ref(t), t._version

@@ -1,16 +1,16 @@
-"""Activations that are computed again in the backward pass instead of being kept: results of norms, rotated heads.
+"""Activations that the backward pass recomputes instead of the forward pass keeping them: norms, rotated heads.
 
-A linear layer keeps its input for the gradient of its weight. Where that input is the result of a norm, the norm keeps
-what it was made of as well, and making it once more costs one pass over the memory. So while a fused model runs
-forward, `torch.autograd.graph.saved_tensors_hooks` put a recipe in the place of such a tensor, whoever saves it: a
-projection, an adapter, a router, attention. The backward pass finds the same bits.
+A linear layer keeps its input for the gradient of its weight. Where a norm made that input, the norm keeps its own
+input as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
+`torch.autograd.graph.saved_tensors_hooks` replace such a tensor by a recipe, whichever operation saves the tensor: a
+projection, an adapter, a router, attention. The recipe gives the backward pass the same bits.
 
     saved by the norm          x
     saved by q, k and v        norm(x)        → the recipe "norm, of x", computed once for the three of them
     … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; of adapters in fp32 as well
     saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
 
-What a checkpoint saves, what other hooks handle (those that offload) and what torch.compile traces is left to them.
+Checkpoints, other saved-tensor hooks (of offloading, say) and torch.compile keep what they save: no recipe replaces it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from tigon.runtime import autocast_dtype
 from tigon.runtime.autocast import autocast_as
 
 LEVELS = ("none", "product", "cheap", "mlp")
-# So many computations hold their results at a time, per device. The last of those that saved a result drops it; this
-# bounds what is held where a backward pass does not reach all of them.
+# At most this many recomputed results are alive per device. Normally the last consumer frees one; this bounds the case
+# where backward skips a consumer.
 HELD = 2
 
-# torch has no public way to ask either.
+# torch has no public way to ask which hooks are on top, or whether hooks are allowed.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 
 
 class Recompute:
-    """What one fused model computes again, by level, each of which includes the ones before.
+    """What one fused model recomputes, by level. Each level includes the levels before.
 
-    none: nothing. product: act(gate) · up, by `gated_linear`. cheap: also results of norms, and heads that are normed
-    and rotated. mlp: also gate and up themselves, with the projections that make them.
+    none: nothing. product: act(gate) · up, in `gated_linear`. cheap: also results of norms, and heads that are normed
+    and rotated. mlp: also gate and up, with the projections that make them.
     """
 
     def __init__(self, level: str, offload: bool = False) -> None:
         self.level = level
         self.product, self.cheap, self.mlp = (LEVELS.index(level) >= at for at in (1, 2, 3))
-        # What is saved goes to host memory, and a recipe's inputs would be kept for it: one or the other.
+        # Either offload or recipes, not both: a recipe keeps its inputs on the device, and offload sends them away.
         self.offload = Offload() if offload else None
         self.cheap = self.cheap and not offload
         self._last: Pass | None = None
@@ -69,13 +69,13 @@ class Recompute:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass of the model: recipes in the place of what `note` was told of."""
-        # Other hooks: a model around this one, or somebody with plans of their own for all that is saved.
+        """Around the model's forward pass: puts recipes in the place of the tensors that `note` was told of."""
+        # Other hooks are on top: of a model around this one, or of code that handles every saved tensor itself.
         wanted = self.cheap or self.offload is not None
         if not wanted or not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
             yield
             return
-        # The pass holds what belongs to one forward: two threads may run the same model at the same time.
+        # The pass holds the state of one forward: two threads may run the same model at the same time.
         current = self._last = Pass(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
@@ -90,30 +90,33 @@ class Recompute:
         *inputs: Tensor | None,
         where_known: bool = False,
     ) -> None:
-        """again(*inputs) gives the same results, bit for bit, of inputs that their operator keeps in any case.
+        """Note that again(*inputs) gives the same results, bit for bit. The operator keeps these inputs in any case.
 
-        where_known: the operator does not keep its inputs. Take note only if a tensor among them has a recipe itself.
+        where_known: the operator does not keep its inputs, so note the results only if one of the inputs has a recipe.
         """
         if not self.cheap or torch.compiler.is_compiling():
             return
         running = _running()
-        # None in a checkpoint and outside of a forward pass. Else it may belong to the fusion of a model around this.
+        # None in a checkpoint and outside of a forward pass. The pass may belong to the Fusion of a model around this.
         if running is not None and running.cheap:
             running.note(results, again, *inputs, where_known=where_known)
 
     @staticmethod
     def is_running() -> bool:
-        """Whether it is hooks of ours that see what is saved here: not in a checkpoint, and not without forward()."""
+        """Whether Tigon's hooks see the tensors saved now: not inside a checkpoint, and not outside of `forward()`."""
         return _running() is not None
 
     @staticmethod
     def is_elsewhere() -> bool:
-        """Whether somebody else's hooks see it: a checkpoint's, or those of offloading."""
+        """Whether other hooks see the tensors saved now: a checkpoint's, or those of offloading."""
         return _top_hooks(False) is not None and _running() is None
 
     @staticmethod
     def checkpoint_hooks() -> tuple[Any, Any] | None:
-        """What a checkpoint saves by, of those that stop early, where it is one that sees what is saved here."""
+        """The hooks of the checkpoint that sees the tensors saved now; None if no checkpoint's hooks are on top.
+
+        Only non-reentrant checkpoints, which stop recomputing early, work by hooks.
+        """
         hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
         return hooks if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__ else None
 
@@ -124,14 +127,14 @@ class Pass:
     def __init__(self, owner: Recompute) -> None:
         self.cheap = owner.cheap
         self.offload = None if owner.offload is None else owner.offload.begin()
-        # How many tensors were not kept, and their bytes.
+        # The number of tensors that were not kept, and their bytes.
         self.tensors = self.bytes = 0
         self._results: dict[int, _Result] = {}  # by the address of their memory
-        self._nodes: dict[Any, _Result] = {}  # by the node that made them, and the number of its output
-        self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works that have their results now
+        self._nodes: dict[Any, _Result] = {}  # by the autograd node that made the tensor, and the number of its output
+        self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works whose results are alive
 
     def end(self) -> None:
-        """The forward pass is over: what is saved from here on is not of it."""
+        """The forward pass is over: tensors saved from now on do not belong to this pass."""
         self._results.clear()
         self._nodes.clear()
 
@@ -142,7 +145,7 @@ class Pass:
         results = results if isinstance(results, tuple) else (results,)
         if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
             return
-        # Inputs that nobody differentiates are kept by nobody.
+        # A result without a gradient has no autograd node that keeps its inputs.
         if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
             return
         if where_known and not any(t is not None and self._result_of(t) for t in inputs):
@@ -157,7 +160,7 @@ class Pass:
         def gone(reference: Any) -> None:
             found = results.get(address)
             if found is not None and found.tensor is reference:
-                results.pop(address, None)  # this memory may soon be another tensor's
+                results.pop(address, None)  # the allocator may give this memory to another tensor
 
         result = results[address] = _Result(y, ref(y, gone), work, index)
         self._nodes[y.grad_fn, y.output_nr] = result
@@ -168,14 +171,16 @@ class Pass:
         storage = t.untyped_storage()
         result = self._results.get(_address(storage))
         if result is None or (result.version, result.dtype) != (t._version, t.dtype) or t.is_neg():
-            return None  # the versions differ where somebody wrote into it since
+            return None  # differing versions: other code wrote into the tensor since
         y = result.tensor()
-        # Who gives a tensor other memory (`y.data = …`) leaves the old address to the next one.
+        # After `y.data = …` another tensor may have y's old address.
         return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
 
     def _cast(self, t: Tensor) -> _Work | None:
-        """How to make t if it is a result in another dtype: each projection narrows its input for itself under
-        autocast, and each adapter in fp32 widens it."""
+        """How to make t if t is a noted result cast to another dtype, else None.
+
+        Under autocast each projection narrows its input itself, and each adapter in fp32 widens its input.
+        """
         node, _ = _behind_views(t.grad_fn, 0)
         if node is None or node.name() != "ToCopyBackward0":
             return None
@@ -184,7 +189,7 @@ class Pass:
             return None
         y = result.tensor()
         if t._version or (y is not None and y._version != result.version):
-            return None  # written into since, before it was cast or after
+            return None  # other code wrote into the result, or into its cast
         if t.dtype not in result.casts:
             given = _Again(result.work, result.index, result.size, result.stride, 0)
             result.casts[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [given], t.device)
@@ -228,9 +233,9 @@ class Pass:
         if isinstance(packed, _Kept):
             return packed.tensor_as_it_was()
         work = packed.work
-        results = work.results or self._compute(work)  # another thread may drop them in the meantime
+        results = work.results or self._compute(work)  # a local name: another thread may drop work.results now
         value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
-        if not work.wanted or work.given % work.wanted == 0:  # a graph that is kept is walked again
+        if not work.wanted or work.given % work.wanted == 0:  # %: with retain_graph=True backward comes again
             self._drop(work)
         return value
 
@@ -258,24 +263,24 @@ class Pass:
 
 
 def _running() -> Pass | None:
-    """The pass whose hooks see what is saved here, if they are ours."""
+    """The pass whose hooks see the tensors saved now; None if other hooks do, or none."""
     hooks = _top_hooks(False)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, Pass) else None
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether it has memory of its own to go by: no DTensor, nested or sparse tensor."""
+    """Whether the address of its memory identifies t: t is no DTensor, nested or sparse tensor."""
     return type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_mkldnn
 
 
 class _Kept:
-    """A tensor as it was saved."""
+    """A saved tensor that is kept as it is."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, t: Tensor) -> None:
-        # Without its node, which may be the one that saves it, and would keep itself alive.
+        # Detached: its autograd node may be the node that saves it, which would keep itself alive.
         self.tensor = t if t.is_leaf else t.detach()
         self.version = -1 if t.is_inference() else t._version
 
@@ -287,7 +292,7 @@ class _Kept:
 
 
 class _Again:
-    """A view of one of the results of a computation."""
+    """A saved tensor that is recomputed: a view of one of the results of a `_Work`."""
 
     __slots__ = ("index", "offset", "size", "stride", "work")
 
@@ -296,7 +301,10 @@ class _Again:
 
 
 class _Work:
-    """A computation that stands for its results. wanted: how often they were saved; given: how often handed out."""
+    """A computation that stands for its results.
+
+    wanted: how often autograd saved its results. given: how often backward got them.
+    """
 
     __slots__ = (
         "__weakref__", "again", "autocast", "device", "given", "inputs", "left_out", "results", "wanted",
@@ -311,7 +319,7 @@ class _Work:
 
 
 class _Result:
-    """What is known of a tensor that `note` was told of, while it lives."""
+    """What the pass knows of a tensor that `note` was told of, while the tensor is alive."""
 
     __slots__ = ("casts", "contiguous", "dtype", "index", "size", "stride", "tensor", "version", "work")
 
@@ -322,19 +330,19 @@ class _Result:
         self.casts: dict[torch.dtype, _Work] = {}
 
     def lies_like(self, t: Tensor) -> bool:
-        """Whether the elements of t, a cast of views of it, stand in its order."""
+        """Whether the elements of t, a cast of views of this result, are in the result's order."""
         if self.contiguous:
             return t.is_contiguous() and t.numel() == self.size.numel()
         return (t.size(), t.stride()) == (self.size, self.stride)
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Where a storage lies. Storages of the meta device lie nowhere, and are told apart by themselves."""
+    """The address of a storage. Storages of the meta device have none, so their identity stands for it."""
     return storage.data_ptr() or storage._cdata
 
 
 def _behind_views(node: Any, index: int) -> tuple[Any, int]:
-    """The node, and the number of its output, that views were taken of."""
+    """The node, and the number of its output, that made the tensor below a chain of views."""
     while node is not None and node.name() in VIEWS:
         node, index = node.next_functions[0]
     return node, index
