@@ -1,1 +1,1 @@
-"""tigon.fuse: Tigon's operators in place of a model's own, in one instance, and out again."""
+"""tigon.fuse: puts Tigon's operators in place of a model's own, in one instance, and takes them out again."""

@@ -1,4 +1,4 @@
-"""Clones of a forward: the same code, or a part of it, where other names are known, behind the same decorators."""
+"""Clones of a forward: the same code, or a part of it, with other globals, behind the same decorators."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tigon.fusion.reasons import Reason
 
 
 def clone(forward: Any, rebuild: Callable[[types.FunctionType], types.FunctionType | Reason]) -> Any:
-    """The forward with `rebuild` of its innermost function in that one's place, or why it cannot be had."""
+    """The forward with its innermost function replaced by `rebuild` of it, or the Reason why it cannot be."""
     if not isinstance(forward, types.FunctionType):
         return Reason("its forward is not a plain function")
     inner = getattr(forward, "__wrapped__", None)
     if inner is None:
         return rebuild(forward)
-    # A decorator holds the function that it calls in a closure cell: give it the clone there.
+    # A decorator holds the function that it calls in a closure cell: the clone goes into that cell.
     cells = forward.__closure__ or ()
     if sum(cell.cell_contents is inner for cell in cells) != 1:
         return Reason("its forward is decorated in a way that cannot be cloned")
@@ -31,7 +31,7 @@ def clone(forward: Any, rebuild: Callable[[types.FunctionType], types.FunctionTy
 
 
 def name_of(forward: Any) -> str:
-    """Of the function inside its decorators; a clone has the same."""
+    """The qualified name of the function inside the decorators of a forward; a clone has the same name."""
     inner = inspect.unwrap(forward)
     return f"{inner.__module__}.{inner.__qualname__}"
 

@@ -1,4 +1,4 @@
-"""What all replaced forwards of one model share, written while the model runs."""
+"""The state that all replaced forwards of one model share, written while the model runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tigon.memory.recompute import Recompute
 class Call:
     """One call of a fused model, or of a model around it, on the thread that makes it.
 
-    lazy: labels are given, so that the head may leave the logits unbuilt.
-    outer: the call that this one is a part of.
+    lazy: the call has labels, so the head may leave the logits unbuilt.
+    outer: the call that this call is part of.
     """
 
     def __init__(self, lazy: bool, outer: Call | None) -> None:
@@ -35,12 +35,13 @@ class _Calls(threading.local):
 class Ledger:
     """The state that all replaced forwards of one model share.
 
-    active: False after remove(), for forwards that somebody has wrapped in the meantime and that remain in use.
+    owner: the model whose replaced forwards share this ledger, by weak reference.
+    active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
     check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
-    recompute: what is computed again in the backward pass instead of being kept.
+    recompute: which activations the backward pass recomputes instead of keeping them.
 
-    What belongs to one call of the model, `Call`, is kept for each thread: threads may run one model at the same time,
-    as those of torch.nn.DataParallel do.
+    A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
+    the threads of torch.nn.DataParallel do.
     """
 
     def __init__(self, owner: nn.Module, recompute: Recompute | None = None) -> None:
@@ -58,12 +59,12 @@ class Ledger:
 
     @property
     def lazy(self) -> bool:
-        """Whether the head that runs now, on this thread, may leave its logits unbuilt."""
+        """Whether the head that runs on this thread now may leave its logits unbuilt."""
         call = self._calls.innermost
         return call is not None and call.lazy
 
     def enter(self, lazy: bool) -> Call:
-        """A call of the model begins. A model inside a model is part of the same step, as are calls side by side."""
+        """A call of the model begins. Calls inside this call, and concurrent calls, belong to the same step."""
         outer = self._calls.innermost
         call = self._calls.innermost = Call(lazy, outer)
         if outer is None and not torch.compiler.is_compiling():
@@ -75,7 +76,7 @@ class Ledger:
         return call
 
     def leave(self, call: Call) -> None:
-        """The call has ended. Calls end in any order where generators run them."""
+        """The call has ended. Calls that generators run end in any order."""
         call.over = True
         innermost = self._calls.innermost
         while innermost is not None and innermost.over:
@@ -87,7 +88,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def lazily(self) -> Iterator[None]:
-        """Heads leave their logits unbuilt in here, without labels too."""
+        """Inside, heads leave their logits unbuilt even without labels."""
         call = self.enter(lazy=True)
         try:
             yield
@@ -95,8 +96,8 @@ class Ledger:
             self.leave(call)
 
     def count(self, kind: str, key: Any = None) -> None:
-        """key: which of the rows of this kind it was."""
-        if not torch.compiler.is_compiling():  # a side effect in compiled code would compile it again at every step
+        """Count one call of a part. key: tells which row of the report, among those of this kind."""
+        if not torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
             self.calls[kind, key] += 1
 
     def built(self, why: str) -> None:
@@ -116,7 +117,7 @@ class Ledger:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         owner = memo.get(id(self.owner()))
-        if owner is None:  # a part of the model is copied, and stays part of it: PEFT's modules_to_save does that
+        if owner is None:  # PEFT's modules_to_save copies a module inside the model: the copy shares the ledger
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
         copied.active, copied.check_arguments = self.active, self.check_arguments

@@ -1,9 +1,9 @@
-"""tigon.fuse(model): Tigon's operators in place of a model's own, in this one instance, until remove().
+"""tigon.fuse(model): puts Tigon's operators in place of a model's own, in this one instance, until remove().
 
-What is replaced is the attribute `forward` of single modules: of the head, of norms and gated MLPs, and of
-attention modules, whose clone sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch are
-not touched. What may be replaced is found by numbers (recognize.py). Each replaced forward (forwards.py) falls back to
-the module's own where its operator does not apply.
+fuse replaces the attribute `forward` of single modules: the head, norms, gated MLPs, experts, and attention modules,
+whose cloned forward sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch stay
+untouched. Probes decide by numbers which module computes what (probe.py). Each replaced forward (tigon.parts) falls
+back to the module's own forward where its operator does not apply.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tigon.parts.head import head_forward, model_forward
 from tigon.parts.residual_norm import Sums, is_rms_norm
 from tigon.parts.rotary import Clones
 
-for _part in ("norm", "mlp", "relu2", "experts"):  # each registers itself
+for _part in ("norm", "mlp", "relu2", "experts"):  # on import, each file registers its part
     importlib.import_module(f"tigon.parts.{_part}")
 
 
@@ -54,22 +54,23 @@ def fuse(
     """Make a model train faster and smaller, in place and reversibly.
 
     Args:
-        model: a transformers model, plain or inside PEFT or a wrapper. Other modules: what is recognised in them.
-        head: the loss is computed without building the logits, when labels are given.
-        norms, mlp, rotary: RMS and layer norms, gated MLPs and relu², and rotary embeddings run as one kernel each.
-        experts: the experts of a mixture run together, without a loop or a copy of their tokens; the router stays.
-        recompute: which activations the backward pass computes again instead of keeping them. "none"; "product": the
+        model: a transformers model, plain or inside PEFT or a wrapper. In any other module fuse replaces the parts that
+            it recognises.
+        head: when you pass labels, compute the loss without building the logits.
+        norms, mlp, rotary: run RMS and layer norms, gated MLPs and relu², and rotary embeddings as one kernel each.
+        experts: run the experts of a mixture together, without a loop or a copy of their tokens; the router stays.
+        recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
             product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
             1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step.
-        offload: what the forward pass saves lies in host memory until the backward pass, as far as no checkpoint has
-            it: with gradient checkpointing, the inputs of the layers. On a GPU.
-    Returns: a Fusion. `report()` says what was replaced and what not, and `remove()` restores the model exactly; it is
-        also a context manager. A model that is fused already is left as it is, and its Fusion returned, with a warning
-        where options were given that it was not fused with; a Fusion that replaced nothing does not count.
-    Raises: TypeError for what is not a module; ValueError for an unknown level of recompute.
+        offload: keep saved activations in pinned host memory until backward (GPU only). With checkpointing these are
+            the layers' inputs.
+        Returns: a Fusion. `report()` says what was replaced and what was not; `remove()` restores the model exactly. A
+            Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
+            Fusion, with a warning if you passed other options. A Fusion that replaced nothing gives way to them.
+        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute.
 
-    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model that is fused in its own right; a
-    pickled model is plain when loaded.
+        Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
+        model is plain when loaded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -81,16 +82,16 @@ def fuse(
     if present is not None:
         if present._modules or present._options == options:
             return _as_it_is(present, options)
-        present.remove()  # with other options it replaced nothing, so nothing has to stay as it is
+        present.remove()  # that Fusion replaced nothing, so new options have nothing to keep
     fusion = Fusion(model, recompute, offload)
     fusion._options = options
     try:
         fusion._fuse(**parts)
-    except BaseException:  # Ctrl-C too: a model that is half fused would belong to no Fusion that could restore it
+    except BaseException:  # Ctrl-C too: without a Fusion nothing could restore a half-fused model
         fusion.remove()
         raise
     if not fusion._modules:
-        # A wrapper around a fused model, as of PEFT, DDP and torch.compile, or what was inside of one that was fused.
+        # A wrapper (PEFT, DDP, torch.compile) around a fused model, or the model inside a wrapper that was fused.
         patches = (vars(m).get("_tigon") for m in model.modules())
         others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.fusion) is not None}
         if len(others) == 1:
@@ -100,7 +101,10 @@ def fuse(
 
 
 def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
-    """What was fused before. Defaults ask for nothing: hosts call fuse without options on models that may be fused."""
+    """The Fusion of a model that is fused already, with a warning if its options contradict the ones passed.
+
+    An option at its default never contradicts: hosts call fuse without options on models that may be fused.
+    """
     defaults = {name: p.default for name, p in inspect.signature(fuse).parameters.items()}
     fusion._see_heads()
     unlike = {name: x for name, x in options.items() if x not in (defaults[name], fusion._options.get(name, x))}
@@ -122,17 +126,17 @@ class Fusion:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._ledger = Ledger(model, Recompute(recompute, offload))
-        self._options: dict[str, Any] = {}  # of fuse
+        self._options: dict[str, Any] = {}  # the arguments of fuse
         self._modules: list[weakref.ref[nn.Module]] = []
         self._heads: list[_HeadOf] = []
         self._rows: Counter[tuple[str, str, bool, str | Reason]] = Counter()
-        self._keys: dict[Any, Any] = {}  # by which the ledger counts the calls of a row, where it is not the row
+        self._keys: dict[Any, Any] = {}  # a row → the ledger's key for its calls, if that is not the row
 
     @property
     def model(self) -> nn.Module:
         """The model that was fused.
 
-        Raises: ReferenceError where it is gone.
+        Raises: ReferenceError if the model no longer exists.
         """
         model = self._model()
         if model is None:
@@ -140,11 +144,11 @@ class Fusion:
         return model
 
     def _parts(self) -> list[nn.Module]:
-        """The modules with a replaced forward, as far as they are still there."""
+        """The modules with a replaced forward that still exist."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def report(self) -> Report:
-        """What was replaced, how often it ran in the last step, what was left, and what to do about that."""
+        """The parts replaced, how often they ran in the last step, the parts left, and what you can do about them."""
         self._see_heads()
         ledger = self._ledger
         totals: Counter[str] = Counter()
@@ -189,7 +193,7 @@ class Fusion:
         return f"<Fusion of {self.report().headline()}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
-        # Reached when the whole model is copied: its modules have been, and their bound forwards with them.
+        # copy.deepcopy(model) calls this after it has copied the modules, and their bound forwards with them.
         model = memo.get(id(self._model()))
         if model is None:
             return None
@@ -201,7 +205,7 @@ class Fusion:
         copied._rows, copied._keys = Counter(self._rows), dict(self._keys)
         clones = Clones(copied._ledger)
         for module in self._parts():
-            # By the memo: the copy of the model itself does not have its attributes yet.
+            # Through the memo: the copy of the model itself does not have its attributes yet.
             patch = memo.get(id(vars(module).get("_tigon")))
             if isinstance(patch, Patch):
                 patch.fusion = copied
@@ -248,7 +252,7 @@ class Fusion:
                 self._fuse_head_norms(module, clones)
         if self._modules:
             for owner in owners:
-                if not any(owner is m for m in self._parts()):  # the model may itself be a norm
+                if not any(owner is m for m in self._parts()):  # the model itself may be a norm
                     self._wrap_model(owner)
 
     def _replace(self, module: nn.Module, part: Part, formula: Any) -> None:
@@ -273,7 +277,7 @@ class Fusion:
         install(module, forward, patch)
 
     def _done(self, kind: str, module: nn.Module, what: str, key: Any = None) -> None:
-        """key: by which its calls are counted, where its forward does not know the module it belongs to."""
+        """Add a row for a replaced part. key: counts its calls if one forward serves several modules."""
         vars(module)["_tigon"].key = row = (kind, type(module).__name__, True, what)
         self._rows[row] += 1
         if key is not None:
@@ -283,7 +287,7 @@ class Fusion:
         self._rows[kind, type(module).__name__, False, reason] += 1
 
     def _fuse_heads(self, modules: list[nn.Module], taken: set[int]) -> list[nn.Module]:
-        """Find heads by get_output_embeddings(). Returns the models whose labels they wait for."""
+        """Fuse the heads that get_output_embeddings() returns. Returns the models whose labels the heads wait for."""
         owners: list[nn.Module] = []
         around: list[nn.Module] = []
         seen: set[int] = set()
@@ -295,7 +299,7 @@ class Fusion:
             except (AttributeError, NotImplementedError):
                 head = None
             if not isinstance(head, nn.Module) or not any(m is head for m in owner.modules()):
-                # It may take the labels, and the logits from a model inside, as NemotronH Omni does.
+                # This model may take the labels, and get the logits from a model inside, as NemotronH Omni does.
                 around += [owner] if _labels_at(owner) is not None else []
                 continue
             if id(head) in seen:
@@ -336,7 +340,7 @@ class Fusion:
         return patch is not None and patch.ledger is self._ledger and patch.installed_on(module)
 
     def _see_heads(self) -> None:
-        """Fuse the head that a model was given in the place of its fused one, as by `resize_token_embeddings`."""
+        """Fuse a head that has replaced the fused head since, as `resize_token_embeddings` replaces it."""
         model = self._model()
         if model is None or not self._ledger.active or not self._options.get("head"):
             return
@@ -393,7 +397,7 @@ class Fusion:
         self._done("add_norm", module, what, key=name_of(type(module).forward))
 
     def _fuse_head_norms(self, module: nn.Module, clones: Clones) -> None:
-        """Let the norms of q and k wait for the rotation, in a module that rotates and norms the heads before."""
+        """Let the norms of q and k wait for the rotation, in a module that norms the heads and then rotates them."""
         patch = vars(module).get("_tigon")
         if patch is None or patch.kind != "rotary" or patch.ledger is not self._ledger:
             return
@@ -408,7 +412,7 @@ class Fusion:
 
 
 class _HeadOf:
-    """A model and what it gave as its head."""
+    """A model, and the head that its get_output_embeddings() returned."""
 
     def __init__(self, owner: Any, head: nn.Module) -> None:
         self.owner, self.head = weakref.ref(owner), weakref.ref(head)
@@ -432,7 +436,7 @@ class _HeadOf:
 
 
 def _head_norm(module: nn.Module, name: str) -> Patch | None:
-    """The patch of an RMS norm with a weight of one head's width."""
+    """The patch of an RMS norm whose weight is as wide as one attention head; None for any other module."""
     norm = getattr(module, name, None)
     if not is_rms_norm(norm):
         return None
@@ -443,19 +447,19 @@ def _head_norm(module: nn.Module, name: str) -> Patch | None:
 
 
 def _why_not(module: nn.Module) -> Reason | None:
-    """Why this instance must be left alone, whatever it computes."""
+    """Why fuse must not replace this instance's forward, whatever the module computes; None if it may."""
     patch = vars(module).get("_tigon")
     if patch is not None and patch.ledger.active:
         return FUSED_BEFORE
     forward = vars(module).get("forward")
-    # An unpickled model has its class's own forward in its place.
+    # A model that was pickled while fused has its class's forward on the instance.
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         return REPLACED
     return None
 
 
 def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
-    """The head itself, or those that PEFT's modules_to_save chooses from."""
+    """The head itself, or the linear layers that PEFT's modules_to_save chooses from."""
     if _is_linear(head):
         yield head
     elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
@@ -465,7 +469,7 @@ def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _is_linear(module: Any) -> TypeGuard[nn.Linear]:
-    # FSDP2 gives what it wraps a class of its own, below nn.Linear.
+    # FSDP2 gives a wrapped layer a new class that derives from nn.Linear.
     wrapped = hasattr(type(module), "unshard") and type(module).__mro__[2:3] == (nn.Linear,)
     return type(module) is nn.Linear or wrapped
 
@@ -484,7 +488,7 @@ def _why_not_head(layer: nn.Linear) -> Reason | None:
 
 
 def _labels_at(model: nn.Module) -> int | None:
-    """The position of `labels` in the model's forward; None if it takes none."""
+    """The position of `labels` in the signature of the model's forward; None if the forward takes no labels."""
     try:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The kinds of modules whose forward fuse replaces as a whole: a row each, which its file in tigon.parts registers."""
+"""The kinds of modules whose whole forward fuse replaces. Each file in tigon.parts registers its kind as a Part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import nn
 class Part:
     """One kind of module.
 
-    kind: of its rows in the report. option: the keyword of `tigon.fuse` that switches it. recognize: a module → its
-    formula, a Reason why it has none, or None for another kind of module. forward: what is put in the place of the
-    module's own; it finds its formula in `self._tigon.formula`, counts itself by `ledger.count(kind, patch.key)`, and
-    calls `plain_forward` where the formula does not apply. owns_activation: the child that the formula names as
-    `act_module` is a part of this one, and no part by itself.
+    kind: the kind that its rows in the report show.
+    option: the keyword of `tigon.fuse` that switches the part on and off.
+    recognize: a module → its formula, a Reason why it has none, or None for another kind of module.
+    forward: replaces the module's forward. It finds the formula in `self._tigon.formula`, counts its calls by
+        `ledger.count(kind, patch.key)`, and calls `plain_forward` where the formula does not apply.
+    owns_activation: the child that the formula names as `act_module` belongs to this part, and is not fused by itself.
     """
 
     kind: str
@@ -31,6 +32,6 @@ PARTS: list[Part] = []
 
 
 def register(part: Part) -> Part:
-    """Make fuse try a part, behind those registered before."""
+    """Make fuse try a part, after the parts registered before."""
     PARTS.append(part)
     return part

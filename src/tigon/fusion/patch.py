@@ -1,4 +1,4 @@
-"""How a forward is put on one module instance, and taken off again."""
+"""Puts a forward on one module instance, and takes it off again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tigon.fusion.probe import HOOKS, INSTALLED
 
 
 def nothing() -> None:
-    """What patches and fusions are pickled as."""
+    """Patches and Fusions are pickled as a call of this function, so they load as None."""
     return
 
 
 class Bound:
-    """A function bound to a module that does not keep the module alive: a method of its own would, until gc runs."""
+    """A function bound to a module without keeping the module alive; a bound method would, until gc runs."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self.__func__ = function
@@ -44,7 +44,7 @@ class Bound:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__func__", "_module"):  # half made, by copy or pickle
+        if name in ("__func__", "_module"):  # copy and pickle ask a half-made object
             raise AttributeError(name)
         return getattr(self.__func__, name)
 
@@ -58,24 +58,24 @@ class Bound:
         return Bound(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce__(self) -> Any:
-        return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's own
+        return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's forward
 
 
 class Patch:
-    """What a replaced forward needs, in its module's `_tigon`: copied along with the module.
+    """The state of one replaced forward, in its module's `_tigon`; it is copied along with the module.
 
-    before: the forward that this instance had of its own, if it had one.
-    act: the activation whose formula was recognised; another one in its place is honoured.
-    watched: the attributes that the module's code reads, with their values when the formula was found; those that
-        the formula reads at each call, as eps, are not among them. watched_act: those of the activation.
-    fusion: what the patch is a part of. The modules keep it, and it does not keep them.
-    heads: a norm whose result the module around it rotates next, if it is one of heads.
+    before: the forward set on this instance before, if there was one.
+    act: the activation module whose formula was recognised. If another module replaces it, the plain forward runs.
+    watched: the attributes that the module's code reads, with their values when the formula was recognised, except
+        attributes that the formula reads at each call, as eps. watched_act: the same for the activation module.
+    fusion: the Fusion that owns this patch. The modules keep the Fusion alive; the Fusion does not keep the modules.
+    heads: whether this is a norm of attention heads, whose result the module around it rotates next.
     """
 
     fusion: Any = None
     watched: tuple[tuple[str, Any], ...] = ()
     watched_act: tuple[tuple[str, Any], ...] = ()
-    key: Any = None  # of its row in the report
+    key: Any = None  # by which the ledger counts the calls of its row in the report
     heads = False
 
     def __init__(
@@ -96,7 +96,7 @@ class Patch:
         return getattr(vars(module).get("forward"), "__func__", None) is self.function
 
     def still_holds(self, module: nn.Module) -> bool:
-        """Whether the module, and its activation, are as they were when their formula was found."""
+        """Whether the module and its activation are as they were when their formula was recognised."""
         for name, value in self.watched:
             if getattr(module, name, self) != value:
                 return False
@@ -108,7 +108,7 @@ class Patch:
         return all(getattr(act, name, self) == value for name, value in self.watched_act)
 
     def is_all_of(self, module: nn.Module) -> bool:
-        """Whether to call the module is to call this forward: no hook on it, and none on all modules."""
+        """Whether calling the module runs this forward alone: neither the module nor all modules have hooks."""
         state = vars(module)
         hooked = torch.nn.modules.module._has_any_global_hook() or any(state.get(name) for name in HOOKS)
         return self.installed_on(module) and not hooked
@@ -120,7 +120,7 @@ class Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
         copied = Patch(self.kind, ledger, self.formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.heads = self.function, self.key, self.heads
-        # A copy of the whole model has a Fusion of its own, which is made when its modules are.
+        # A copy of the whole model gets its own Fusion when its modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
@@ -134,8 +134,9 @@ def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> No
     state["forward"] = Bound(function, module)
     state["_replicate_for_data_parallel"] = Bound(_replicate_for_data_parallel, module)
     if sys.version_info >= (3, 11):
-        # copy and pickle look it up on the instance. Before 3.11 no class had one, and a wrapper that hands on what it
-        # lacks, as PEFT's does, would find ours. There each patch pickles as nothing, and copy.copy takes them along.
+        # copy and pickle look __getstate__ up on the instance. Before 3.11 no class had it, and a wrapper that passes
+        # missing attributes on to its model, as PEFT's does, would find this one. There each patch pickles as None, and
+        # copy.copy copies the patches.
         state["__getstate__"] = Bound(_state, module)
 
 
@@ -144,8 +145,8 @@ def restore(module: nn.Module) -> None:
     patch = state.get("_tigon")
     if patch is None:
         return
-    # Where somebody has wrapped our forward since, theirs stays; ours, inactive now, passes through to the plain one.
-    # A forward that is still the one of before means that install was interrupted: then the rest goes too.
+    # If other code has wrapped the replaced forward since, the wrapper stays; the replaced forward, inactive now,
+    # calls the plain one. If `forward` is still the one from before, install was interrupted: the rest goes too.
     if not patch.installed_on(module) and state.get("forward") is not patch.before:
         return
     for name in INSTALLED:
@@ -155,10 +156,10 @@ def restore(module: nn.Module) -> None:
 
 
 class _State(dict[str, Any]):
-    """What a copy or pickle takes of a fused module: the state of the plain one; a deep copy what is fused as well.
+    """The state of a fused module for copy and pickle: the state of the plain module; a deep copy stays fused.
 
-    A shallow copy shares its modules with the original, but may be given others: a forward of the original would run
-    without them.
+    A shallow copy shares its child modules with the original, but its children may be replaced later: a forward bound
+    to the original would ignore the new ones.
     """
 
     def __init__(self, state: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -179,7 +180,7 @@ def _state(self: Any) -> Any:
         return state
     patch: Patch = vars(self)["_tigon"]
     left_out = {*INSTALLED, "_tigon_fusion"}
-    if not patch.installed_on(self):  # somebody has wrapped it
+    if not patch.installed_on(self):  # other code has wrapped the forward
         left_out.remove("forward")
     plain = {name: value for name, value in state.items() if name not in left_out}
     if patch.before is not None:
@@ -188,7 +189,7 @@ def _state(self: Any) -> Any:
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """torch.nn.DataParallel copies `__dict__`, and with it what is bound to the original."""
+    """A replica for torch.nn.DataParallel, which copies `__dict__` with the forward bound to the original."""
     kind: Any = type(self)
     replica: nn.Module = kind._replicate_for_data_parallel(self)
     for name, value in vars(self).items():
@@ -198,7 +199,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
 
 
 def transformed() -> bool:
-    """Inside torch.func.grad, vmap and their like, for which the fused operators have no rules."""
+    """Whether this code runs inside torch.func.grad, vmap and the like; the fused operators have no rules for them."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 

@@ -1,14 +1,14 @@
-"""What a module computes, found out by running it, by numbers, never by name. Here: norms, and how probes are made.
+"""Probes: running a module tells by numbers what it computes, whatever its name is.
 
-A probe is a copy of the module with small random weights on the CPU. It runs in fp32 and in bf16, beside every formula
-that Tigon has. A formula is accepted when it agrees
+A probe is a copy of the module with small random weights on the CPU. The probe runs in fp32 and in bf16, beside every
+formula that Tigon has. A formula is accepted when it agrees
 
     in fp32   to a few units in the last place: both sides round, in orders of summation that may differ;
     in bf16   rounding for rounding, or, where Tigon rounds once and the module more often, within those roundings;
     and the same holds in the other CASES: for one token and for many, large and small numbers, in fp16, with numbers
     that are not finite, and for the gradients of the input and of every parameter.
 
-Nothing of the module itself is touched, and modules on the meta device can be probed like any other.
+Probing does not touch the module itself, so modules on the meta device can be probed like any other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-# What fuse puts into the `__dict__` of a module.
+# The entries that fuse puts into the `__dict__` of a module.
 INSTALLED = ("_tigon", "forward", "_replicate_for_data_parallel", "__getstate__")
 
 ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
@@ -41,10 +41,10 @@ ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a probe, beyond those that tell one formula from another.
+    """Inputs of a probe, besides the inputs that tell one formula from another.
 
-    shape: sequences and tokens. powers: of ten, the sizes of the first and the last token. gradients: are compared, and
-    autograd records, as in training. broken: some of the numbers are infinite or none.
+    shape: sequences and tokens. powers: the sizes of the first and the last token, as powers of ten. gradients:
+    autograd records, as in training, and the gradients are compared. broken: some of the numbers are infinite or NaN.
     """
 
     dtype: torch.dtype = torch.float32
@@ -55,7 +55,7 @@ class Case:
     broken: bool = False
 
     def input(self, *widths: int) -> Tensor:
-        """(sequences, tokens, *widths)."""
+        """Random numbers of the shape (sequences, tokens, *widths)."""
         generator = torch.Generator().manual_seed(2)
         sequences, tokens = self.shape[0], min(self.shape[1], max(1, LARGEST // math.prod(widths)))
         x = torch.randn(sequences, tokens, *widths, generator=generator)
@@ -68,14 +68,14 @@ class Case:
     def agrees(
         self, y: Any, expected: Tensor, leaves: Sequence[Tensor] = (), *, roundings: int = 0, size: Tensor | None = None
     ) -> bool:
-        """Whether y is the expected result in this case. leaves: of what its gradients are compared."""
+        """Whether y is the expected result in this case. leaves: the tensors whose gradients are compared."""
         if self.broken:
             if not isinstance(y, Tensor) or y.shape != expected.shape:
                 return False
             return torch.equal(*(torch.isfinite(t).all(-1) for t in (y, expected)))
         with torch.no_grad():
-            # The formula has been told from others: of so many more numbers some are further off, in fp32 by roundings
-            # of the largest of their row.
+            # The first inputs have told the formula from others. Among so many more numbers some are further off: in
+            # fp32 by roundings of the largest number in their row.
             size = expected.float().abs() if size is None else size
             if expected.dtype == torch.float32:
                 size = size.amax(-1, keepdim=True).expand_as(size)
@@ -93,8 +93,10 @@ CASES = (
 
 
 def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Runs a recognition of modules as `probing` does, and takes its word only for code that leaves nothing behind and
-    branches on nothing but what the module is."""
+    """Runs a recognition under `probing`, and accepts its formula only if the module's code is safe to replace.
+
+    Safe code leaves nothing behind after a call, and branches on nothing but the module's own attributes.
+    """
 
     @functools.wraps(recognize)
     def recognized(module: nn.Module) -> Any:
@@ -117,7 +119,7 @@ def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], 
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Shields probes from what surrounds fuse(), autocast or a default device, and the global generator from probes."""
+    """Shields probes from autocast or a default device around fuse(), and the global generator from probes."""
     with (
         torch.no_grad(),
         torch.device("cpu"),
@@ -135,7 +137,7 @@ def whole_numbers_of(module: nn.Module) -> list[int]:
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
-# What every module has, and no forward computes with.
+# The attributes that every module has, and that no forward computes with.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_tigon",
     "_tigon_fusion",
@@ -147,13 +149,13 @@ _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
 def settings_of(module: nn.Module, names: frozenset[str] | None) -> dict[str, Any]:
-    """A module's attributes that are none of torch's, of these names; all where `names` is None."""
+    """A module's attributes with these names, without torch's; all of them if `names` is None."""
     state = vars(module).items()
     return {k: v for k, v in state if k not in _OF_EVERY_MODULE and (names is None or k in names)}
 
 
 def watched_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The numbers, strings and tuples that a module's forward reads, as they are now."""
+    """The numbers, strings and tuples that a module's forward reads, with their values now."""
     reading = reading_of(module)
     names = None if isinstance(reading, Reason) else reading.names
     settings = settings_of(module, names).items()
@@ -161,9 +163,12 @@ def watched_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def signature_of(module: nn.Module, also: frozenset[str] = frozenset()) -> tuple[Any, ...]:
-    """Equal for modules that one probe can stand for: same class, same shape of children, and the same values of the
-    attributes, private ones too, that the code of its forward can read. A `layer_idx` that the code does not name does
-    not enter. also: names that the code around the module reads."""
+    """A key that is equal for modules that one probe can stand for.
+
+    Such modules have the same class, children of the same shapes, and the same values of the attributes, private ones
+    too, that the code of their forward can read. A `layer_idx` that the code does not name does not enter.
+    also: names that the code around the module reads.
+    """
     reading = reading_of(module)
     names = None if isinstance(reading, Reason) or reading.names is None else reading.names | also
     settings = tuple((k, _value(v)) for k, v in sorted(settings_of(module, names).items()))
@@ -179,29 +184,29 @@ def signature_of(module: nn.Module, also: frozenset[str] = frozenset()) -> tuple
 
 
 def _value(v: Any) -> Any:
-    """Equal for equal settings; of objects, for the same one."""
+    """A key of a setting: equal for equal settings; objects are equal only to themselves."""
     if isinstance(v, (tuple, list)):
         return type(v), tuple(map(_value, v))
     if isinstance(v, dict):
         return dict, tuple((_value(k), _value(x)) for k, x in v.items())
     if isinstance(v, functools.partial):
         return functools.partial, _value(v.func), _value(v.args), _value(v.keywords)
-    return (type(v), repr(v)) if isinstance(v, _SIMPLE) else id(v)  # repr: nan is no number that equals itself
+    return (type(v), repr(v)) if isinstance(v, _SIMPLE) else id(v)  # repr, since nan does not equal itself
 
 
 def shape_of(p: Tensor) -> torch.Size:
-    """Its shape; of a parameter that DeepSpeed's ZeRO-3 keeps empty between uses, what it has in use."""
+    """A parameter's shape in use: DeepSpeed's ZeRO-3 keeps parameters empty between uses."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:
-    """in and out features of whatever stands for a linear layer: plain, LoRA, quantised, parallel."""
+    """in and out features of any module that acts as a linear layer: plain, LoRA, quantised, parallel."""
     widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
 
 
 def inputs_of(module: nn.Module) -> list[str]:
-    """The names of what its forward takes."""
+    """The names of the arguments of the module's forward."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]
     except (TypeError, ValueError):
@@ -222,14 +227,14 @@ def takes_one_argument(module: nn.Module) -> bool:
 
 def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
     """A module of the same class and settings, with these weights and children, without hooks."""
-    probe = object.__new__(module.__class__)  # FSDP2's own __new__ makes a module of the class that it has wrapped
+    probe = object.__new__(module.__class__)  # FSDP2's __new__ would make a module of the class that FSDP2 wrapped
     state = dict(vars(module))
     for name in INSTALLED:
         state.pop(name, None)
     for name in HOOKS:
         if name in state:
             state[name] = type(state[name])()  # no hooks
-    # A forward that appends to a list of its own must append to the probe's.
+    # A forward that appends to a list on its module must append to the probe's list.
     state = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in state.items()}
     state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
     state["_buffers"] = dict(module._buffers)
@@ -241,27 +246,27 @@ def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, 
 
 
 def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    # Views: a hook that fn registers on an input is then none on the leaf, of which the formula takes the gradient too.
+    # Views: a hook that fn registers on an input must not stay on the leaf, whose gradient the formula needs too.
     args = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
     try:
         return fn(*args, **options)
-    except Exception:  # whatever a module does with an input that it was not made for, it is not the formula
+    except Exception:  # a module may raise anything for an input that it was not made for; it then is not the formula
         return None
 
 
 def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor | None = None) -> bool:
-    """Whether y is expected, to rounding.
+    """Whether y equals `expected`, up to rounding.
 
-    roundings: how many times y may have been rounded to a narrow dtype where `expected` was rounded once; with 0 it
-        must be rounded alike, except where an fp32 difference falls on a tie: one element in a hundred at most.
-    size: what the roundings are relative to; `expected` itself if not given.
+    roundings: how many times y may have been rounded to a narrow dtype where `expected` was rounded once. With 0 both
+        must be rounded alike, except where an fp32 difference falls on a tie: at most one element in a hundred.
+    size: the numbers that the roundings are relative to; `expected` by default.
     """
     if not isinstance(y, Tensor) or y.shape != expected.shape or y.dtype != expected.dtype:
         return False
     if not bool(torch.isfinite(y).all()):
         return False
     unit = torch.finfo(y.dtype).eps
-    # The roundings of fp16 are absolute where its numbers are least.
+    # The roundings of fp16 are absolute among its smallest numbers.
     least = max(1e-30, (roundings + 1) * unit * torch.finfo(y.dtype).smallest_normal)
     size = expected.float().abs() if size is None else size
     error = (y.float() - expected.float()).abs()
@@ -273,17 +278,17 @@ def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor |
 
 
 def same_gradients(y: Any, expected: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Whether y and the expected result, of the same leaves, hand the same gradients down to each of them.
+    """Whether y and the expected result, computed from the same leaves, give each leaf the same gradient.
 
-    A formula that holds forward may lack a term backward, where something is detached, or scale it. Such terms are no
-    roundings: a thousandth of the largest number of a row is enough to tell, in bf16 a sixteenth.
+    A formula that holds in the forward pass may lack or scale a term in the backward pass, where the module detaches a
+    tensor. Such terms exceed roundings: a thousandth of the largest number of a row tells, in bf16 a sixteenth.
     """
     generator = torch.Generator().manual_seed(3)
     upstream = torch.randn(expected.shape, generator=generator)
     upstream = (upstream * 10 ** (4 * torch.rand(expected.shape[:-1], generator=generator)[..., None] - 2)).to(y.dtype)
     try:
         theirs, ours = (torch.autograd.grad(t, leaves, upstream, allow_unused=True) for t in (y, expected))
-    except RuntimeError:  # y has no gradient at all
+    except RuntimeError:  # y requires no gradient
         return False
     share = 1e-3 if y.dtype == torch.float32 else 2**-4
     for g, e in zip(theirs, ours, strict=True):

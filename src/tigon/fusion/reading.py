@@ -1,9 +1,9 @@
-"""What stands in the code of a forward and no probe shows: what it reads, what it leaves behind, where it branches.
+"""The code of a forward says what no probe shows: what the forward reads, what it leaves behind, where it branches.
 
 A probe shows what a module computes for the inputs of that probe. The code says for which other inputs the same holds,
-which attributes can matter, and whether the forward does something besides returning its result. The bytecode is read,
-not the source, which may be missing or edited since. Read are the innermost function behind decorators, the functions
-of its own file that it names, and the methods of the module's class that it names, down to torch's.
+which attributes can matter, and whether the forward does more than return its result. Tigon reads the bytecode, since
+the source may be missing or edited since. It reads the innermost function behind decorators, the functions of the
+same file that this function names, and the methods of the module's class that it names, down to torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tigon.fusion.reasons import Reason
 
 NO_FUNCTION = Reason("its forward is not a plain function")
 
-# Calls in a condition that say the same at every call: of the module, or of how the code was made.
+# Functions whose result in a condition is the same at every call: it depends on the module, or on how code was made.
 _CONSTANT_CALLS = {"isinstance", "hasattr", "getattr", "len", "callable", "type", "is_scripting", "is_tracing"}
 _ABOUT_INPUTS = {"shape", "dtype", "size", "dim", "ndim", "device", "is_cuda", "requires_grad"}
 _APPENDING = {"append", "extend", "insert", "update", "setdefault", "add", "appendleft"}
@@ -33,11 +33,13 @@ _HOOKING = {"register_hook", "register_post_accumulate_grad_hook", "setattr", "r
 class Reading:
     """What the code of a forward says.
 
-    names: of the attributes that the forward may read; None where any may be, as by vars(self) or a function of
-        another file that is given self. stores: the first thing that outlives the call, in words. branches: the first
-        condition that is not decided by the module's own attributes, as "file:line". compares_dtypes: the forward
-        branches on whether an input has the dtype of a weight. asks_autocast: it branches on whether autocast is on.
-        asks_rank: on how many dimensions an input has.
+    names: the attributes that the forward may read; None if it may read any, as by vars(self) or by passing self to a
+        function of another file.
+    stores: the first write that outlives the call, in words; empty if there is none.
+    branches: the first condition that the module's own attributes do not decide, as "file:line"; empty if none.
+    compares_dtypes: the forward branches on whether an input has the dtype of a weight.
+    asks_autocast: the forward branches on whether autocast is on.
+    asks_rank: the forward branches on how many dimensions an input has.
     """
 
     names: frozenset[str] | None
@@ -58,19 +60,19 @@ class Reading:
 
 
 def reading_of(module: nn.Module) -> Reading | Reason:
-    cls: Any = type(module)  # the cache wants hashable types, which mypy does not take classes for
+    cls: Any = type(module)  # Any: the cache wants a Hashable, and mypy does not accept a class as one
     return _read(cls.forward, cls)
 
 
 def reading_of_function(fn: Any) -> Reading | Reason:
-    """Of a function that is no method; of a module or a functools.partial, the function inside."""
+    """The Reading of a function that is no method. A module or a functools.partial is read through to its function."""
     if isinstance(fn, functools.partial):
         return reading_of_function(fn.func)
     return reading_of(fn) if isinstance(fn, nn.Module) else _read(fn, None)
 
 
 def writes_globals(forward: Any) -> bool:
-    """Whether a forward assigns globals, which a clone with globals of its own would do elsewhere."""
+    """Whether a forward assigns globals: a clone has other globals, and would assign those."""
     inner = inspect.unwrap(forward)
     codes = _codes(inner.__code__) if isinstance(inner, types.FunctionType) else ()
     return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for code in codes for i in dis.get_instructions(code))
@@ -99,7 +101,7 @@ def _read(forward: Any, cls: type | None) -> Reading | Reason:
 
 
 def _functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
-    """The function, and those it names: of its own file, and of the module's class. Whether each is a method."""
+    """The function, and the functions of its file and the module's class that it names; with each, is it a method."""
     todo: list[tuple[types.FunctionType, bool]] = [(first, cls is not None)]
     seen: set[Any] = set()
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__] if cls is not None else []
@@ -134,13 +136,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class _Body:
-    """The instructions of one code object. own: the name under which it knows the module. closed: the names that the
-    function around it was made with, which say the same at every call."""
+    """The instructions of one code object.
+
+    own: the name by which the code knows the module, None if it does not. closed: the names in the function's closure,
+    whose values are the same at every call.
+    """
 
     def __init__(self, code: types.CodeType, own: str | None, closed: frozenset[str]) -> None:
         self.code, self.own = code, own
         self.settled = {"__class__", *closed, *(() if own is None else (own,))}
-        self.dtypes = self.autocast = self.rank = False  # found by branches()
+        self.dtypes = self.autocast = self.rank = False  # set by branches()
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
         self.at = {i.offset: n for n, i in enumerate(self.instructions)}
         self.line: dict[int, int] = {}
@@ -151,7 +156,7 @@ class _Body:
         self._settle_locals()
 
     def _settle_locals(self) -> None:
-        """Add the local names that are assigned nothing but what the module says: `kind = self.kind`."""
+        """Add to `settled` the local names that are only assigned values of the module: `kind = self.kind`."""
         arguments = self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
         assigned: dict[str, bool] = dict.fromkeys(arguments, False)
         for n, i in enumerate(self.instructions):
@@ -162,7 +167,7 @@ class _Body:
         self.settled |= {name for name, says in assigned.items() if says}
 
     def _says_the_same(self, expression: range) -> bool:
-        """Whether an expression is of the module alone, and so has one value at every call."""
+        """Whether an expression depends on the module alone, and so has the same value at every call."""
         opnames = [self.instructions[n].opname for n in expression]
         names = {str(self.instructions[n].argval) for n in expression if "LOAD" in self.instructions[n].opname}
         unsettled = {name for n in expression for name in self._loaded(n)} - self.settled
@@ -171,7 +176,7 @@ class _Body:
         return not unsettled and not unclear and (not calls or not names.isdisjoint(_CONSTANT_CALLS))
 
     def _loaded(self, n: int) -> list[str]:
-        """The local names that an instruction loads; some load two."""
+        """The local names that an instruction loads; some instructions load two."""
         i = self.instructions[n]
         if "LOAD_FAST" not in i.opname and "LOAD_DEREF" not in i.opname and "LOAD_CLASSDEREF" not in i.opname:
             return []
@@ -186,7 +191,7 @@ class _Body:
         return names[:1] if "LOAD" in i.opname else names
 
     def gives_itself_away(self) -> bool:
-        """Whether the module itself goes anywhere but to the left of a dot."""
+        """Whether the code uses the module other than to the left of a dot: other code may then read any attribute."""
         dots = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
         for n, _ in enumerate(self.instructions):
             loaded = self._loaded(n)
@@ -198,7 +203,7 @@ class _Body:
         return False
 
     def _start(self, end: int) -> int | None:
-        """Where the expression begins whose value is on the top of the stack before `end`; None if that is unclear."""
+        """The start of the expression whose value is on top of the stack before `end`; None if unclear."""
         need = 1
         for n in range(end - 1, -1, -1):
             i = self.instructions[n]
@@ -210,7 +215,7 @@ class _Body:
         return None
 
     def _outlives(self, n: int) -> bool:
-        """Whether what is loaded here is the module or a global, and not the call's own."""
+        """Whether this instruction loads the module or a global, which outlive the call."""
         opname = self.instructions[n].opname
         return opname == "LOAD_GLOBAL" or (self.own is not None and self.own in self._loaded(n))
 
@@ -259,9 +264,9 @@ class _Body:
         if last.opname == "TO_BOOL":
             last = self.instructions[end - 2]
         if last.opname == "IS_OP" and any(self.instructions[n].argval is None for n in condition[-3:]):
-            return True  # what may be None is decided by how many arguments are given
+            return True  # whether an argument is None depends only on how many arguments the call passes
         locals_ = {name for n in condition for name in self._loaded(n)} - self.settled
-        if locals_ and locals_ <= loops:  # one expert after another: what loops over them has its probes
+        if locals_ and locals_ <= loops:  # a loop over experts, say: the probes run through every one
             names = {str(self.instructions[n].argval) for n in condition if "LOAD" in self.instructions[n].opname}
             return names.isdisjoint(_ABOUT_INPUTS)
         return self._says_the_same(condition)
@@ -290,7 +295,7 @@ class _Body:
         return names
 
     def _raises(self, n: int) -> bool:
-        """Whether what follows does nothing but raise an error."""
+        """Whether the instructions from n on only raise an error."""
         for i in self.instructions[n:]:
             if i.opname == "RAISE_VARARGS":
                 return True

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Reason:
     """A row of the report about what was left.
 
-    text: the reason, a clause whose subject is the module. advice: what you can do about it; empty where the module
-    runs as it is and nothing is lost by that. Reasons that several files give, or that have advice, stand here; a
-    part's own stand where the part gives them.
+    text: the reason, a clause whose subject is the module. advice: what you can do about the reason; empty if leaving
+    the module as it is costs nothing. This file holds the reasons that several files give, and all with advice; a
+    part's other reasons are in the part's file.
     """
 
     text: str

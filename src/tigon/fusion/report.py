@@ -10,9 +10,10 @@ KINDS = ("head", "norm", "add_norm", "mlp", "experts", "rotary", "qk_norm")
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of module: replaced, with the formula found, or left, with the reason.
+    """One kind of module: replaced, with its formula, or left, with the reason.
 
-    calls: how often these modules ran in the last step, in whatever form. advice: what to do about one that was left.
+    calls: how often these modules ran in the last step, fused or plain. advice: what you can do about a kind that was
+    left; empty if there is nothing to do.
     """
 
     kind: str
@@ -26,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What tigon.fuse replaced, what it left and why, and what ran in the last step.
+    """The parts that tigon.fuse replaced, the parts it left and why, and the parts that ran in the last step.
 
     str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
     """
@@ -62,7 +63,7 @@ class Report:
         return f"{self.model}: {parts} {noun} fused" + ("" if self.active else ", removed again")
 
     def last_step(self) -> str:
-        """One sentence on what ran."""
+        """What ran in the last step, in a few sentences; empty if nothing was fused."""
         if not self.fused:
             return ""
         if not self.steps:
