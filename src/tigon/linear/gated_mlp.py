@@ -1,9 +1,9 @@
-"""A gated MLP that keeps its input alone, and computes a tile of tokens at a time: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
+"""A gated MLP that keeps only its input, and computes a tile of tokens at a time: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
 
 Gate, up and their product are the widest activations of a transformer layer, 3.5 times the hidden width each in Llama.
-The backward pass computes gate and up again, with the two products that make them (the MLP's step has nine), tile by
-tile: no more of them exists at once than a tile has, however long the sequence. The weights' gradients are summed over
-the tiles in fp32 and rounded once.
+The backward pass computes gate and up again, tile by tile, which adds two matrix products to the step's nine. Only one
+tile's gate and up exist at a time, however long the sequence. The weights' gradients are summed over the tiles in fp32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 from tigon.runtime import autocast_device, autocast_dtype, check_tensors, differentiable, launcher, use_triton
 
-# What a tile holds at once in the backward pass: gate, up, and the product's gradient.
+# Tensors of a tile that are alive at once in the backward pass: gate, up, and the product's gradient.
 HELD = 3
 
 
@@ -137,6 +137,7 @@ def _gated_mlp_fwd(
     y = x.new_empty((*x.shape[:-1], down_weight.shape[0]))
     out = y.view(-1, down_weight.shape[0])
     for tile in _tiles(rows, gate_weight, up_weight, budget):
+        # The next tile's product takes this one's memory from the allocator: no activation of full length exists.
         product = _gated_fwd(*_gate_and_up(rows[tile], gate_weight, up_weight, gate_bias, up_bias), act, 1.0, 1.0)
         if down_bias is None:
             torch.mm(product, down_weight.t(), out=out[tile])
@@ -183,6 +184,7 @@ def _gated_mlp_bwd(
         rows_here, dy_here = rows[tile], dy[tile]
         gate, up = _gate_and_up(rows_here, gate_weight, up_weight, gate_bias, up_bias)
         if above:
+            # scratch: first the product's gradient, then the product itself, which dW of down needs.
             scratch = torch.mm(dy_here, down_weight)
             # In place: an element of gate and up, and of the product's gradient, is read before it is written.
             gated_backward(scratch, gate, up, act, 1.0, 1.0, gate, up, scratch if need_down else None)
@@ -207,13 +209,14 @@ def _gated_mlp_bwd(
 
 
 class _Sum:
-    """The gradient of one weight: a product of all rows, or a sum of tiles, in fp32 and rounded at the end."""
+    """The gradient of one weight: one product if there is one tile, else an fp32 sum over tiles, rounded at the end."""
 
     def __init__(self, weight: Tensor | None, wanted: bool, wide: bool) -> None:
         self.wanted = wanted and weight is not None
         self.first = True
         if weight is not None:
             self.dtype = weight.dtype
+            # Budget 0: a wide sum always lives inside its result, and takes no memory beyond an fp32 sum's.
             self.dw, self.more = weight_gradient.places(weight, weight.dtype, wide, 0, self.wanted)
 
     def add(self, grad: Tensor, x: Tensor) -> None:
@@ -224,7 +227,7 @@ class _Sum:
     def result(self, x: Tensor) -> Tensor:
         if not self.wanted:
             return x.new_empty(0)
-        if self.first:  # no token
+        if self.first:  # x has no tokens, and the places are uninitialised
             return torch.zeros_like(self.dw, dtype=self.dtype)
         return weight_gradient.narrowed(self.dw, self.more) if self.more.numel() else self.dw.to(self.dtype)
 

@@ -1,14 +1,14 @@
 """A head whose classes lie on several devices: vocabulary-parallel losses.
 
-Each device of a group holds some consecutive rows of the weight, and of all tokens x; what it computes of their logits
-stays there. Between the devices go
+Each device of a group holds consecutive rows of the weight, and all tokens of x. The logits of its classes stay on the
+device. The devices exchange
 
-    once a chunk of tokens     3 to 5 numbers a token: what tigon.ops.shard_statistics says of their logits; of
-                               distillation others, twice (tigon.losses.distillation.parts)
+    once a chunk of tokens     3 to 5 numbers a token, the statistics of tigon.ops.shard_statistics; in distillation
+                               others, twice (tigon.losses.distillation.parts)
     once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
 
-The gradient of the weight needs nothing from the others. `linear_logprob` sends the numbers of all its tokens at once,
-5 in fp32 from each device, and a token loss those of a part: they read all of them before they go on.
+The weight's gradient needs nothing from other devices. `linear_logprob` sends the numbers of all tokens at once, 5 in
+fp32 from each device, and a token loss those of a part: both need all of them before the gradient.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
@@ -28,27 +28,27 @@ from tigon.runtime import check_tensors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Sizes of the shards of the weights that were seen: asking the others for theirs waits for the device.
+# Shard sizes by weight: asking the other ranks for their sizes makes the host wait for the device.
 _sizes_of: Any = WeakTensorKeyDictionary()
 
 
 class Arriving(NamedTuple):
-    """A tensor that a collective operation is filling. Both are kept until it is waited for."""
+    """A tensor that a collective operation is filling. Holding source and work keeps both alive until `wait`."""
 
     value: Tensor
     work: Any
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, for what is queued from now on. The host waits only where it is the device."""
+        """The tensor, for work that is queued from now on. On a GPU the stream waits, and the host does not."""
         self.work.wait()
         return self.value
 
 
 class Shards(NamedTuple):
-    """Which classes this device holds, and how it talks to those that hold the others.
+    """Which classes this device holds, and the collectives with the devices that hold the other classes.
 
-    sizes: classes of each device, in their order. wide: dx is summed over them in fp32, and rounded once.
+    sizes: classes of each device, in the order of ranks. wide: dx is summed over the devices in fp32, and rounded once.
     """
 
     group: ProcessGroup
@@ -62,12 +62,12 @@ class Shards(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """What sizes chunks: they have to be the same everywhere."""
+        """The most classes on any device. Chunks are sized by them, since all devices need the same chunks."""
         return max(self.sizes)
 
     @property
     def first(self) -> int:
-        """Of all classes the first that is here."""
+        """The global index of this device's first class."""
         return sum(self.sizes[: self.rank])
 
     def where(self) -> str:
@@ -81,23 +81,23 @@ class Shards(NamedTuple):
         return local_labels(target, ignore_index, self.first, self.sizes[self.rank], self.classes)
 
     def gather(self, own: Tensor) -> Arriving:
-        """(M, K) of this device, dense, as (devices, M, K) of all."""
+        """This device's (M, K), dense, and those of all other devices: (devices, M, K)."""
         world = len(self.sizes)
         parts = own.new_empty(world * own.shape[0], *own.shape[1:])
         work = _all_gather(parts, own, group=self.group, async_op=True)
         return Arriving(parts.view(world, *own.shape), work, own)
 
     def sum(self, t: Tensor) -> Arriving:
-        """t, dense, which becomes the sum over the devices."""
+        """Replace t, dense, by its sum over the devices."""
         import torch.distributed as dist
 
         return Arriving(t, dist.all_reduce(t, group=self.group, async_op=True))
 
 
 class InputGradient:
-    """dx (N, H), of rows whose dlogits are there some at a time: a product, and its sum over the devices.
+    """dx (N, H), chunk by chunk: a product with the chunk's dlogits, and a sum over the devices.
 
-    The sum of some rows is on its way until the next ones come: meanwhile their share of dw is computed.
+    A chunk's sum travels until the next chunk arrives. Meanwhile the device computes the chunk's share of dw.
     """
 
     def __init__(self, head: Projection, shards: Shards | None) -> None:
@@ -107,10 +107,11 @@ class InputGradient:
     def add(
         self, dx: Tensor, rows: Tensor | slice, dlogits: Tensor, more: tuple[Tensor, Tensor, float] | None = None
     ) -> None:
-        """dx[rows] = dlogits W, and with `more` = (a, b, alpha): + alpha · a b."""
+        """dx[rows] = dlogits W. `more` = (a, b, alpha) adds alpha · a b."""
         dtype, apart = dx.dtype, isinstance(rows, Tensor)
         if self.shards is not None and self.shards.wide:
             dtype = torch.promote_types(dtype, torch.float32)
+        # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx itself.
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
         self.head.input_gradient(dlogits, own)
         if more is not None and dtype == dx.dtype:
@@ -118,13 +119,14 @@ class InputGradient:
         elif more is not None:
             product_into(own, more[0] * more[2], more[1], first=False)
         if self.shards is not None:
+            # At most one sum is on its way, so at most two buffers of dx exist.
             self.arrive()
             self._on_the_way = self.shards.sum(own), rows, dx
         elif isinstance(rows, Tensor):
             dx.index_copy_(0, rows, own)
 
     def arrive(self) -> None:
-        """To be called at the end of a walk."""
+        """Write the chunk that is still on its way. Call this at the end of a walk."""
         if self._on_the_way is None:
             return
         sum_, rows, dx = self._on_the_way
@@ -143,7 +145,7 @@ def is_sharded(weight: Any, group: Any) -> bool:
 def shards_of(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, group: Any, accumulate: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
-    """The plain tensors of this device, and the shards they are of; None where one device holds all classes.
+    """This device's plain tensors, and their `Shards`, None if one device holds all classes.
 
     Args:
         weight, bias: DTensors that are Shard(0) on a mesh of one dimension; or plain tensors, with `group`.
@@ -211,7 +213,7 @@ def _of_dtensors(
 
 
 def adapter_of(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
-    """An adapter's factors on this device: A is whole, of B there are the head's rows."""
+    """An adapter's factors on this device: all of A, and the rows of B that belong to this device's classes."""
     if hasattr(a, "device_mesh"):
         from torch.distributed.tensor import Replicate
 
@@ -230,9 +232,10 @@ def _process_group(name: str, group: Any) -> ProcessGroup:
 
 
 def _sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
-    """Classes of each device, asked for when a weight is seen for the first time."""
+    """Classes of each device. The ranks exchange their sizes when a weight is seen for the first time."""
     import torch.distributed as dist
 
+    # The local size is part of the check: a weight that was resized has new sizes everywhere.
     known = _sizes_of.get(weight)
     if known is not None and known[0] is group and known[1] == weight.shape[0]:
         return known[2]  # type: ignore[no-any-return]

@@ -37,9 +37,9 @@ class MainGrad(NamedTuple):
 
     Args:
         grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place.
-        scale: what the loss will be multiplied by (a loss scale, 1 / accumulation steps), since grad cannot wait for
-            the upstream gradient: a number or a 0-d tensor. If the backward pass brings another, the gradient of x is
-            NaN.
+        scale: a number or a 0-d tensor, the factor by which you will multiply the loss (a loss scale, 1 / accumulation
+            steps). dW is added before the upstream gradient is known. If the upstream gradient is another number, the
+            gradient of x is NaN.
     """
 
     grad: Tensor
@@ -69,17 +69,19 @@ def linear_cross_entropy(
         reduction: "mean" over the rows that count (0 where none does), "sum", or "none" for one loss a row.
         label_smoothing: in [0, 1], spread evenly over the classes.
         z_loss: coefficient of lse², which keeps the logits from drifting.
-        divisor: with "mean", what divides in place of the number of rows that count; as in `tigon.cross_entropy`.
-        main_grad: where dW is added in the forward pass, in place, a `tigon.losses.MainGrad` or its tensor: the weight
-            gets no other gradient. Not under torch.compile, nor in a checkpoint (`use_reentrant=False`), which runs the
-            forward pass twice and would add dW twice.
+        divisor: with "mean", divides in place of the number of rows that count; as in `tigon.cross_entropy`.
+        main_grad: a `tigon.losses.MainGrad` or its tensor, to which dW is added in place in the forward pass. The
+            weight gets no other gradient. Do not use it under torch.compile, nor in a checkpoint
+            (`use_reentrant=False`), which runs the forward pass twice and would add dW twice.
         walk: which tokens are left out, and what the walk over the others costs.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs); a plain tensor.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 
-    Beyond its gradients it holds one chunk of logits. With "mean" and "sum" the gradients are computed in the forward
-    pass: three matrix products in all. "none" computes the logits again in the backward pass, since every row has an
-    upstream gradient of its own.
+    Beyond its gradients the loss holds one chunk of logits. By default the budget grows so that one chunk suffices, if
+    that costs no more memory than the fp32 dW buffer it avoids. With "mean" and "sum" the gradients are computed in the
+    forward pass: three matrix products in all. If you never call backward you still pay for the gradients; evaluate
+    under `no_grad`. "none" computes the logits again in the backward pass, since every row has an upstream gradient of
+    its own.
 
     Replaces::
 
@@ -106,6 +108,7 @@ def linear_cross_entropy(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
     spared = 0
     if needs[1] and reduction == "mean" and main_grad is None:
+        # Only "mean" profits: a "sum" keeps its fp32 dW even in one chunk, and main_grad takes dW without a buffer.
         spared = spared_by_one_chunk(weight, compute, accumulate, widest)
     whole = (rows.shape[0] if valid < 0 else valid) * widest * compute.itemsize
     budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
@@ -177,8 +180,8 @@ def _wide_weight_gradient(
 ) -> bool:  # fmt: skip
     """Whether dW is summed in fp32 and narrowed in the backward pass, together with the upstream gradient.
 
-    "mean" in one chunk needs no sum and has its divisor folded in already: the product is rounded once, to its place.
-    A "sum" still waits for a factor (the token count), which would round a second time; fp16 would overflow.
+    "mean" in one chunk needs no sum, and its divisor is folded in already: the product itself rounds once. "sum" stays
+    wide because you will divide it by the token count, which would round a second time; in fp16 it would overflow.
     """
     if dtype != compute:  # fp32 master weights under autocast: the accumulator is the gradient
         return True
@@ -204,10 +207,11 @@ def _linear_cross_entropy_fwd(
     )  # fmt: skip
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
-    # fp16 gradients would underflow with the divisor in them: theirs is applied in the backward pass, in fp32.
+    # In fp16 the divisor would make gradients underflow: the backward pass applies it, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
     dx, dw, more, db = gradients
     early = reduction != "none"
+    # Without a place the walk skips a product: a frozen head, frozen hidden states.
     places = (
         dx if need_dx and early else None,
         weight_gradient.parts(dw, more) if need_dw and early else None,
@@ -225,7 +229,7 @@ def _walk(
     chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: list[Tensor] | None,
     db: Tensor | None, add: bool, *options: Any,
 ) -> None:  # fmt: skip
-    """Write the rows' losses, and of the gradients, times factor, those there is a place for. add: to what dw holds."""
+    """Write the rows' losses, and the gradients times factor to dx, dw and db unless they are None. add: dw += …."""
     if dx is not None:
         chunks.clear_unvisited(dx)
     if db is not None:
@@ -244,7 +248,7 @@ def _walk(
 
 
 def _computed(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradient: bool, *options: Any) -> Iterator[Chunk]:
-    """The chunks, their losses written and, with `gradient`, their logits turned into it, times factor, 0-d or (N,)."""
+    """The chunks, losses written. With `gradient` their logits become the gradient times factor, 0-d or (N,)."""
 
     def of(chunk: Chunk) -> Tensor | None:
         return factor[chunk.rows] if factor is not None and factor.dim() else factor
@@ -259,6 +263,7 @@ def _computed(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradient: b
     one = losses.new_ones(())
     for chunk, parts in chunks.with_statistics(losses.dtype, 1.0, softcap, scale, False, smoothing != 0.0):
         stats = losses.new_empty(4 + 2 * chunk.target.numel())
+        # Every device merges the same numbers in the same order, and so gets the same loss to the bit.
         merge_cross_entropy(parts, chunk.target, losses[chunk.rows], stats, shards.classes, *options[1:])
         if gradient:
             here = of(chunk)
@@ -292,7 +297,7 @@ def _linear_cross_entropy_bwd(
     dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype,
     budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of reduction="none": logits again, since every row's upstream gradient is its own."""
+    """The gradients of reduction="none", from logits that are computed again: each row has its upstream gradient."""
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     dx = x.new_empty(x.shape if need_dx else (0,), dtype=compute)
@@ -305,7 +310,7 @@ def _linear_cross_entropy_bwd(
         weight_gradient.zero(sums)
     db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
-    losses = torch.empty_like(rows)  # known since the forward pass, and written again along the way
+    losses = torch.empty_like(rows)  # scratch: the kernel writes the losses again together with the gradient
     for chunk in _computed(chunks, losses, rows, True, *options):
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
@@ -328,6 +333,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     if ctx.reduction == "none":
         ctx.save_for_backward(x, weight, bias, target, inverse)
     else:
+        # The gradients are saved, not the inputs: backward has only to scale them. fp16 still lacks its divisor.
         ctx.save_for_backward(*output[1:], inverse if compute == torch.float16 else None)
 
 
@@ -353,7 +359,7 @@ _over_shards = differentiable_directly(_linear_cross_entropy_fwd, _setup_context
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """dW goes where the caller keeps it, times the upstream gradient that the caller foretells."""
+    """Adds dW to the caller's tensor, times the upstream gradient that the caller has announced."""
 
     @staticmethod
     def forward(
@@ -366,6 +372,7 @@ class _IntoMainGrad(torch.autograd.Function):
         dx = x.new_empty(x.shape, dtype=compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
         factor = upstream if inverse is None else upstream * inverse
+        # The products add to main_grad themselves, so dW needs no buffer of its own.
         _walk(chunks, losses, factor, dx, [main_grad], db, True, *options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
@@ -380,8 +387,9 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, db, upstream, *_ = ctx.saved_tensors
-        # main_grad has its gradient already: another upstream gradient is made loud, without looking at the device.
-        # Another way of rounding the same factors is no other gradient.
+        # main_grad holds dW already, so an upstream gradient that was not announced cannot be applied to it. dx becomes
+        # NaN then, decided on the device: the host does not wait. The tolerance admits the same factors rounded in
+        # another order.
         same = (dloss - upstream).abs() <= 8 * torch.finfo(dloss.dtype).eps * upstream.abs()
         factor = torch.where(same, 1.0, float("nan")).to(dloss.dtype)
         found = [t for t in (dx, db) if t is not None]

@@ -1,10 +1,10 @@
-"""Log-probabilities of a linear head without its logits: what preference tuning and reinforcement learning start from.
+"""Log-probabilities of a linear head without its logits, for preference tuning and reinforcement learning.
 
     logits = softcap(scale · (x Wᵀ + bias + s · (x Aᵀ) Bᵀ)) / temperature;   results as in tigon.logprob
 
-A gradient of the weight is a sum over tokens, each times its upstream gradient, which the forward pass cannot know. So
-the backward pass computes logits again: four matrix products a token in all, where a loss that is a function of its own
-(`tigon.losses`) takes three. The last logits of the forward pass are still in their buffer; `keep_bytes` keeps more.
+The weight's gradient is a sum over tokens, each times its upstream gradient, which the forward pass cannot know. So the
+backward pass computes the logits again: four matrix products a token. A loss of `tigon.losses` computes its gradients
+in the forward pass and takes three. The last chunk's logits are still in their buffer; `keep_bytes` keeps more.
 
 Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/2106.09685
 """
@@ -51,13 +51,13 @@ def linear_logprob(
     temperature: float = 1.0,
     walk: Walk = Walk(),
 ) -> LogProb:
-    """Log-probability of each target and entropy, log-sum-exp, rank and mean of its logits, which are never all there.
+    """Each target's log-probability, with entropy, log-sum-exp, rank and mean of the logits, which are never all there.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale, group or adapter.
-            Over a group the upstream gradient has to be the same on all ranks, and B of the adapter holds this rank's
-            rows of classes.
+            Over a group the upstream gradient has to be the same on all ranks, and the adapter's B holds the rows of
+            this rank's classes.
         target: (...), integer class indices: what x predicts.
         ignore_index, temperature: as in `tigon.logprob`.
         walk: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
@@ -127,7 +127,7 @@ def linear_logprob_reference(
 
 
 class _Adapted:
-    """The walk over chunks, with an adapter on the head, in the compute dtype."""
+    """The walk over chunks of a head that may have an adapter, in the compute dtype."""
 
     def __init__(
         self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index, shards
@@ -142,6 +142,7 @@ class _Adapted:
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         chunk = self.chunks.compute(start, stop, logits)
         if self.lora_a is not None:
+            # Through the rank: W + s · B A would be a second weight of full size.
             through = chunk.x @ self.lora_a.t()
             for block in class_blocks(logits.shape[1], logits.dtype):
                 logits[:, block].addmm_(through, self.lora_b[block].t(), alpha=self.lora_scale)
@@ -153,7 +154,7 @@ def _widest(weight: Tensor, shards: Shards | None) -> int:
 
 
 def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int) -> tuple[int, int]:
-    """Rows of which the logits are kept, whole chunks from the end, at least one; and rows of the buffer for them."""
+    """How many rows' logits are kept (whole chunks from the end, at least one), and how many rows the buffer has."""
     size = chunk_rows(rows, V * compute.itemsize, budget) if rows else 0
     chunks = -(-rows // size) if rows else 0
     number = min(chunks, 1 + keep // max(1, size * V * compute.itemsize))
@@ -170,6 +171,7 @@ def _fwd_fake(
     one = x.new_empty(x.shape[0], dtype=acc)
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
     _, room = _kept_chunks(rows, _widest(weight, shards), compute, budget, keep)
+    # Statistics of the visited rows alone, in the order of the walk.
     stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else acc)
     return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, compute)
 
@@ -196,6 +198,7 @@ def _linear_logprob_fwd(
     first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
     own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
     for start, stop in chunks.spans():
+        # Chunks that are not kept use the front of the buffer in turn; the kept chunks then fill it.
         at = max(0, start - first_kept)
         chunk = head.compute(start, stop, logits[at : at + stop - start])
         if shards is not None:
@@ -232,7 +235,10 @@ def _linear_logprob_bwd(
     compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float,
     *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """From the end, where the logits are still there; `ours`: they may be overwritten, and their room used again."""
+    """The gradients, from the last chunk on, whose logits are still in the buffer.
+
+    ours: whether the kept logits may be overwritten, and their memory used for the other chunks.
+    """
     head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     chunks = head.chunks
     acc = torch.promote_types(compute, torch.float32)
@@ -240,6 +246,7 @@ def _linear_logprob_bwd(
     if needs[0]:
         dx = x.new_empty(x.shape, dtype=compute)
         chunks.clear_unvisited(dx)
+    # One chunk needs no sum: its product rounds once, into the weight's dtype.
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
     dw, more_dw = weight_gradient.places(weight, compute, wide, budget, needs[1])
     sums = weight_gradient.parts(dw, more_dw)
@@ -254,6 +261,7 @@ def _linear_logprob_bwd(
     ]
     widest = _widest(weight, shards)
     first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
+    # Another backward pass may read the kept logits, as under retain_graph: the gradient then has scratch memory.
     scratch = None if ours else empty_logits(chunks.size, weight.shape[0], x, compute)
     for start, stop in reversed(chunks.spans()):
         if start >= first_kept:
@@ -268,9 +276,11 @@ def _linear_logprob_bwd(
         merged = shards is not None
         logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options, merged=merged)
         chunk.logits = dlogits
+        # The walk goes backwards, so the last chunk is the first to write the sums.
         last, more = stop == chunks.visited, None
         if head.lora_a is not None:
             through = dlogits @ head.lora_b  # (n, r)
+            # dx gains s · (dlogits B) A. The product with B serves the gradient of A as well.
             more = through, head.lora_a, lora_scale
             if needs[3]:
                 weight_gradient.accumulate([da], through, chunk.x, first=last)
@@ -284,9 +294,10 @@ def _linear_logprob_bwd(
             db += dlogits.sum(0, dtype=acc)
     chunks.input_gradient.arrive()
     if shards is not None and needs[3]:
-        shards.sum(da).wait()  # A is whole everywhere
+        shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
     if more_dw.numel():
         dw = weight_gradient.narrowed(dw, more_dw)
+    # s is applied once, to the finished sums, rather than in every chunk.
     found = (dx, dw, db, da.mul_(lora_scale), dlb.mul_(lora_scale))
     return tuple(
         g.to(t.dtype) if need and t is not None else x.new_empty(0)
@@ -301,8 +312,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
     ctx.arguments = valid, compute, budget, keep, fp32
     stats, logits = output[5:]
-    over = bool(getattr(ctx, "own", {}))  # other devices: theirs are needed as well
-    # Only kernels leave statistics. What is traced finds out when it runs.
+    over = bool(getattr(ctx, "own", {}))  # a split head: the statistics are sums over the devices, and always needed
+    # Only the kernels write statistics. Under tracing the backend is not known yet, so they are saved in any case.
     ctx.save_for_backward(
         x, weight, target, bias, lora_a, lora_b, stats if over or is_traced(x) or use_triton(logits) else None, logits
     )

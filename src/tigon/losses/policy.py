@@ -16,7 +16,7 @@
     + β · kl, kl = (e^d − d − 1) [· r], d = reference − logprob              https://arxiv.org/abs/2512.02556
     − entropy_coefficient · mean entropy
 
-Sources: beside each; the formulas of kinds and what they are called follow TRL 1.16, which trains with them. GSPO:
+Sources: beside each. Formulas and names of the kinds follow TRL 1.16, which trains with them. GSPO:
 https://arxiv.org/abs/2507.18071. RLOO: https://arxiv.org/abs/2402.14740. δ: https://arxiv.org/abs/2505.07291.
 """
 
@@ -56,29 +56,30 @@ class GRPO:
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
         importance_sampling_level: "token", or "sequence": one ratio, exp of the mean difference, for all its tokens.
         epsilon: how far below 1 a ratio counts.
-        epsilon_high: how far above, None for the same; with "cispo", which has no lower bound, the largest ratio itself
-            (such as 5.0).
-        delta: the largest ratio where a clipped one would not be, at negative advantages. None for no bound.
+        epsilon_high: how far above 1 a ratio counts, None for epsilon. With "cispo", which has no lower bound, the
+            largest ratio itself (such as 5.0).
+        delta: the largest ratio at negative advantages, where clipping has no upper bound. None for no bound.
         beta: weight of the KL divergence from the reference.
         use_bias_correction_kl: multiply the KL by the ratio, so that its gradient is not biased.
         entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
         top_entropy_quantile: the share of this batch's tokens, those of highest entropy, that have a loss at all. Below
-            1.0 all tokens are seen before any has a gradient: a batch beyond a chunk costs a fourth product.
-        num_items_in_batch: what "dapo", "cispo" and "vespo" divide by, a number or a 0-d tensor: the tokens that count
-            in the whole step, over the number of ranks. None: those of this batch.
-        max_completion_length: "dr_grpo" wants it.
-        importance_sampling_mode: what becomes of the sampler's ratio: "token_…" for a ratio of each token, "sequence_…"
-            for their product; "…_truncate" to clip it to its bounds, "…_mask" to drop what is outside. None: no ratio.
-        importance_sampling_clip_max: the upper bound, None for none.
-        importance_sampling_clip_min: the lower bound, None for none.
+            1.0 the loss sees all tokens before it has a gradient: a batch beyond one chunk costs a fourth product.
+        num_items_in_batch: the divisor of "dapo", "cispo" and "vespo", a number or a 0-d tensor: the tokens that count
+            in the whole step, over the number of ranks. None: the tokens that count in this batch.
+        max_completion_length: the divisor of "dr_grpo", per sequence; no other type needs it.
+        importance_sampling_mode: how the sampler's ratio is used: "token_…" for one ratio a token, "sequence_…" for
+            the product over a sequence; "…_truncate" clips ratios to their bounds, "…_mask" drops tokens whose ratio is
+            outside. None: no ratio.
+        importance_sampling_clip_max: the upper bound of that ratio, or None.
+        importance_sampling_clip_min: the lower bound of that ratio, or None.
         off_policy_mask_threshold: drop sequences of negative advantage whose mean of the sampler's (or the old)
             log-probabilities − logprob is larger. In nats; None: never.
         sapo_temperature_pos: τ of "sapo" at positive advantages.
         sapo_temperature_neg: τ at other advantages.
         vespo_k_pos: k of "vespo" at advantages from 0 on.
-        vespo_lambda_pos: λ there.
+        vespo_lambda_pos: λ at advantages from 0 on.
         vespo_k_neg: k at negative advantages.
-        vespo_lambda_neg: λ there.
+        vespo_lambda_neg: λ at negative advantages.
         temperature: divides the logits.
         ignore_index: targets that do not count.
     Raises: ValueError for options that are unknown or do not go together.
@@ -153,7 +154,7 @@ class RLOO:
 
     Args:
         epsilon: how far below 1 a ratio counts.
-        epsilon_high: how far above, None for the same.
+        epsilon_high: how far above 1 a ratio counts, None for epsilon.
         entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
         temperature: divides the logits.
         ignore_index: targets that do not count.
@@ -167,12 +168,12 @@ class RLOO:
 
 
 class Sampler(NamedTuple):
-    """What is known of the engine that sampled, whose probabilities are rarely those that the trainer computes.
+    """Log-probabilities or ratios from the engine that sampled, which rarely agrees with the trainer to the bit.
 
     Args:
-        logprob: (S, T), log-probabilities as the engine had them; NaN where it did not say, which means a ratio of 1.
+        logprob: (S, T), the engine's log-probabilities. NaN where the engine reported none means a ratio of 1.
             The ratio exp(old − logprob) multiplies the loss.
-        ratio: (S,) or (S, T), that ratio where the caller has it already.
+        ratio: (S,) or (S, T), that ratio if you have computed it already.
     """
 
     logprob: Tensor | None = None
@@ -191,7 +192,7 @@ def grpo(
     config: GRPO = GRPO(),
     walk: Walk = Walk(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of sampled completions whose tokens have advantages, and what to log of it.
+    """The loss of sampled completions whose tokens have advantages, and metrics to log.
 
     Without `old`, right after the sampling, every ratio is 1 and the gradient is the policy's own: REINFORCE. With
     advantages of tokens, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
@@ -378,7 +379,7 @@ def grpo_reference(
 
 
 class Numbers(NamedTuple):
-    """A `Policy`'s numbers, in their order; bounds that are not wanted are infinite."""
+    """A `Policy`'s numbers, in the order of `Family.numbers`; infinite where a bound is off."""
 
     low: float
     high: float
@@ -399,7 +400,12 @@ class Numbers(NamedTuple):
 
 
 class Policy(Family):
-    """kinds: loss type, level of the ratio, sampler's mode or "none", where the reference is, names of the sides."""
+    """GRPO and its relatives, as a family of `token_loss`.
+
+    Token-level ratios need one token at a time. Sequence-level ratios, VESPO and the off-policy mask need the whole
+    sequence first, and an entropy quantile the whole batch.
+    kinds: loss type, level of the ratio, sampler's mode or "none", where the reference comes from, names of the sides.
+    """
 
     wants_entropy = True
 
@@ -425,7 +431,8 @@ class Policy(Family):
         return 1 if sequences or self.mode.startswith("sequence") else ALONE
 
     def boost(self, sequences: int, tokens: int) -> float:
-        # 1 / the mean's divisor, but short sequences in a long batch may not overflow.
+        # About the mean's divisor, which fp16 slopes lack. Bounded, so that short sequences in a long batch do not
+        # overflow.
         if self.loss_type == "luspo" or self.level == "total":
             return float(max(1, sequences))
         size = float(max(1, sequences * min(tokens, 1024)))
@@ -445,7 +452,7 @@ class Policy(Family):
         log_weight = log_ratio
         if self.level == "sequence":
             log_weight = (log_ratio * mask).sum(1, keepdim=True) / _counts(mask)
-        # A clipped ratio has a slope of 0, but 0 · inf is none: it is kept from infinity, unless nothing clips it.
+        # A clipped ratio has a slope of 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
         finite = log_weight.clamp(max=RATIO_BOUND)
         if self.loss_type in CLIPPED and of.delta == math.inf:
             finite = torch.where(A >= 0, finite, log_weight)
@@ -494,7 +501,7 @@ class Policy(Family):
 
         total = torch.where(mask, loss * side["share"], 0.0).sum()
         if self.level == "total":
-            # A completion without tokens has a ratio too, and TRL's mean over sequences counts it: a constant.
+            # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
             empty = ~mask.any(1, keepdim=True)
             total = total + torch.where(empty, loss[:, :1] * side["share"], 0.0).sum()
         if "bonus" in side:
@@ -505,6 +512,7 @@ class Policy(Family):
 
     def _phi(self, log_ratio: Tensor, sampler: Tensor | None, A: Tensor, mask: Tensor) -> Tensor:
         of, least = self.of, math.log(1e-8)
+        # Bounded, so that w^k and e^(−λ w) stay finite.
         log_w = (log_ratio.clamp(-20.0, 20.0) * mask).sum(1, keepdim=True)
         if sampler is not None:
             log_w = log_w + torch.where(mask, sampler.log().clamp(least, 20.0), 0.0).sum(1, keepdim=True)
@@ -518,8 +526,8 @@ FAMILIES["policy"] = Policy
 
 
 def sampler_ratio(difference: Tensor, mask: Tensor, mode: str, of: Numbers) -> Tensor:
-    """exp(old − sampler) of tokens, (S, T), or sequences, (S, 1), within its bounds."""
-    difference = torch.nan_to_num(difference * mask, nan=0.0)  # the sampler may not have said
+    """exp(old − sampler), clipped or masked to its bounds: (S, T), or (S, 1) for a mode of sequences."""
+    difference = torch.nan_to_num(difference * mask, nan=0.0)  # NaN where the sampler reported none: ratio 1
     if mode.startswith("sequence"):
         difference = difference.sum(1, keepdim=True)
     ratio = difference.exp()
@@ -533,12 +541,12 @@ def _counts(mask: Tensor) -> Tensor:
 
 
 def _by_sign(positive: Tensor, above: float, below: float, like: Tensor) -> Tensor:
-    # Of two plain numbers torch.where makes fp32, in which 1.05 is another number.
+    # torch.where of two Python numbers is fp32, which rounds 1.05: wrong for an fp64 loss.
     return torch.full_like(like, below).masked_fill(positive, above)
 
 
 def _quantile(values: Tensor, mask: Tensor, q: float) -> Tensor:
-    """torch.quantile(values[mask], q), whatever their number, which stays on the device."""
+    """torch.quantile(values[mask], q), of any size. Indexing by the mask would make the host wait for a count."""
     ordered = torch.where(mask, values, math.inf).flatten().sort().values
     last = mask.sum().clamp(min=1) - 1
     rank = last.double() * q
@@ -577,12 +585,13 @@ def _policy(
                 f"{tuple(t.shape)}."
             )
         t = t.detach().to(acc)
-        # Padding may be anything, -inf and NaN too.
+        # Padding may hold anything, also -inf and NaN, which 0 · x would keep.
         sides[argument] = torch.where(mask, t, 0.0) if t.shape == (S, T) else t.view(S)
     sampler = sides.get("importance_sampling_ratio")
     if mode != "none" and "old_logprob" in sides:
         difference = sides["old_logprob"] - sides["sampler_logprob"]
         sampler = sampler_ratio(difference, mask, mode, numbers)
+        # Old and sampler log-probabilities are both constants: the ratio is computed once, before the walk.
         sides["importance_sampling_ratio"] = sampler
         mode = "none"
     if mode == "none" and numbers.drift == math.inf:
@@ -595,9 +604,10 @@ def _policy(
     sides["share"] = _share(loss_type, counts, tokens, items, longest)
     bonus_is_there = not isinstance(bonus, int | float) or bonus != 0.0
     if bonus_is_there:
-        # Of the tokens of high entropy the family knows the number.
+        # With a quantile only the family knows how many tokens the bonus is a mean over: it divides itself.
         sides["bonus"] = (bonus if numbers.top < 1.0 else bonus / tokens) * torch.ones_like(counts)
     if target.numel() == 0:
+        # A quantile of no tokens does not exist.
         numbers = numbers._replace(top=1.0)
     loss, found = token_loss(
         "policy", (loss_type, level, mode, kinds[3], *sides), numbers, x, head, target,
@@ -634,7 +644,7 @@ def _policy(
 
 
 def _share(loss_type: str, counts: Tensor, tokens: Tensor, items: float | Tensor | None, longest: int | None) -> Tensor:
-    """(S,) what a token of each sequence counts for."""
+    """(S,) the weight of one token of each sequence in the loss."""
     S = max(1, counts.shape[0])
     if loss_type in ("grpo", "sapo"):
         return 1 / (counts.clamp(min=1) * S)
@@ -645,13 +655,13 @@ def _share(loss_type: str, counts: Tensor, tokens: Tensor, items: float | Tensor
     if loss_type == "bnpo" or items is None:
         return torch.ones_like(counts) / tokens
     if isinstance(items, Tensor):
-        # A 0-d tensor of the host goes with those of the device, without a copy.
+        # A 0-d CPU tensor combines with the device's tensors as a scalar, without a copy.
         return torch.ones_like(counts) / items.detach().reshape(()).clamp(min=1)
     return torch.full_like(counts, 1 / max(1.0, items))
 
 
 class _Logged(NamedTuple):
-    """Numbers of tokens (S, T), or of sequences (S, 1), and which count."""
+    """Values of tokens (S, T), or of sequences (S, 1), and a mask of those that count."""
 
     values: Tensor
     mask: Tensor
@@ -663,7 +673,7 @@ class _Logged(NamedTuple):
         return -self._replace(values=-self.values).most()
 
     def most(self) -> Tensor:
-        """NaN where nothing counts."""
+        """The maximum, NaN if nothing counts."""
         if self.values.numel() == 0:
             return self.values.new_full((), math.nan)
         return torch.where(self.mask.any(), torch.where(self.mask, self.values, -math.inf).amax(), math.nan)

@@ -1,10 +1,11 @@
 """The kernels of distillation: a row's losses, and the student's logits turned into the gradient in place.
 
-One program a row, which reads it two or three times: for the normalisers, for the mean slope (forward KL has none),
-and to write the gradient over the logits, scratch of our own. Logarithms are to the base 2, as in tigon.ops.divergence,
-whose formulas these are: k = log2(e) / temperature turns differences of logits into them.
+One program a row, which reads the row two or three times: first for the normalisers, then for the mean slope (forward
+KL needs none), last to write the gradient over the logits, which are scratch memory. The formulas are those of
+tigon.ops.divergence. Logarithms are to the base 2: k = log2(e) / temperature turns differences of logits into them.
 
-HARD: 0 without cross entropy, 1 with, of the same softmax, 2 with, of a softmax of its own at temperature 1.
+HARD: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the soft loss; 2 with
+cross entropy beside a soft loss at another temperature, which takes a second sum.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from tigon.runtime import tl, triton
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# A norm below this counts as this, as in torch.nn.functional.cosine_similarity.
+# Smaller norms are raised to this one, as in torch.nn.functional.cosine_similarity.
 LEAST_NORM = tl.constexpr(1e-8)
-# The least probability of all that a teacher did not give, where the student has some left: what it gave is not known
+# The least probability of the classes that a teacher did not give, where the student's is not 0: 1 − Σ p is not known
 # more exactly.
 LEAST_REST = tl.constexpr(1e-7)
 
@@ -38,24 +39,25 @@ def _logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _fold_at_one(z, before, top, total):
-    """A lane's sum at temperature 1, along with the one at the temperature, whose maximum went from before to top."""
+    """A lane's sum at temperature 1, relative to the maximum at the temperature, which went from before to top."""
     return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
 
 
 @triton.jit
 def _hard_loss(z_target, label, top, log2_sum, V):
-    """A row's cross entropy, and log₂ Σ exp(z − max): NaN for a label out of range, which reads nothing."""
+    """A row's cross entropy, and log₂ Σ exp(z − max). Both are NaN for a label out of range, which reads no logit."""
     log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
     return (top - z_target) + log2_sum * LN2, log2_sum
 
 
 @triton.jit
 def _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """A row that does not count."""
+    """Results of a row that does not count: losses and gradient are 0."""
     tl.store(soft_ptr + row, 0.0)
     if hard_ptr is not None:
         tl.store(hard_ptr + row, 0.0)
     if GRADIENT:
+        # The logits hold the gradient afterwards, and the products read it: zeros have to be written.
         lane = tl.arange(0, BLOCK)
         for start in range(0, V, BLOCK):
             zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
@@ -69,7 +71,8 @@ def _distill_kernel(
     teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
     GRADIENT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A divergence of two softmaxes. soft_weight, hard_weight: of the gradients, by logits before their temperature."""
+    """A divergence of two softmaxes. soft_weight, hard_weight: factors of the gradients with respect to the logits."""
+    # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
@@ -107,16 +110,18 @@ def _distill_kernel(
             log_h = tl.log2(tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0))
         z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
         hard, log_h = _hard_loss(z_target, label, row_a, log_h, V)
+        # HARD 2 takes log_h itself, which carries the NaN.
         if HARD == 1:
             hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))  # NaN where the label is out of range
         tl.store(hard_ptr + row, hard)
 
     value = tl.zeros((BLOCK,), tl.float32)
     mean_u = 0.0
+    # Forward KL has the slope q − p: no mean is needed, and the third reading gives its value as well.
     if KIND != "kl" or not GRADIENT:
         sum_u = tl.zeros((BLOCK,), tl.float32)
         for i in range(blocks):
-            # From the end, which was read last and may still be in the cache.
+            # From the end: the first pass read that part last, and it may still be in the cache.
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
             a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
             b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
@@ -185,7 +190,7 @@ def _distill_cosine_kernel(
         sum_bb += tl.sum(b * b, 0)
         if HARD:
             top, total, _, _ = _fold(tl.where(at < V, a, float("-inf")), top, total, LOG2E)
-    # What is large is divided before it is multiplied by what is large.
+    # One norm at a time: the product of two large norms may overflow.
     over_a = 1.0 / _at_least(tl.sqrt(tl.sum(sum_aa, 0)))
     over_b = 1.0 / _at_least(tl.sqrt(tl.sum(sum_bb, 0)))
     cosine = tl.sum(sum_ab, 0) * over_a * over_b
@@ -228,11 +233,11 @@ def _distill_topk_kernel(
     KIND: tl.constexpr, REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A divergence over K given classes and, with REST "tail", one more that stands for all others.
+    """A divergence over the K classes that a teacher gave and, with REST "tail", one more that stands for all others.
 
-    The logits of the given classes are taken out of the row, and -inf put in their place: what is left is the rest,
-    summed without the cancellation of 1 − Σ q. Their gradients are written last, from registers. A class whose logit
-    is -inf counts as one without probability here, also under a softcap.
+    The given classes' logits are held in registers, and -inf is put in their place in the row. A sum over the row is
+    then the rest, without the cancellation of 1 − Σ q. The gradients of the given classes are written last. A class
+    whose logit is -inf has no probability here, also under a softcap.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
@@ -244,21 +249,24 @@ def _distill_topk_kernel(
     none = float("-inf")
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     at_k = tl.arange(0, BLOCK_K)
+    # One lane beyond K stands for the rest, hence BLOCK_K ≥ K + 1.
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0)
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
     inside = (ids >= 0) & (ids < V)
     given = (log_p != none) & inside
     z_k, slope_k = _logit(logits_ptr, ids, given, scale, softcap, none, SOFTCAP)
-    z_k = tl.where((log_p == none) | inside, z_k, float("nan"))  # one out of range reads nothing, and is loud
+    # An id out of range reads no logit, and makes the loss NaN.
+    z_k = tl.where((log_p == none) | inside, z_k, float("nan"))
     log_p = log_p * LOG2E
     z_target = 0.0
     if HARD:
         z_target, _steep = _logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
+    # Any thread may read a logit that another overwrites: all loads, then -inf, then the sum.
     tl.debug_barrier()
     tl.store(logits_ptr + ids, tl.full((BLOCK_K,), none, logits_ptr.dtype.element_ty), mask=given)
     tl.debug_barrier()
 
-    # The rest: max z, and log₂ Σ exp of what is below it.
+    # The rest: max z, and log₂ Σ exp(z − max).
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)
@@ -287,7 +295,7 @@ def _distill_topk_kernel(
     if REST == "tail":
         tail = 1.0 - tl.sum(tl.exp2(lp), 0)
         tail = tl.where(tail < LEAST_REST, tl.where(log_tail == none, 0.0, LEAST_REST), tail)
-        tail = tl.where(tl.sum(given.to(tl.int32), 0) == V, 0.0, tail)  # nothing but what rounding leaves
+        tail = tl.where(tl.sum(given.to(tl.int32), 0) == V, 0.0, tail)  # all classes were given: 1 − Σ p is rounding
         lq = tl.where(at_k == K, log_tail, lq)
         lp = tl.where(at_k == K, tl.log2(tail), lp)
     log_h = log_all
@@ -304,7 +312,7 @@ def _distill_topk_kernel(
     terms, q, u = _sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
-        # d: along the logit of a given class, and of the rest as if it were one class.
+        # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
         if KIND == "kl":
             mean = -tl.sum(u, 0)
             d = -u - q * mean
@@ -312,7 +320,7 @@ def _distill_topk_kernel(
             if KIND != "tvd":
                 u = u * LN2
             if KIND == "reverse" and REST == "drop":
-                u += 1.0  # what is left out makes the probabilities no distribution, whose sum has no slope
+                u += 1.0  # the given classes' q do not sum to 1, so the slope of Σ q does not vanish
             mean = tl.sum(q * u, 0)
             d = q * (u - mean)
         of_rest = 0.0
@@ -328,9 +336,11 @@ def _distill_topk_kernel(
         for i in range(blocks):
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
             z, slope = _rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            # With "renormalize" the rest has no soft gradient; its logits still become 0.
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
             if REST != "renormalize":
-                share = tl.where(z == none, 0.0, tl.exp2((z - top_rest) * k - log_rest))  # there may be no rest
+                # Without a rest log_rest is -inf, and the exponent NaN.
+                share = tl.where(z == none, 0.0, tl.exp2((z - top_rest) * k - log_rest))
                 dz = soft_weight * of_rest * share
             if HARD:
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
@@ -340,13 +350,14 @@ def _distill_topk_kernel(
         if HARD:
             dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))
         dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
+        # The loop has written the given classes' places too: their gradients have to come after.
         tl.debug_barrier()
         tl.store(logits_ptr + ids, dx, mask=given)
 
 
 @triton.jit
 def _rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
-    """Logits of the classes that were not given; -inf is what marks the others."""
+    """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     slope = scale
     if SOFTCAP:

@@ -15,9 +15,10 @@ from tigon.runtime import launch, next_power_of_2, use_triton
 
 
 def _tile(V: int, capped: bool, own: bool, most: int = 16, least: int = 4) -> tuple[int, int, int]:
-    """Warps, blocks folded at a time, columns of one. Few rows in flight: of those the L2 cache serves more again.
+    """Warps, blocks folded at a time, and columns of a block.
 
-    own: the cross entropy has a softmax of its own. most, least: warps of a long row, and of a short one.
+    Many warps a row keep few rows in flight, so that the L2 cache serves more of a row's second reading.
+    own: the cross entropy has a softmax of its own. most, least: warps of a long row, and of a short row.
     """
     warps = least if V <= 8192 else most
     block = min(next_power_of_2(V), warps * 32 * 8)
@@ -34,10 +35,10 @@ def distill_rows(
     weights: tuple[float, float], gradient: bool, kind: str, beta: float, temperature: float, ignore_index: int,
     softcap: float, scale: float, teacher_softcap: float, teacher_scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's soft loss, and its cross entropy where there is a place. With `gradient` overwrite the logits.
+    """Write each row's soft loss, and its cross entropy if hard is not None. With `gradient` overwrite the logits.
 
     logits, teacher: (M, V) with unit stride along V; labels, soft, hard: (M,), dense; factor: 0-d or None.
-    weights: of the soft and the hard gradient; the soft one with 1 / temperature in it.
+    weights: factors of the soft and the hard gradient; the soft factor includes 1 / temperature.
     """
     options = (kind, beta, temperature, ignore_index, softcap, scale, teacher_softcap, teacher_scale)
     if not use_triton(logits, teacher):
@@ -71,7 +72,7 @@ def topk_rows(
     factor: Tensor | None, weights: tuple[float, float], gradient: bool, kind: str, rest: str, beta: float,
     temperature: float, ignore_index: int, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """As `distill_rows`, of a teacher's (M, K) classes. The logits are lost also without `gradient`."""
+    """As `distill_rows`, for a teacher's (M, K) classes. The logits are overwritten even without `gradient`."""
     options = (kind, rest, beta, temperature, ignore_index, softcap, scale)
     if not use_triton(logits):
         for part in _cache_sized(logits):
@@ -89,7 +90,7 @@ def topk_rows(
     key = (M, sizes, numbers, branches, logits.dtype, ids.dtype, logprobs.dtype, label, factor is None)
 
     def plan() -> tuple[int, tuple, dict[str, int]]:
-        # A thread of 16 warps has 128 registers, which all options together exceed.
+        # In a program of 16 warps a thread has 128 registers; softcap and a second softmax together need more.
         warps, depth, block = _tile(V, softcap != 0.0, mode == 2, 8 if softcap and mode == 2 else 16)
         return M, (*sizes, *numbers, *branches, depth, block), {"num_warps": warps}
 

@@ -1,12 +1,12 @@
-"""The walk over chunks: both heads' logits for some rows at a time, and all gradients along the way.
+"""The walk over chunks: both heads' logits for one chunk of rows at a time, and all gradients along the way.
 
 for each chunk of rows:
-    teacher ← x' W'ᵀ (+ bias)     matrix product into its buffer; nothing of it is kept
-    logits  ← x Wᵀ (+ bias)       matrix product into theirs
+    teacher ← x' W'ᵀ (+ bias)     matrix product into the teacher's buffer; the next chunk overwrites it
+    logits  ← x Wᵀ (+ bias)       matrix product into the student's buffer
     logits  ← d loss / d logits   one launch
     dx ← logits W;  dw += logitsᵀ x
 
-Where the classes lie on several devices, parts.py has that launch's place: three, with what is exchanged between them.
+Where the classes lie on several devices, parts.py replaces the one launch by three, with exchanges between them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def _fake(
     acc = torch.promote_types(compute, torch.float32)
     loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
     dx = x.new_empty((rows, H) if need_dx else (0,), dtype=compute)
-    # One chunk with its divisor folded in is summed by one product, and rounded once. A sum still waits for a factor.
+    # One chunk with its divisor folded in is one product, which rounds once. A "sum" stays wide: its factor comes with
+    # the upstream gradient and would round a second time.
     visited = rows if valid < 0 or valid > rows else valid
     dtypes = logits_dtypes(compute, teacher_compute, wide_logits)
     share = _share(budget, options[2], compute, *dtypes)
@@ -49,14 +50,14 @@ def _fake(
 def logits_dtypes(
     compute: torch.dtype, teacher_compute: torch.dtype, wide_logits: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Of the student's logits and of the teacher's: what their products are in, or fp32."""
+    """The dtypes of the student's and the teacher's logits: those of their products, or fp32 if wide."""
     if not wide_logits:
         return compute, teacher_compute
     return torch.promote_types(compute, torch.float32), torch.promote_types(teacher_compute, torch.float32)
 
 
 def _share(budget: int, rest: str, compute: torch.dtype, logits: torch.dtype, teacher: torch.dtype) -> int:
-    """The student's part of the bytes that two sides' logits may hold. What a teacher gave of K classes is small."""
+    """The student's share of the budget for both sides' logits: all of it beside a teacher's K classes."""
     own = logit_bytes(compute, logits)
     return budget if rest else max(1, budget * own // (own + teacher.itemsize))
 
@@ -64,10 +65,10 @@ def _share(budget: int, rest: str, compute: torch.dtype, logits: torch.dtype, te
 def _weights(
     per_class: bool, kind: str, temperature: float, unit: float, hard_weight: float, V: int, compute: torch.dtype
 ) -> tuple[float, tuple[float, float], float]:
-    """The factor of the sum of soft losses, the weights of the two gradients, and what those have been boosted by.
+    """The factor of the sum of soft losses, the weights of the two gradients, and the boost of those weights.
 
-    fp16 gradients would underflow with the divisor in them, or with the norms of logits: they are left at the size of a
-    probability, and brought down in the backward pass, in fp32.
+    In fp16 the divisor, or the norms of logits, would make gradients underflow. The boost leaves them at the size of a
+    probability; the backward pass divides by it, in fp32.
     """
     unit = unit / V if per_class else unit
     soft = (1 - hard_weight) * unit / temperature
@@ -92,7 +93,7 @@ def _distill_fwd(
     need_db: bool, per_class: bool, kind: str, rest: str, beta: float, temperature: float, unit: float,
     hard_weight: float, ignore_index: int, *transforms: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """rest: "" for a teacher's head; else teacher_x and teacher_weight hold the ids and log-probabilities it gave."""
+    """rest: "" for a teacher's head; else teacher_x and teacher_weight hold a `TopK`'s ids and log-probabilities."""
     outputs = _fake(
         x, weight, bias, teacher_x, teacher_weight, teacher_bias, target, inverse, valid, compute, teacher_compute,
         wide_logits, budget, fp32, need_dx, need_dw, need_db, per_class, kind, rest,
@@ -103,6 +104,7 @@ def _distill_fwd(
     unit, weights, _ = _weights(per_class, kind, temperature, unit, hard_weight, classes, compute)
     if target is not None and valid < 0 and x.device.type == "cpu":
         valid = int((target != ignore_index).sum())  # the host is the device: looking costs nothing
+    # Without targets every row counts: one zero, expanded, serves as all labels.
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
     known = None if target is None or valid < 0 else valid
     dtype, teacher_dtype = logits_dtypes(compute, teacher_compute, wide_logits)
@@ -134,6 +136,7 @@ def _distill_fwd(
         else:
             distill_rows(chunk.logits, theirs[0], *here, kind, *options, *transforms)
         if gradient:
+            # Wide logits leave a wide gradient, and the products take narrow factors.
             chunk = chunks.narrowed(chunk)
         if need_dx:
             chunks.add_input_gradient(dx, chunk)
@@ -143,6 +146,7 @@ def _distill_fwd(
             db += chunk.logits.sum(0, dtype=db.dtype)
     chunks.input_gradient.arrive()
     if shards is not None and chunks.count and not rest and kind != "cosine":
+        # Each device has its classes' part of the divergence. One exchange at the end adds up all rows at once.
         soft_rows = shards.gather(soft_rows).wait().sum(0)
     over: Tensor | float = 1.0 if inverse is None else inverse
     torch.mul(soft_rows.sum() * unit, over, out=soft)
@@ -157,7 +161,7 @@ def _distill_fwd(
 def _walk(
     chunks: Chunks, rest: str, compute: torch.dtype, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
-    """The chunks, and of the rows of each the teacher's logits, in one reused buffer, or what it gave."""
+    """Each chunk with its rows' teacher logits, in one reused buffer, or with its rows of a `TopK`."""
     if rest:
         for chunk in chunks:
             yield chunk, chunks.rows_of(chunk.start, chunk.stop, x, weight)
