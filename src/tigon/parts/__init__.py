@@ -1,1 +1,1 @@
-"""What fuse can replace in a model, one file for each kind: how it is recognised, and the forward that replaces it."""
+"""The kinds of modules that fuse replaces, a file each: how a kind is recognised, and its fused forward."""

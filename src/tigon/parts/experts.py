@@ -1,9 +1,10 @@
-"""Experts of a mixture, stacked in one module: what they compute, found out by running them, and their forward.
+"""Experts of a mixture, stacked in one module: recognised by their numbers, and run by `moe_mlp`.
 
-transformers has a registry of experts' implementations, by name. It belongs to the process, and what it is asked by is
-a field of the configuration, which several models may share. Here the forward of one module is replaced, as everywhere
-in tigon.fuse: nothing outside of the instance changes. A module that is set to an implementation other than
-transformers' general ones keeps it, and one that `set_experts_implementation` chooses after fuse runs instead of ours.
+transformers has a registry of experts' implementations, by name. This file does not use the registry: it belongs to
+the process, and models choose from it by a field of a configuration that several models may share. Instead fuse
+replaces the forward of one module, so that nothing outside of the instance changes. A module that is set to an
+implementation other than transformers' general ones keeps that implementation. An implementation that
+`set_experts_implementation` chooses after fuse runs instead of Tigon's.
 
 The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
 """
@@ -32,17 +33,20 @@ from tigon.parts.mlp import has_state
 from tigon.runtime import autocast_dtype, use_triton
 
 GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, of the same formula
-ROUNDINGS = 32  # of fp32, of a row's largest result: sums of products in another order
+ROUNDINGS = 32  # in fp32, relative to a row's largest result: both sides sum products, in different orders
 
 
 @dataclass(frozen=True)
 class Experts:
     """y = Σ_k w_k · down(act(gate) · up) of stacked experts, as `moe_mlp` computes it.
 
-    gate_up, down, gate_up_bias, down_bias: names of the module's parameters. by_columns: stored as (E, D, 2I).
-    inputs: the names of what its forward takes. alpha, limit: attributes that hold these options, or None.
-    act_module: the child that computes the activation. held: attributes that do something else, and the values with
-    which it is nothing. implementation: of transformers, that the module was set to; another one set since is obeyed.
+    gate_up, down, gate_up_bias, down_bias: names of the module's parameters.
+    by_columns: gate_up is stored as (E, D, 2I).
+    inputs: the names of the forward's arguments.
+    alpha, limit: attributes that hold these options of `moe_mlp`, or None.
+    act_module: the child that computes the activation.
+    held: attributes that may have an effect the formula lacks, with the values for which they have none.
+    implementation: transformers' implementation that the module was set to. If another one is set later, that one runs.
     """
 
     gate_up: str
@@ -86,11 +90,11 @@ class Experts:
 
 @recognition
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
-    """The formula of stacked experts; Reason for what is called so and is none that Tigon has; None for the rest."""
+    """The formula of stacked experts; a Reason if a module is called experts and Tigon lacks its formula; else None."""
     given = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in given.values()) == 0:
         return None
-    named = "expert" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
+    named = "expert" in type(module).__name__.lower()  # decides only if the report mentions it
 
     def left(reason: str) -> Reason | None:
         return Reason(reason) if named else None
@@ -132,7 +136,7 @@ class _Layout:
 
 
 def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
-    """Which parameter may be which, by their shapes."""
+    """The possible roles of the parameters, by their shapes."""
     matrices = [k for k, s in shapes.items() if len(s) == 3]
     vectors = [k for k, s in shapes.items() if len(s) == 2]
     if len(matrices) != 2 or len(vectors) not in (0, 2) or len(matrices) + len(vectors) != len(shapes):
@@ -157,7 +161,8 @@ def _of_layout(
     module: nn.Module, layout: _Layout, inputs: tuple[str, str, str], act_module: str | None
 ) -> Experts | None:
     numbers = [k for k, v in vars(module).items() if type(v) is float]
-    # An attribute may be an option; or be what makes the module another one, unless it keeps the value that it has.
+    # A number may be an option of the formula. Or it may change what the module computes: then the formula holds only
+    # while the number keeps its value.
     for attributes in [numbers, []] if numbers else [[]]:
         probes = _Probes(module, layout, attributes)
         held = tuple((k, getattr(module, k)) for k in numbers) if not attributes else ()
@@ -183,7 +188,7 @@ def _formulas(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 class _Probes:
-    """Copies of a module with small random weights, run once in each dtype, in training and not."""
+    """Copies of a module with small random weights, run once in each dtype, in training and in evaluation."""
 
     D, INNER, TOKENS = 12, 20, 12
 
@@ -197,11 +202,11 @@ class _Probes:
         }
         shapes |= {n: s for n, s in ((layout.gate_up_bias, (E, width)), (layout.down_bias, (E, self.D))) if n}
         drawn = {k: torch.randn(s, generator=generator) / (3.0 if len(s) == 3 else 1.0) for k, s in shapes.items()}
-        # Both ends of the experts, and every token to different ones.
+        # The first, middle and last experts; each token goes to different ones.
         some = torch.tensor([0, 1, 2, E // 2, E - 2, E - 1]).clamp(0, E - 1).unique()
         order = torch.rand(self.TOKENS, len(some), generator=generator).argsort(-1)[:, :K]
         self.index = some[order]
-        # Weights that tell whether they multiply the result or what goes in; tokens of all sizes, to reach any limit.
+        # Router weights that show whether they multiply result or input; tokens of all sizes, to reach any limit.
         self.weights = torch.rand(self.TOKENS, K, generator=generator) + 0.5
         x = torch.randn(self.TOKENS, self.D, generator=generator)
         self.inputs = {torch.float32: x * torch.logspace(-2, 1, self.TOKENS)[:, None], torch.bfloat16: x}
@@ -211,7 +216,7 @@ class _Probes:
         for dtype, training in itertools.product(self.inputs, (True, False)):
             probe = self.probes[dtype] = self._probe(dtype, training)
             self.results.append((dtype, False, run(probe, *self._arguments(dtype, self.index))))
-        # What another rank's experts are marked by: nothing, or an error.
+        # An index past the last expert marks another rank's experts: they add nothing, or the module raises.
         self.beyond = self.index.clone()
         self.beyond[::3, 0] = E
         self.results.append(
@@ -226,7 +231,7 @@ class _Probes:
         probe = probe_of(self.module, stored)
         vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(self.attributes)})
         config = vars(probe).get("config")
-        if config is not None:  # each expert by itself, whatever the model is set to
+        if config is not None:  # "eager" runs each expert by itself, whatever implementation the model is set to
             vars(probe)["config"] = config = copy.copy(config)
             vars(config)["_experts_implementation_internal"] = "eager"
         for part in (probe, *probe.children()):
@@ -234,7 +239,7 @@ class _Probes:
         return probe
 
     def _holds(self, formula: Experts, case: Case) -> bool:
-        """Whether the module computes its formula in another case, with the gradients of all that has one."""
+        """Whether the module computes its formula in another case, with the gradients of its inputs and parameters."""
         probe = self._probe(case.dtype, case.training)
         x = case.input(self.D).detach().flatten(0, 1).requires_grad_(case.gradients)
         places = torch.arange(len(x)) % self.TOKENS
@@ -245,7 +250,7 @@ class _Probes:
                 *_of_used_experts(x, index, weights, *formula.weights(probe)), options=formula.options(probe)
             )
         if y is None:
-            return case.dtype == torch.float16  # which some of torch does not do on a CPU
+            return case.dtype == torch.float16  # some torch functions lack fp16 on a CPU
         if not isinstance(y, Tensor) or y.shape != ours.shape or y.dtype != ours.dtype:
             return False
         if case.broken:
@@ -261,7 +266,7 @@ class _Probes:
         return self.inputs[dtype].to(dtype), index, self.weights.to(dtype)
 
     def fit(self, formula: Experts) -> bool:
-        """Whether it computes this formula: the same numbers in fp32; in bf16, no better than Tigon by half."""
+        """Whether the module computes this formula: equal in fp32; Tigon's bf16 error at most twice the module's."""
         for dtype, beyond, y in self.results:
             if beyond and y is None:
                 continue
@@ -282,15 +287,15 @@ class _Probes:
             error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
             if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
                 return False
-        # As many tokens as a step has would take eager code seconds, one expert after another: some hundreds do.
+        # Eager code runs one expert after another: as many tokens as a step has would take seconds, so 300 stand in.
         cases = [replace(case, shape=(1, min(case.shape[1], 300))) if case.shape[1] > 8 else case for case in CASES]
-        # Eager code adds the gradient of a bias in bf16 in an order of its own: no number to compare with.
+        # Eager code sums the gradient of a bias in bf16 in its own order, so bf16 gradients cannot be compared.
         cases = [replace(case, gradients=case.gradients and case.dtype == torch.float32) for case in cases]
         return all(self._holds(formula, case) for case in cases)
 
 
 def _of_used_experts(x: Tensor, index: Tensor, weights: Tensor, *experts: Tensor | None) -> tuple[Any, ...]:
-    """The same arguments without the experts that no token has chosen: the reference takes one after another."""
+    """The same arguments without the experts that no token chose: the reference runs one expert after another."""
     used = index[index < experts[0].shape[0]].unique()  # type: ignore[union-attr]
     return x, torch.searchsorted(used, index), weights, *(None if t is None else t[used] for t in experts)
 
@@ -307,12 +312,12 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 3 or len(given) != len(args) + len(kwargs) or given.keys() != set(formula.inputs):
         return plain_forward(self, *args, **kwargs)
     x, index, weights = (given[name] for name in formula.inputs)
-    if _implementation(self) != formula.implementation:  # set_experts_implementation since: its choice runs
+    if _implementation(self) != formula.implementation:  # set_experts_implementation chose another one since
         return plain_forward(self, *args, **kwargs)
     experts = formula.weights(self)
     if not _fits(x, index, weights, experts):
         return plain_forward(self, *args, **kwargs)
-    # In a graph the reference would have to take every token through every expert.
+    # In a compiled graph the reference would have to run every token through every expert.
     if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
         return plain_forward(self, *args, **kwargs)
     patch.ledger.count("experts", patch.key)
@@ -320,7 +325,7 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
-    """Plain tensors of one device; weights of x's dtype, unless autocast makes them so."""
+    """Whether all are plain tensors of one device, and the weights have x's dtype or get it from autocast."""
     floats = (x, weights, *(t for t in experts if t is not None))
     if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
         return False

@@ -45,13 +45,13 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
         getattr(self, formula.gate), getattr(self, formula.down)
     ):
-        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts to it
+        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts the product
     recompute = patch.ledger.recompute
     if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tiled = _tiled_mlp(self, patch, x)
         if tiled is not None:
             return _after_mlp(self, formula, tiled)
-        if recompute.is_running():  # an adapter, a hook: what they make takes part, and is not kept either
+        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the tensors that it saves, too
             run = functools.partial(_mlp, self, patch)
             return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     return _mlp(self, patch, x)
@@ -67,7 +67,7 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
         return None
     width = gate.out_features if up is not None else gate.out_features // 2
     if patch.ledger.recompute.is_elsewhere() and is_one_tile(x, width):
-        return None  # a checkpoint computes it all again as it is; only what is too wide for that is cut into tiles
+        return None  # a checkpoint recomputes the whole unit anyway; only a unit too wide for that is cut into tiles
     patch.ledger.count("mlp", patch.key)
     return gated_mlp(
         x, gate.weight, None if up is None else up.weight, down.weight, gate_bias=gate.bias,
@@ -77,7 +77,7 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
 
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     formula: Gated = patch.formula
-    # The layers are called as modules: what is on them (LoRA, hooks, quantisation) takes part.
+    # The layers are called as modules, so that LoRA, hooks and quantisation on them keep working.
     if formula.up is None:
         gate, up = getattr(self, formula.gate)(x), None
     elif formula.up_first:
@@ -91,7 +91,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     recompute = patch.ledger.recompute
     if plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
-        # What two plain layers have just made is seen by nobody else, and may be written over in the end.
+        # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
         own = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
         y = gated_linear(
@@ -114,10 +114,10 @@ def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:
 
 
 def _is_plain_linear(layer: Any, x: Tensor) -> bool:
-    """Whether calling the layer does no more than F.linear: then its input need not be kept for its backward pass.
+    """Whether calling the layer does no more than F.linear, so that its backward pass need not keep its input.
 
-    Anything on it (an adapter, a hook, another forward, a sharded weight) needs the call itself. So does torch.compile,
-    whose partitioner decides what is kept.
+    An adapter, a hook, another forward or a sharded weight needs the call of the module. So does torch.compile, whose
+    partitioner decides which tensors are kept.
     """
     if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
         return False
@@ -159,15 +159,16 @@ def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> 
 
 @dataclass(frozen=True)
 class Gated:
-    """y = down(act(gate(x)) · up(x)). Names of the child modules; up None where gate holds both, side by side.
+    """y = down(act(gate(x)) · up(x)).
 
-    act: a name in `tigon.ops.acts`. act_module: the child that computes it.
-    up_first: the order in which the module calls them, which random numbers and hooks can tell.
+    gate, up, down: names of the child modules; up is None where gate holds both matrices, side by side.
+    act: a name in `tigon.ops.acts`. act_module: the child that computes the activation.
+    up_first: the module calls up before gate. Random numbers and hooks can tell the order.
     between, after: children that the product and the result go through: dropout, a norm.
-    gate_scale, scale: attributes that multiply gate(x) and the result. dropout: one that says how much of the result is
-        dropped in training.
-    held: attributes that do something else, and the values with which it is nothing.
-    same_dtypes: the module's code does something else where its layers have several.
+    gate_scale, scale: attributes that multiply gate(x) and the result.
+    dropout: an attribute, the probability with which elements of the result are dropped in training.
+    held: attributes that may have an effect the formula lacks, with the values for which they have none.
+    same_dtypes: the formula holds only while all layers have one dtype, since the module's code compares dtypes.
     """
 
     gate: str
@@ -196,16 +197,16 @@ class Gated:
 
 @recognition
 def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
-    """The formula of a gated MLP; Reason for what is built like one and computes something else; None for the rest."""
+    """The formula of a gated MLP; a Reason if a module is built like one and computes something else; else None."""
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
     roles = list(_roles(widths)) if len(widths) in (2, 3) else []
     if not roles:
         return None
-    # Three square layers are also every attention: not to be mentioned.
+    # Every attention has three square layers too, so the report does not mention such modules.
     silent = all(before == after for before, after in widths.values())
-    mixer = silent or len(widths) == 2  # two layers that fit are also those of an attention or a state space
+    mixer = silent or len(widths) == 2  # attentions and state spaces also have two layers whose widths fit
     if module._parameters or module._buffers:
         return None if mixer else Reason("it has parameters of its own")
     if len(others) > 3:
@@ -221,12 +222,12 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         for gate, up, down in roles:
             for act in ACTS:
                 formula = Gated(gate, up, down, act, act_module)  # type: ignore[arg-type]
-                # A number among the attributes may scale something; or be what makes the module another one.
+                # A number among the attributes may be a scale, or may change what the module computes.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
                 found = _gated(module, formula, rest, list(numbers))
                 if found is not None:
                     return found
-                # A probability of 0, or a factor of 1, where nothing looks for one: right as long as it stays so.
+                # A probability of 0, or a factor of 1, that has no place in the formula: it holds while they stay.
                 found = _gated(module, formula, rest, []) if numbers else None
                 if found is not None:
                     return replace(found, held=tuple(numbers.items()))
@@ -243,7 +244,7 @@ def has_state(module: nn.Module) -> bool:
 
 
 def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
-    """(gate, up, down) that fit together; up None for two layers of which the first is twice as wide."""
+    """(gate, up, down) whose widths fit; up is None for two layers of which the first is twice as wide."""
     if len(widths) == 2:
         for gate in widths:
             down = next(k for k in widths if k != gate)
@@ -258,7 +259,7 @@ def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None
 
 
 class _Recorder(nn.Linear):
-    """A linear layer that remembers its inputs, and its turn."""
+    """A linear layer that records its inputs, and when it was called."""
 
     name: str
     seen: list[Tensor]
@@ -271,7 +272,7 @@ class _Recorder(nn.Linear):
 
 
 class _Mark(nn.Module):
-    """In place of a dropout or a norm: multiplies by a power of two, which shows where it stands and rounds nothing."""
+    """Stands in for a dropout or a norm. It multiplies by a power of two, which shows its place and rounds nothing."""
 
     factor: float
 
@@ -280,7 +281,7 @@ class _Mark(nn.Module):
 
 
 def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
-    """The formula with the places of the other children and of the scales; None where the numbers differ."""
+    """The formula with the places of the other children and of the scales filled in; None if the numbers differ."""
     factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
     scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
     found: set[Gated] = set()
@@ -290,7 +291,7 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
     for dtype in (torch.float32, torch.bfloat16):
         for training in (True, False):
             probe, layers, order = _probe(module, formula, factors, scales, dtype, training, generator)
-            # Small and large numbers: a limit that gate or up is held to shows.
+            # Small and large numbers, so that a limit on gate or up shows.
             x = torch.randn(16, NARROW, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
             x = x.view(2, 8, NARROW).to(dtype)
             y = run(probe, x)
@@ -303,15 +304,16 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
                 (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
             )
             if after is None and dropout is None:
-                return None  # something else follows the last layer
+                return None  # the module does more after the last layer
             dropouts |= {dropout} if training else set()
             g = F.linear(x, layers[gate].weight, layers[gate].bias)
             u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
             here = None
             for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
                 expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
-                # gelu is a difference of numbers as large as gate, to which fp32 rounding is relative, and in bf16 too
-                # where it is written out. Modules round act(gate) and the product, Tigon the product alone.
+                # gelu is a difference of numbers as large as gate, so fp32 rounding is relative to gate; so is bf16
+                # rounding where the module writes gelu out. Modules round act(gate) and the product, Tigon only the
+                # product.
                 written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
                 share = 0.5 if dtype == torch.float32 or written_out else 2**-15
                 terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
@@ -334,14 +336,14 @@ def _probe(
     module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], dtype: torch.dtype,
     training: bool, generator: torch.Generator,
 ) -> tuple[nn.Module, dict[str, _Recorder], list[str]]:  # fmt: skip
-    """A copy of the module with small layers that remember their inputs, and the order in which they are called."""
+    """A copy of the module with small layers that record their inputs, and the order in which they are called."""
     layers: dict[str, _Recorder] = {}
     order: list[str] = []
     for name in (formula.gate, formula.up, formula.down):
         if name is None:
             continue
         size = (WIDE, NARROW) if name == formula.down else (NARROW, 2 * WIDE if formula.up is None else WIDE)
-        layer = layers[name] = _Recorder(*size, device="meta")  # draws nothing from the global generator
+        layer = layers[name] = _Recorder(*size, device="meta")  # "meta" draws no numbers from the global generator
         for k, p in layer.named_parameters():
             setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
         layer.name, layer.seen, layer.order = name, [], order
@@ -357,8 +359,8 @@ def _probe(
 
 
 def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], case: Case) -> bool:
-    """Whether the module computes its formula in another case, from x to the result, and its gradients."""
-    training = case.training and formula.dropout is None  # what a dropout leaves is another thing at every call
+    """Whether the module computes its formula in another case: the result for x, and the gradients."""
+    training = case.training and formula.dropout is None  # a dropout gives another result at every call
     generator = torch.Generator().manual_seed(1)
     probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
     x = case.input(NARROW)
@@ -397,7 +399,7 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
     return case.agrees(y, result)
 
 
-NARROW, WIDE = 12, 40  # the sizes of the probe, whatever the module's: a layer of a 70B model would take a gigabyte
+NARROW, WIDE = 12, 40  # the probe's sizes, not the module's: a layer of a 70B model would take a gigabyte
 _PLACES = ("between", "after", "gate_scale", "scale")
 
 

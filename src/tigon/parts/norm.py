@@ -73,13 +73,13 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = functools.partial(rms_norm, **formula.form(self).options)
         inputs = x, weight
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
-    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and take it away again
+    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and free it afterwards
         patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 
 
 def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:
-    """Whether the formula was shown for inputs such as x, of this dtype instead of its own."""
+    """Whether probes showed the formula for inputs like x. dtype: taken instead of x's own."""
     if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
         return False
     if formula.native and autocast_dtype(x.device.type) is not None:
@@ -93,13 +93,15 @@ def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype |
 
 @dataclass(frozen=True)
 class Norm:
-    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it; where `centered`, the same of
-    x − mean(x), plus bias, as `tigon.layer_norm` does; where `gated`, the result times silu(gate), its second input.
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it. If `centered`: the same for
+    x − mean(x), plus bias, as `tigon.layer_norm` computes it. If `gated`: the result times silu(gate), a second input.
 
-    weight, bias, eps: names of the module's attributes; None for a norm without them; eps a number if it has no name.
-    mixed: holds also for an fp32 weight beside a narrower x.
-    native: it calls torch's own norm, which autocast runs in fp32. width: the only one it takes, without weight.
-    ranks: how many dimensions x may have: those that it was shown for.
+    weight, bias, eps: names of the module's attributes; None for a norm without them. eps is a number if no attribute
+        holds it.
+    mixed: the formula also holds for an fp32 weight beside a narrower x.
+    native: the module calls torch's own norm, which autocast runs in fp32.
+    width: the only width that a norm without weight accepts.
+    ranks: the numbers of dimensions of x that probes showed the formula for.
     """
 
     weight: str | None
@@ -115,7 +117,7 @@ class Norm:
     ranks: tuple[int, ...] = ()
 
     def form(self, module: Any) -> RMSForm:
-        """Of a module as it is now."""
+        """The RMSForm of a module, with its eps as it is now."""
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         return RMSForm(eps, self.offset, self.cast)
 
@@ -133,17 +135,19 @@ class Norm:
         return f"x / rms(x){weight}, {rounds}"
 
 
-# Where no attribute holds eps, it is a number in the code.
+# Tried where no attribute holds eps, and the code has it as a number.
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
-# Of x: a norm over another dimension than the last one, or one that counts them from the first, shows in one of these.
+# Ranks of x to probe. A norm over another dimension than the last, or one counted from the first, differs in one rank.
 RANKS = (2, 3, 4)
-FREE_WIDTH = 96  # of the probe of a norm without a weight
+FREE_WIDTH = 96  # the probe's width for a norm without a weight
 
 
 @recognition
 def recognize_norm(module: nn.Module) -> Norm | Reason | None:
-    """The formula of a norm over the last dimension; Reason for what is called a norm and is none that Tigon has;
-    None for the rest."""
+    """The formula of a norm over the last dimension.
+
+    Returns a Reason if a module is called a norm and Tigon lacks its formula, and None for any other module.
+    """
     named = "norm" in type(module).__name__.lower()  # decides what the report mentions, not what is replaced
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
@@ -160,7 +164,7 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
     gated = named and inputs_of(module)[1:] == ["gate"]
     if not (epsilons or named) or not (gated or takes_one_argument(module)):
         return Reason("it is no norm over one input") if named else None
-    # A norm without a weight may still be made for one width.
+    # A norm without a weight may still accept only one width.
     widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *whole_numbers_of(module)]
     found = None
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
@@ -174,11 +178,11 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
             formula = replace(formula, ranks=tuple(rank for rank in RANKS if others.get(rank, True)))
             if not all(_is_norm(module, formula, width, case=case) for case in CASES):
                 continue
-            # torch's own layer norm refuses an fp32 weight beside a narrower x on a GPU, and swiglu an fp32 factor.
+            # On a GPU torch's layer norm refuses an fp32 weight beside a narrower x, and swiglu refuses an fp32 factor.
             own = gated or (formula.centered and formula.native)
             mixed = not own and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
             found = replace(formula, mixed=mixed)
-            if mixed or formula.centered or gated:  # "gemma" and "none" differ only where x and weight do
+            if mixed or formula.centered or gated:  # "gemma" and "none" differ only for unlike dtypes
                 return found
     if found is not None:
         return found
@@ -186,12 +190,12 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
 
 
 def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: int | None) -> Iterator[Norm]:
-    """All formulas that these parameters may be those of."""
+    """All formulas that fit these parameters."""
     called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
     reading = reading_of(module)
     native = "rms_norm" in called or "layer_norm" in called or getattr(reading, "asks_autocast", False)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        native = native or "forward" in called  # that of its base class, by super()
+        native = native or "forward" in called  # calls its base class's forward, by super()
     if len(vectors) < 2:
         weight = vectors[0] if vectors else None
         for offset in (0.0, 1.0) if vectors else (0.0,):
@@ -206,16 +210,16 @@ def _norms_of(module: nn.Module, vectors: list[str], eps: str | float, width: in
 def _is_norm(
     module: nn.Module, formula: Norm, width: int, *, mixed: bool = False, rank: int = 3, case: Case | None = None
 ) -> bool | None:
-    """Whether it computes this formula of inputs of this rank, in training and not; None if it refuses them."""
+    """Whether the module computes this formula for inputs of this rank; None if it refuses such inputs."""
     generator = torch.Generator().manual_seed(0)
-    rows = 4 * max(2, 512 // width)  # bf16 roundings are told apart by how often they differ: that takes some numbers
+    rows = 4 * max(2, 512 // width)  # many numbers: formulas differ in how often their bf16 roundings differ
     x = torch.randn(rows, width, generator=generator) + 0.5
-    # Rows as small as any eps.
+    # Some rows are as small as any eps.
     x = (x * torch.logspace(-6, 2, rows)[:, None]).view(*(2,) * (rank - 2), -1, width)
     w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
     eps = formula.eps
     dtypes = [(torch.bfloat16, torch.float32)] if mixed else [(torch.float32,) * 2, (torch.bfloat16,) * 2]
-    # A second value of eps shows that it is this attribute, read at each call, that is added to the mean square.
+    # A second value of eps shows that the forward adds this attribute to the mean square, and reads it at each call.
     values = (None, 0.05) if isinstance(eps, str) else (None,)
     trainings: tuple[bool, ...] = (True, False)
     if case is not None:
@@ -225,7 +229,7 @@ def _is_norm(
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
         given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
         probe = probe_of(module, given)
-        if case is not None:  # the gradients of both are those of the same tensors
+        if case is not None:  # module and formula are differentiated by the same tensors
             weight, bias = (None if n is None else probe._parameters[n] for n in (formula.weight, formula.bias))
         probe.training = training
         if value is not None and isinstance(eps, str):
@@ -236,13 +240,13 @@ def _is_norm(
         with torch.set_grad_enabled(case is not None and case.gradients):
             y = run(probe, here, gate) if formula.gated else run(probe, here)
         if y is None:
-            return x_dtype == torch.float16 or None  # which some of torch does not do on a CPU
+            return x_dtype == torch.float16 or None  # some torch functions lack fp16 on a CPU
         with torch.set_grad_enabled(case is not None and case.gradients):
             expected, size = _expected(formula, here, weight, bias, added)
             if formula.gated:
                 expected = gated_reference(gate, expected, "silu")
-        # Without a weight there is one way to write the formula, which may round 1 / rms(x) first.
-        # In fp16 a formula was told by its roundings before: here another one by its size.
+        # Without a weight there is one formula, and the module may round 1 / rms(x) first. Other dtypes have told the
+        # formula by its roundings already; in fp16 the size of the difference decides.
         roundings = 0 if given and x_dtype != torch.float16 else 2
         if case is None and not same_numbers(y, expected, roundings=roundings, size=size):
             return False
@@ -255,12 +259,12 @@ def _is_norm(
 def _expected(
     formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """What the formula gives, and what its roundings are relative to, if not to that."""
+    """The formula's result, and the numbers that its roundings are relative to (None: the result itself)."""
     if not formula.centered:
         return rms_norm_reference(x, weight, eps=eps, offset=formula.offset, cast=formula.cast), None
     scale = weight if weight is None or not formula.offset else weight + formula.offset
     with torch.no_grad():
-        # The mean is taken off and the bias added: a rounding of either is one of what they are taken off.
+        # The mean is subtracted and the bias added: their roundings are relative to the largest of these terms.
         wide = x.float()
         size = wide.abs() + wide.mean(-1, keepdim=True).abs()
         size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)

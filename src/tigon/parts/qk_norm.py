@@ -1,4 +1,4 @@
-"""Norms of heads that wait for the rotation of these heads, to run with it in one pass.
+"""Norms of attention heads that wait for the rotation of these heads, so that both run in one pass.
 
 Attention modules norm each head of q and of k, transpose, and rotate:
 
@@ -6,8 +6,9 @@ Attention modules norm each head of q and of k, transpose, and rotate:
     key_states = self.k_norm(key_states.view(hidden_shape)).transpose(1, 2)
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-There a fused norm returns a `HeadNorm`: the heads, and the norm that is due. A transposition is noted. The rotary
-function of the module's clone (rotary.py) takes two of them to `tigon.qk_norm_rope`; anything else finds the tensor.
+In such a module a fused norm returns a `HeadNorm`: the heads, and the norm to apply. It notes a transposition. The
+rotary function of the module's clone (rotary.py) hands two HeadNorms to `tigon.qk_norm_rope`. Any other use of a
+HeadNorm computes the normed tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tigon.parts.rms_form import RMSForm
 class HeadNorm:
     """The (B, T, H, D) or (B, H, T, D) result of a norm over D, not computed yet.
 
-    Not a Tensor: `isinstance` says so. It lives in the forward of one attention module, from its norm to its rotation.
+    A HeadNorm is no Tensor, and `isinstance` says so. It lives in the forward of one attention module, from the norm to
+    the rotation.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, form: RMSForm, patch: Any) -> None:
@@ -64,7 +66,7 @@ class HeadNorm:
         return func(*(as_tensor(a) for a in args), **{k: as_tensor(v) for k, v in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("x", "normed"):  # half made, by copy or pickle
+        if name in ("x", "normed"):  # copy and pickle ask a half-made object
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -88,7 +90,7 @@ def bare(value: Any) -> Any:
 
 
 def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
-    """`tigon.rope` of the normed heads, to be called on the bare ones; None where the norms do not fit each other."""
+    """A function that norms and rotates the bare heads of q and k in one pass; None if their norms do not match."""
     if not isinstance(q, HeadNorm) or not isinstance(k, HeadNorm) or q.normed is not None or k.normed is not None:
         return None
     if q.form != k.form or q.x.dtype != k.x.dtype or q.weight.dtype != k.weight.dtype or q.weight.dtype != q.x.dtype:

@@ -33,7 +33,7 @@ def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Squared:
-    """y = relu(x)², an activation by itself, as `tigon.relu2` computes it."""
+    """y = relu(x)², as `tigon.relu2` computes it: a module that is an activation only."""
 
     def __str__(self) -> str:
         return "relu(x)²"

@@ -1,6 +1,6 @@
-"""Layers whose sum and norm run as one: clones of their forward in which `add_rms_norm` stands for both steps.
+"""Layers whose residual sum and norm run as one kernel: in a clone of their forward `add_rms_norm` does both steps.
 
-A decoder layer writes the residual stream and norms what it wrote:
+A decoder layer adds to the residual stream and norms the sum:
 
     hidden_states = residual + hidden_states
     residual = hidden_states
@@ -12,8 +12,8 @@ The clone is made from the layer's own source. Where the norm of a sum follows t
     residual = hidden_states
     hidden_states = _tigon_norm
 
-which is the same by construction, whatever the layer does elsewhere: `_tigon_add_norm` adds and calls the module where
-`add_rms_norm` does not apply. All else keeps its line numbers, its globals and its decorators.
+which computes the same by construction, whatever the layer does elsewhere: where `add_rms_norm` does not apply,
+`_tigon_add_norm` adds and calls the norm's module. The clone keeps line numbers, globals and decorators.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _CALL, _RESULT = "_tigon_add_norm", "_tigon_norm"
 
 
 class Sums:
-    """The forwards that norm a sum, and their clones, one per forward."""
+    """The layer forwards that norm a sum, with one clone for each."""
 
     def __init__(self) -> None:
         self._found: dict[Any, tuple[str, ...]] = {}
         self._clones: dict[Any, Any] = {}
 
     def found(self, forward: Any) -> tuple[str, ...]:
-        """The names of the norms that a forward calls on what it has just added up, in order."""
+        """The names of the norms that a forward calls on a sum it has just computed, in order."""
         inner = inspect.unwrap(forward) if callable(forward) else None
         if inner not in self._found:
             tree = _tree_of(inner) if isinstance(inner, types.FunctionType) and _may_add(inner.__code__) else None
@@ -56,10 +56,10 @@ class Sums:
         return self._found[inner]
 
     def of(self, forward: Any) -> Any:
-        """What stands for a forward: its clone, behind the decorators that the instance's class has when it is called.
+        """The clone that replaces a forward, behind the decorators of the instance's class at the time of the call.
 
-        transformers wraps the forward of a layer class, and of every class made from it, in the function that
-        checkpoints. FSDP2 makes such a class, after fuse(), of layers that are fused already.
+        transformers wraps the forward of a layer class, and of every class derived from it, in the function that
+        checkpoints. FSDP2 derives such a class from the class of layers that fuse() has replaced already.
         """
         first = WRITES_GLOBALS if writes_globals(forward) else self._clone(forward)
         if isinstance(first, Reason):
@@ -79,7 +79,7 @@ class Sums:
 
 
 def is_rms_norm(norm: Any) -> bool:
-    """Whether a layer's attribute is a norm that `add_rms_norm` can stand for."""
+    """Whether a layer's attribute is a norm that `add_rms_norm` can compute."""
     patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
     return isinstance(patch, Patch) and patch.kind == "norm" and _is_rms(patch.formula)
 
@@ -89,7 +89,7 @@ def _is_rms(formula: Norm) -> bool:
 
 
 def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """one + other, and norm(one + other). layer: whose sum it is, for the report."""
+    """one + other, and norm(one + other). layer: the name of the layer's forward, for the report."""
     patch: Patch | None = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
     if patch is None or not patch.ledger.active or not _is_plain_sum(one, other) or transformed():
         total = one + other
@@ -119,12 +119,12 @@ def _is_plain_sum(one: Any, other: Any) -> bool:
 
 
 def _may_add(code: types.CodeType) -> bool:
-    # A closure (super() is one) cannot be compiled on its own, and a private name not outside its class.
+    # A closure (super() makes one) cannot be compiled by itself, nor can a private name outside its class.
     return not code.co_freevars and not any(n.startswith("__") and not n.endswith("__") for n in code.co_names)
 
 
 def _tree_of(fn: types.FunctionType) -> ast.Module | None:
-    """The syntax tree of a function, without decorators, defaults and annotations; None where the source is not its."""
+    """A function's syntax tree, without decorators, defaults and annotations; None if the source is not its own."""
     try:
         lines, first = inspect.getsourcelines(fn)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -138,13 +138,13 @@ def _tree_of(fn: types.FunctionType) -> ast.Module | None:
     for argument in ast.walk(function.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    # The defaults themselves are taken from the function: here they only have to be as many.
+    # `rebuilt` copies the defaults' values from the function: the tree only needs as many.
     none = ast.Constant(None)
     function.args.defaults = [none for _ in function.args.defaults]
     function.args.kw_defaults = [d if d is None else none for d in function.args.kw_defaults]
     ast.fix_missing_locations(tree)
     code = _compiled(tree, fn)
-    # A file that was edited since it was imported, or a function that was made from another one's source.
+    # They differ if the file was edited since its import, or another function's source made this function.
     return tree if (code.co_code, code.co_names) == (fn.__code__.co_code, fn.__code__.co_names) else None
 
 
@@ -177,13 +177,13 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     ast.fix_missing_locations(tree)
     scope = dict(fn.__globals__)
     scope[_CALL] = functools.partial(add_norm, name_of(fn))
-    # Dynamo guards a global by the name of its module, where this one is not.
+    # Dynamo guards a global through the module `__name__`, which does not have `add_norm` under this name.
     scope.pop("__name__", None)
     return rebuilt(fn, scope, None, code=_compiled(tree, fn))
 
 
 class _Result(ast.NodeTransformer):
-    """Puts the result in the place of the call."""
+    """Replaces the call of the norm by the name that holds the norm's result."""
 
     def __init__(self, norm: str) -> None:
         self.norm = norm
@@ -195,7 +195,7 @@ class _Result(ast.NodeTransformer):
 
 
 def _sites(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
-    """Where a name is assigned a sum, and the next statement that does more than rename it norms it."""
+    """The places where a name is assigned a sum, and the next statement that does more than rename the sum norms it."""
     for node in ast.walk(function):
         for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
             if isinstance(statements, list):
@@ -231,7 +231,7 @@ def _norm_after(statements: list[ast.stmt], at: int) -> tuple[int, str] | None:
 
 
 def _always_evaluated(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls in an expression, but for those that it may skip, or make more than once."""
+    """The calls in an expression that it always makes, and makes once."""
     if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
     if isinstance(node, ast.Call):
@@ -241,7 +241,7 @@ def _always_evaluated(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _normed_name(node: ast.AST) -> str | None:
-    """x, of a call `self.name(x)`."""
+    """x of a call `self.name(x)`; None for any other node."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
         return None
     func = node.func

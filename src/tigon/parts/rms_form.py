@@ -1,4 +1,4 @@
-"""What tells one RMS norm from another, besides its weight: carried whole from the norm to each operator."""
+"""The options that tell one RMS norm from another, besides its weight, as one value that every operator gets whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention forwards that call tigon.rope: clones of the original code, with another function under that name."""
+"""Attention forwards that call tigon.rope: clones of the original code whose globals name tigon.rope's wrapper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tigon.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
 
 
 class Clones:
-    """Copies of attention forwards that see tigon.rope where their module has a rotary function, one per forward."""
+    """Clones of attention forwards that see tigon.rope in place of their module's rotary function, one per forward."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -38,7 +38,7 @@ class Clones:
             inner = inspect.unwrap(forward) if callable(forward) else None
             names = getattr(getattr(inner, "__code__", None), "co_names", ())
             candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
-            # A name decides what the report mentions, nothing else.
+            # The name decides whether the report mentions a function, never whether it is replaced.
             self._found[forward] = {
                 n: recognize_rotary(g) for n, g in candidates.items() if arguments_of(g) or _sounds_rotary(g)
             }
@@ -59,7 +59,7 @@ class Clones:
 
     def _with_rope(self, fn: types.FunctionType) -> types.FunctionType:
         scope = dict(fn.__globals__)
-        # Dynamo guards a global by the name of its module, where the plain function still is.
+        # Dynamo guards a global through the module `__name__`, which still has the plain function.
         scope.pop("__name__", None)
         for name, formula in self.found(fn).items():
             if isinstance(formula, Rotary):
@@ -73,22 +73,22 @@ def _sounds_rotary(fn: Any) -> bool:
 
 
 def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
-    """What stands for the function of this name in a forward's globals. key: counts the calls of that forward."""
+    """The function that a clone's globals have under this name. key: by which the ledger counts the clone's calls."""
     recognised = scope[name]
     turn = formula.turn
-    # All layers of a model are handed the same cos and sin.
+    # All layers of a model get the same cos and sin, so they are spread once.
     spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
         if turn.angles == "whole" and not turn.back:
             return cos, sin
-        # Of complex angles cos and sin are views, made anew at each call.
+        # From complex angles each call makes new views cos and sin: the complex tensor itself is the key.
         first, second = (cos, sin) if freqs is None else (freqs, freqs)
         if not _may_keep(first, second):
             return turn.spread(cos, sin)
         kept = spread.get(first)
         if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
-            # A value that holds its own key would keep it alive: what is not changed is left out.
+            # A value that holds its own key would keep the key alive, so unchanged tensors are left out.
             made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
             kept = ref(second), (version_of(first), version_of(second)), made
             spread[first] = kept
@@ -98,13 +98,13 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
     def plain_rope(*tensors: Tensor, **options: Any) -> Any:
         run = functools.partial(rope, **options)
         turned = run(*tensors)
-        # `rope` keeps angles alone; heads that a norm has made can be made once more.
+        # `rope` keeps only the angles, but heads that a norm made can be recomputed.
         ledger.recompute.note(turned, run, *tensors, where_known=True)
         return turned
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
-        fits = plain is recognised and ledger.active and not transformed()  # another function has its place since?
+        fits = plain is recognised and ledger.active and not transformed()  # else it was replaced since
         bound = formula.bind(args, kwargs) if fits else None
         heads = () if bound is None else tuple(bare(x) for x in bound[0])
         if bound is None or not _tensors_fit(*heads, *bound[1:3]):
@@ -139,12 +139,12 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
 
 
 def _may_keep(*angles: Tensor) -> bool:
-    """Whether what is made of them now serves later calls too."""
+    """Whether tensors made from these angles now may serve later calls."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return False  # an inference tensor is of no use to a backward pass
+        return False  # a backward pass cannot use an inference tensor
     if any(t.is_inference() for t in angles):
-        return False  # these do not count what is written into them
-    return not _capturing(angles[0])  # a replay must spread the angles of its own step
+        return False  # inference tensors have no version counter
+    return not _capturing(angles[0])  # the replay of a CUDA graph must spread the angles of its own step
 
 
 def _capturing(t: Tensor) -> bool:

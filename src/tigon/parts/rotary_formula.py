@@ -1,7 +1,7 @@
-"""What a rotary function computes, found out by running it, as recognize.py does for modules.
+"""Probes of rotary functions: running one tells what it computes, as probe.py does for modules.
 
-Functions differ in where they take their angles from, in which dimensions of a head they pair, and in their arguments.
-Each way is a `Turn`; `Turn.of` says it in terms of `tigon.rope`, for the probe and for the model alike.
+Functions differ in the form of their angles, in the dimensions of a head that they pair, and in their arguments. A
+`Turn` is one such variant, and `Turn.of` computes it by `tigon.rope`, for the probe and for the model alike.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tigon.fusion.reading import reading_of_function
 from tigon.fusion.reasons import Reason
 from tigon.ops.rope import rope_reference
 
-# The arguments that functions begin with, and whether the angles are complex numbers, cos + i sin.
+# The names of a function's leading arguments; freqs are complex numbers, cos + i sin.
 ARGUMENTS = ("q k cos sin", "x cos sin", "x sin cos", "q k freqs")
-HEAD, WIDTHS = 16, (16, 8)  # of the probe: a rotation of the whole head, and of half of it
+HEAD, WIDTHS = 16, (16, 8)  # the probe's head, and the widths it rotates: the whole head, and half
 
 
 @dataclass(frozen=True)
 class Turn:
     """One way to write a rotation.
 
-    angles: "whole" where cos has an entry for each dimension that is rotated; "half" where it has one for each pair;
-        "first half" where it is as wide as "whole", and its second half is not looked at.
-    pairs: "halves", the first half of the dimensions with the second; "neighbours"; or "parted", neighbours that are
-        rotated and then laid into two halves.
-    back: by the negative angle. tail: the dimensions that are rotated are the last ones of a head.
+    angles: "whole" if cos has an entry for each rotated dimension; "half" if cos has an entry for each pair; "first
+        half" if cos is as wide as in "whole" and its second half is ignored.
+    pairs: "halves" pairs the first half of the dimensions with the second; "neighbours" pairs neighbours; "parted"
+        pairs neighbours, rotates them and then sorts them into two halves.
+    back: rotate by the negative angle. tail: the rotated dimensions are the last ones of a head.
     """
 
     angles: str = "whole"
@@ -42,7 +42,7 @@ class Turn:
     tail: bool = False
 
     def spread(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin as tigon.rope takes them."""
+        """cos and sin in the form that tigon.rope takes."""
         sin = -sin if self.back else sin
         if self.angles == "whole":
             return cos, sin
@@ -53,7 +53,7 @@ class Turn:
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
     def of(self, rope: Callable[..., Any], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
-        """q and k, or one of them, rotated by cos and sin that `spread` has made."""
+        """The heads (q and k, or one of them) rotated by the cos and sin that `spread` returned."""
         R = cos.shape[-1]
         passed = [x[..., :-R] for x in heads] if self.tail and heads[0].shape[-1] > R else None
         if passed is not None:
@@ -68,7 +68,7 @@ class Turn:
         return turned
 
     def whole_heads(self, given: int, head: int) -> bool:
-        """Whether `of` hands the heads to `rope` as they are. given: the width of cos, as the model has it."""
+        """Whether `of` hands the heads to `rope` unchanged. given: the width of the model's cos."""
         rotated = 2 * given if self.angles == "half" else given
         return self.pairs != "parted" and not (self.tail and head > rotated)
 
@@ -82,12 +82,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A function that `tigon.rope` can stand for.
+    """A rotary function that `tigon.rope` can replace.
 
-    names: its leading arguments. complex: they are q, k and cos + i sin.
-    full, partial: shown to hold where the whole head is rotated, and where a part is. flat: also for q (T, H, D) and
-    cos (T, R). keeps: results have the dtypes of q and k, whatever cos has. unsqueeze: its parameter of that name is
-    honoured. default: the place of the heads when that is not given. alone: k may be None.
+    names: its leading arguments. complex: the arguments are q, k and cos + i sin.
+    full, partial: probes showed the formula for a rotation of the whole head, and of a part of the head.
+    flat: probes showed the formula for q (T, H, D) and cos (T, R) too.
+    keeps: results have the dtypes of q and k, whatever dtype cos has.
+    unsqueeze: the function honours its parameter unsqueeze_dim.
+    default: the dimension of the heads without that parameter. alone: k may be None.
     """
 
     turn: Turn
@@ -107,11 +109,11 @@ class Rotary:
 
     @property
     def pair(self) -> bool:
-        """Whether it takes q and k."""
+        """Whether the function takes q and k."""
         return len(self.names) == 4 or self.complex
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, int] | None:
-        """Heads, cos and sin, and the place of the heads; None for a call that was not shown to be one of these."""
+        """Heads, cos and sin, and the dimension of the heads; None for a call that no probe covers."""
         if len(args) > len(self.names):
             return None
         given = dict(zip(self.names, args, strict=False))
@@ -142,7 +144,7 @@ class Rotary:
 
 
 def arguments_of(fn: Any) -> tuple[str, ...] | None:
-    """The names of a function's leading arguments if they are such as make it worth a probe."""
+    """The names of a function's leading arguments if they suggest a rotary function, which is then probed."""
     try:
         parameters = list(_signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -158,8 +160,8 @@ def arguments_of(fn: Any) -> tuple[str, ...] | None:
 
 
 def _signature(fn: Any) -> inspect.Signature:
-    # Where Hugging Face kernels is installed, transformers makes a module of the function, which has its signature on
-    # `forward`.
+    # If Hugging Face kernels is installed, transformers turns the function into a module, whose `forward` has the
+    # signature.
     return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
 
 
@@ -171,7 +173,9 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
     complex_ = len(names) == 3 and names[2].startswith("freqs")
     for default, turn in itertools.product((1, 2), _turns(complex_)):  # heads at (B, H, T, D) or (B, T, H, D)
         shown = {width: keeps for width in WIDTHS if (keeps := _is_rope(fn, turn, names, default, width)) is not None}
-        if HEAD in shown and len(shown) == 1:  # which end of a head is rotated does not show where all of it is
+        if (
+            HEAD in shown and len(shown) == 1
+        ):  # a rotation of the whole head does not show which end a partial one rotates
             tail = Turn(turn.angles, turn.pairs, turn.back, tail=True)
             if (keeps := _is_rope(fn, tail, names, default, WIDTHS[1])) is not None:
                 turn, shown[WIDTHS[1]] = tail, keeps
@@ -212,7 +216,7 @@ def _is_rope(
     fn: Callable[..., Any], turn: Turn, names: tuple[str, ...], dim: int, width: int, *, flat: bool = False,
     alone: bool = False, case: Case | None = None, **options: Any,
 ) -> bool | None:  # fmt: skip
-    """None where the numbers differ; else whether the heads keep their dtype beside a cos of fp32."""
+    """Whether the heads keep their dtype beside a cos of fp32; None if the numbers differ."""
     if not turn.fits(width, HEAD):
         return None
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +252,7 @@ def _is_rope(
         with torch.set_grad_enabled(case is not None and case.gradients):
             result = run(fn, *inputs, **options)
         if result is None and x_dtype == torch.float16:
-            return True  # which some of torch does not do on a CPU
+            return True  # some torch functions lack fp16 on a CPU
         turned = (result,) if isinstance(result, Tensor) else result
         if not isinstance(turned, tuple) or len(turned) != len(heads) or not all(isinstance(t, Tensor) for t in turned):
             return None
@@ -274,7 +278,7 @@ def _is_rope(
                     return None
                 keeps = kept
                 z = z.to(x.dtype) if kept else z
-            # x·cos and rotated·sin may each be rounded before the sum: the error is relative to them, not to the sum.
+            # x·cos and rotated·sin may each be rounded before the sum: the error is relative to these terms.
             if not same_numbers(y, z, roundings=3, size=_terms(turn, x, *(t.unsqueeze(dim) for t in wide))):
                 return None
     return keeps
