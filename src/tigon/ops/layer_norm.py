@@ -104,7 +104,8 @@ def _layer_norm_fwd_kernel(
         # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # The mean of what is left corrects the rounding of the mean: a row of equal numbers has exactly their mean.
+        # The mean of the centred row corrects the rounding of the first mean. A row of equal numbers then has exactly
+        # their mean.
         mean = tl.sum(x, 1) / N
         centred = tl.where(col_mask, x - mean[:, None], 0.0)
         left = tl.sum(centred, 1) / N
@@ -127,13 +128,14 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _fold(wide, narrow):
-    """narrow plus all of wide that lies above it: the sum of a row in two parts, thread by thread."""
+    """narrow plus the pieces of wide of its length: a row in two parts, added within threads before warps exchange."""
     return tl.sum(tl.reshape(wide, (wide.shape[0] // narrow.shape[0], narrow.shape[0])), 0) + narrow
 
 
 @triton.jit
 def _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, cols, mask, mean, rstd):
-    # The policy tells this load from the first: of two equal ones the compiler makes one, and keeps what it brought.
+    # The eviction policy makes this load differ from the first. The compiler would merge two equal loads, and keep the
+    # row in registers in between.
     x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     y = (x - mean) * rstd
     if w_ptr is not None:
@@ -148,8 +150,8 @@ def _layer_norm_row_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    # A row a program, in one part or in two. It is read again, from the L1 cache, once its sums are known: registers
-    # that do not hold it meanwhile hold another program, which waits for memory while this one sums.
+    # One row a program, in one part or in two. Once the sums are known the row is read again, from the L1 cache. The
+    # registers that do not hold it in between serve another program, which waits for memory while this one sums.
     row = tl.program_id(0)
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
@@ -162,7 +164,7 @@ def _layer_norm_row_fwd_kernel(
         x_rest = tl.load(x_ptr + rest, mask=rest < N, other=0.0).to(tl.float32)
         total = _fold(x, x_rest)
     mean = tl.sum(total, 0) / N
-    # As above; both sums in one exchange between warps.
+    # The mean of the centred row corrects the first mean, as in the kernel above; one exchange brings both sums.
     centred = tl.where(mask, x - mean, 0.0)
     squares = centred * centred
     if BLOCK_REST > 0:
@@ -188,11 +190,12 @@ def _layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW and dbias in
-    # registers. Masked columns need no care: dy is zero there, and every term has it as a factor.
+    # registers. Masked columns need no further mask: dy is zero there, and is a factor of every term.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    # A share for every row of the tile: rows are added once, at the end, and not in each step.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -204,6 +207,7 @@ def _layer_norm_bwd_kernel(
         if NEED_DW or dx_ptr is not None:
             x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
             x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            # Mean and 1/std lie side by side: one load of 8 bytes brings both.
             pair = rows[:, None] * 2 + tl.arange(0, 2)[None, :]
             mean, rstd = tl.split(tl.load(stats_ptr + pair, mask=row_mask[:, None], other=0.0))
             mean, rstd = mean[:, None], rstd[:, None]
@@ -265,9 +269,9 @@ def _layer_norm_row_bwd_kernel(
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
     SECTORS: tl.constexpr,
 ):  # fmt: skip
-    # As above, for rows so wide that the sums of dW and dbias take half of all registers. Those that are left do not
-    # hold the row while its sums are found: it is read once more, from the L1 cache. The other policy is what keeps the
-    # compiler from making one load of the two; nor may it move anything out of the loop into a register.
+    # As above, for rows so wide that the sums of dW and dbias take half of all registers. The other half does not hold
+    # the row while it is summed, so the row is read once more, from the L1 cache. A different eviction policy keeps the
+    # compiler from merging the two loads; and it may move nothing out of the loop into a register (disable_licm).
     cols = tl.arange(0, BLOCK_N)
     mask = cols < N
     dw = tl.zeros((BLOCK_N,), tl.float32)
@@ -290,8 +294,8 @@ def _layer_norm_row_bwd_kernel(
         if dx_ptr is not None:
             products, total = _row_terms(dy_row, x_row, w_ptr, cols, mask, mean, rstd)
             if SECTORS > 0:
-                # One number of each sector of the next row brings all of it into the cache, and occupies a register
-                # where the row would occupy sixteen.
+                # Prefetch: loading one number of each sector of the next row brings the whole row into the cache, and
+                # takes one register where the row would take sixteen.
                 ahead = tl.minimum(row + tl.num_programs(0), M - 1)
                 dy_ahead = dy_ptr + ahead // inner_dy * stride_dyo + ahead % inner_dy * stride_dyi + sectors * 16
                 x_ahead = x_ptr + ahead // inner * stride_xo + ahead % inner * stride_xi + sectors * 16
@@ -316,7 +320,7 @@ def _layer_norm_row_bwd_kernel(
         if SECTORS > 0 and dx_ptr is not None:
             seen = tl.maximum(seen, hint)
     if SECTORS > 0 and dx_ptr is not None:
-        # Never stored, which the compiler cannot know: a load that nobody uses would not be made.
+        # The mask is never true, which the compiler cannot know. Without a use it would drop the prefetching loads.
         tl.store(stats_ptr + sectors, seen, mask=sectors + M < 0)
     if NEED_DW or NEED_DB:
         partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N
@@ -338,8 +342,8 @@ def _layer_norm_wide_fwd_kernel(
     row = tl.program_id(0)
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
-    # Sums about the mean of the first block. That lies within sqrt(N / BLOCK_N) standard deviations of the row's mean,
-    # whatever the row holds, so that the difference of squares below keeps its digits.
+    # Sums are taken about the mean of the first block, which lies within sqrt(N / BLOCK_N) standard deviations of the
+    # row's mean, whatever the row holds. The difference of squares below therefore keeps its digits.
     cols = tl.arange(0, BLOCK_N)
     about = tl.sum(tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32), 0) / BLOCK_N
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -429,17 +433,23 @@ def _layer_norm_wide_dw_kernel(
 
 
 def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int, int, int]:
-    """Rows a tile, columns a tile, warps and stages. Narrow rows share a tile, so that every warp has 16-byte loads to
-    make; each further warp makes the three sums dearer. The widest rows have the next on their way, if two of all that
-    is loaded (itemsizes: bytes an element of x, weight and bias) fit: the compiler buffers weight and bias too."""
+    """Rows a tile, columns a tile, warps and stages.
+
+    Narrow rows share a tile, so that every warp has 16-byte loads to make; each further warp makes the three sums
+    dearer. With the widest rows the next row is on its way if shared memory holds two of everything that is loaded: the
+    compiler buffers weight and bias too. itemsizes: bytes an element of x, weight and bias.
+    """
     block_n = next_power_of_2(n)
     stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
     return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
 
 
 def _row_tile(n: int) -> tuple[int, int, int]:
-    """Columns of a row's two parts, and warps. Both are powers of 2, which 12288 is not, but 8192 and 4096 are; the
-    second is empty where it would be as large as the first. Every thread has 16-byte loads to make in either."""
+    """Columns of a row's two parts, and warps.
+
+    A tile is a power of 2, which 12288 is not, but 8192 + 4096 wastes no lane. The second part is empty where it would
+    be as large as the first. Every thread has 16-byte loads to make in both parts.
+    """
     block_n = next_power_of_2(n)
     warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
     rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
@@ -447,9 +457,12 @@ def _row_tile(n: int) -> tuple[int, int, int]:
 
 
 def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages, programs a multiprocessor: one, whose next two tiles are on their way meanwhile, 2
-    inputs · 3 stages · 16 KiB. Where that does not fit, or a row is so wide that registers are short, no prefetch.
-    Rows that leave much of a power of 2 empty wait for less and sum more: one a tile, and one more on its way."""
+    """Rows, columns, warps, stages, programs a multiprocessor.
+
+    One program computes a tile while its next two are loaded: 2 inputs · 3 stages · 16 KiB of shared memory. There is
+    no prefetch where that does not fit, or where a row is so wide that registers are short. A row that leaves much of a
+    power of 2 empty loads less and sums more: such tiles hold one row, with one more stage.
+    """
     block_n = next_power_of_2(n)
     if 4 * n <= 3 * block_n and 4096 <= block_n <= 8192 and x.element_size() == 2:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
@@ -534,6 +547,7 @@ def _layer_norm_bwd(
         if halves:
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
 
+        # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
         by_row = block_n > 8192
 
         def plan():

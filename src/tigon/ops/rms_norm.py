@@ -30,7 +30,7 @@ from tigon.runtime import (
 
 Cast = Literal["llama", "gemma", "none"]
 CASTS = get_args(Cast)
-# One tile holds a row up to this width; wider rows are read twice, block by block.
+# Up to this width one tile holds a row in registers; wider rows are read twice, block by block.
 MAX_TILE = 16384
 
 
@@ -50,7 +50,7 @@ def rms_norm(
         weight: (N,), or None for no scale.
         eps: added to the mean square, in squared units of x.
         offset: added to weight; Gemma stores weight − 1 and uses 1.0.
-        cast: what is rounded when, as the model families write it:
+        cast: where the result is rounded, as the model families write it:
             "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x and weight.
             "gemma"  everything in fp32, rounded once, to x's dtype. Also what torch.nn.RMSNorm does.
             "none"   everything in fp32, rounded once, to the promoted dtype of x and weight.
@@ -80,10 +80,10 @@ def add_rms_norm(
     """Add x to the residual stream and norm the sum, in one pass; the backward takes both gradients in one pass.
 
     Args:
-        x: (..., N), what a layer adds. residual: (..., N), what it is added to; any float dtypes and strides.
+        x: (..., N), a layer's output. residual: (..., N), the stream it is added to; any float dtypes and strides.
         weight, eps, offset, cast: as for `rms_norm`, of the sum.
     Returns: (norm, sum), both in the order of residual's memory. The sum is rounded to the promoted dtype of x and
-        residual, and the norm is the norm of what was rounded: the same numbers as of the two steps.
+        residual, and the norm is taken of the rounded sum: the same numbers as from the two steps.
     Raises: ValueError as `rms_norm`, and where residual and x differ in shape.
 
     Replaces::
@@ -125,7 +125,7 @@ def rms_norm_reference(
     if cast == "llama":
         y = y.to(x.dtype)
         if weight is not None and not offset:
-            return weight * y  # a product of two bf16 is computed in fp32 and rounded once, without a copy in fp32
+            return weight * y  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
     if weight is not None:
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
@@ -175,11 +175,13 @@ def _rms_norm_fwd_kernel(
         x += tl.load(r_ptr + r_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         total = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + y_at, total, mask=mask)
+        # The norm of the rounded sum, as the two separate steps have it.
         x = total.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     y = x * rstd[:, None]
+    # Llama's order: x · rstd is rounded to x's dtype before the weight scales it.
     if ROUND:
         y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
@@ -198,6 +200,7 @@ def _rms_norm_bwd_kernel(
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    # A share for every row of the tile: rows are added once, at the end, and not in each step.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -212,20 +215,22 @@ def _rms_norm_bwd_kernel(
                 ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         wdy = dy
         if w_ptr is not None:
-            if RELOAD:  # the widest rows leave no registers for the weight: it comes from the L1 cache each time
+            if RELOAD:  # the widest rows leave no registers for the weight, which comes from the L1 cache each time
                 w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
             wdy = dy * w[None, :]
         if rstd_ptr is None:
-            # The row is here anyway, and the forward has one tensor less to make.
+            # The row is in registers anyway, so 1/rms is computed again: the forward saves no tensor for it, and both
+            # sums take one exchange between warps.
             squares, products = _sum2(x * x, wdy * x)
             rstd = tl.rsqrt(squares / N + eps)[:, None]
             xhat = x * rstd
             mean = products[:, None] * rstd / N
-        else:  # where registers are short: dW is done with before the sums, and less outlives them
+        else:  # registers are short: a saved rstd makes xhat, and so dW, independent of the sum
             rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
             xhat = x * rstd
             mean = (tl.sum(wdy * xhat, 1) / N)[:, None]
         if dw_ptr is not None:
+            # The forward scaled the rounded xhat, so dW has it as its factor.
             if ROUND:
                 dw += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
@@ -239,6 +244,7 @@ def _rms_norm_bwd_kernel(
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
+        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics.
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
@@ -264,11 +270,12 @@ def _rms_norm_wide_fwd_kernel(
             x = total.to(tl.float32)
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    # Stored always: a row that is read in blocks is not in registers in the backward pass either.
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if r_ptr is not None:  # the same sum again: what this program stored, another thread may have stored
+        if r_ptr is not None:  # added again, not read back: another thread of the program may have stored the sum
             x += tl.load(r_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
             x = x.to(s_ptr.dtype.element_ty).to(tl.float32)
         y = x * rstd
@@ -298,6 +305,7 @@ def _rms_norm_wide_dx_kernel(
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    # Σ wdy · xhat = rstd · Σ wdy · x, and the second rstd turns x into xhat below.
     mean = tl.sum(products, 0) * rstd * rstd / N
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -315,6 +323,7 @@ def _rms_norm_wide_dw_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
     ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Neighbouring programs take neighbouring rows of the same columns.
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), tl.float32)
@@ -343,9 +352,12 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages and programs a multiprocessor. One program, whose next two tiles are on their way
-    meanwhile: 2 or 3 inputs · 3 stages · 16 KiB. A tile that is much padding carries less, so more of them are; where
-    they do not fit, or a row is so wide that registers are short, there is no prefetch."""
+    """Rows, columns, warps, stages and programs a multiprocessor.
+
+    One program computes a tile while its next two are loaded: 2 or 3 inputs · 3 stages · 16 KiB of shared memory. A
+    tile that is much padding carries less, so more tiles are on their way. There is no prefetch where tiles do not
+    fit, or where a row is so wide that registers are short.
+    """
     block_n = next_power_of_2(n)
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
@@ -361,9 +373,9 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
 
 
 def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for rstd where the backward reads it; empty where it computes it again, from a row that fits in registers.
+    """Room for rstd if the backward reads it; empty if the backward computes rstd again, from a row in registers.
 
-    dtype: of the tensor that the backward reads.
+    dtype: the dtype of the rows that the backward reads.
     """
     N = x.shape[-1]
     rows = x.numel() // N if N * dtype.itemsize > MAX_TILE else 0
@@ -383,7 +395,7 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
 
 def _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast):
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    # In the order of the residual: that is what residual + x has.
+    # In the order of the residual's memory, as residual + x.
     return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
 
 
@@ -407,6 +419,7 @@ def _forward(
     M = y.numel() // N if N else 0
     if M == 0:
         return
+    # Rows are walked in the order of the output's memory, so that stores are contiguous.
     order = memory_order(y)
     x, *strides = row_groups(x, order)
     r, *strides_r = (None, 1, 0, 0) if r is None else row_groups(r, order)
@@ -441,13 +454,13 @@ def _rms_norm_bwd(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float, cast: str,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, plus ds where the sum's own gradient is given, and dweight."""
+    """dx, plus ds, the gradient of `add_rms_norm`'s sum, unless None; and dweight."""
     dx, dw = _rms_norm_bwd_fake(dy, ds, x, weight, rstd, eps, offset, cast, need_dx, need_dw)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
     if M == 0:
         return dx, dw.zero_()
-    # The forward walked the rows in the order of x's memory, and rstd came out in it.
+    # The forward walked the rows in the order of x's memory, and rstd has that order too.
     order = None if x.is_contiguous() else memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)
@@ -482,6 +495,7 @@ def _rms_norm_bwd(
                 lambda: (M, (N, *scalars, offset, 8192), {"num_warps": 16}),
             )  # fmt: skip
         if need_dw:
+            # Programs by columns and by every P-th row: about four for each multiprocessor.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
@@ -520,7 +534,7 @@ def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tu
     d, dw = ds, None
     if dy is not None:
         d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
-    # One tensor for both: each of them went into the sum as it was.
+    # One tensor serves both: x and residual enter the sum with slope 1.
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
     return dx, dresidual, dw if need_dw else None, None, None, None

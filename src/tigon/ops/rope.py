@@ -163,8 +163,8 @@ def load_pairs(
     SECOND: tl.constexpr, THIRD: tl.constexpr,
 ):  # fmt: skip
     """Both members of the pairs of each row, in fp32. at, here: addresses and mask of the rows, with a last dimension
-    of one. From pair SECOND on they lie one plane further, from THIRD on two; not so where these are negative."""
-    if INTERLEAVED:  # one run of memory, in wide loads; neighbours are in one thread, and parting them costs nothing
+    of one. From pair SECOND on the angles lie one plane further, from THIRD on two; negative values: one plane."""
+    if INTERLEAVED:  # one run of memory, in wide loads; a pair is in one thread, so splitting pairs moves no data
         col = tl.arange(0, 2 * BLOCK_R)
         if SECOND >= 0:
             at += ((col >= 2 * SECOND).to(tl.int32) + (col >= 2 * THIRD).to(tl.int32)) * stride_plane
@@ -199,7 +199,7 @@ def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INT
 
 @triton.jit
 def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
-    """The rotation; INVERSE is its transpose, for the gradient."""
+    """The rotation of pairs. INVERSE: the transposed rotation, for the gradient."""
     if INVERSE:
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
@@ -209,7 +209,7 @@ def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
 
 @triton.jit
 def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.constexpr):
-    """The same with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
+    """The rotation with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
     a1, a2 = (x1 * c1).to(dtype).to(tl.float32), (x2 * c2).to(dtype).to(tl.float32)
     if INVERSE:
         y1, y2 = a1 + (x2 * s2).to(dtype).to(tl.float32), a2 - (x1 * s1).to(dtype).to(tl.float32)
@@ -240,12 +240,14 @@ def _rope_kernel(
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     # int64: a batch of 2**31 elements is 512k tokens of 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    # Two dimensions, expanded after the load: loads of three, one of them a single head, take a third more registers.
+    # Angles are loaded in two dimensions and expanded afterwards. A load of three dimensions, with a single head, takes
+    # a third more registers.
     angle, known = (b * stride_cb + t * stride_ct)[:, None], (token < tokens)[:, None]
     c1, c2 = load_pairs(cos_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
     s1, s2 = load_pairs(sin_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
     c1, c2, s1, s2 = c1[:, None, :], c2[:, None, :], s1[:, None, :], s2[:, None, :]
 
+    # One launch for q and k: a program picks its tensor, and both share the code below.
     x_ptr = q_ptr if is_q else k_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
@@ -260,6 +262,7 @@ def _rope_kernel(
         y1, y2 = turn(x1, x2, c1, c2, s1, s2, INVERSE)
     store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
     if BLOCK_REST > 0:
+        # Partial rotary: the dimensions behind the rotated ones are copied.
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         mask = here & (rest < D)
         tl.store(y_at + rest, tl.load(x_at + rest, mask=mask, other=0.0).to(y_ptr.dtype.element_ty), mask=mask)
@@ -277,7 +280,7 @@ def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
 
 
 def like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory in the order of x: attention takes the result as it was."""
+    """Empty memory in the order of x, which attention expects of the result."""
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
 
@@ -309,14 +312,14 @@ def _rope_launch(
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
     options = unsqueeze_dim, interleaved, second, third, native, inverse, dtype
-    # What is copied below, and the outputs' strides, follow from these.
+    # The copies below, and the outputs' strides, follow from this key.
     key = (
         options, q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), sin.stride(), cos.dtype, sin.dtype,
         None if k is None else (k.shape, k.stride()),
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q = unit_stride(q)
-    k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # for no k there are no heads of it
+    k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # no k: it has 0 heads
 
     def plan():
         time_dim, R, D = 3 - unsqueeze_dim, cos.shape[-1], q.shape[3]
@@ -339,8 +342,8 @@ def _rope_launch(
 
 
 def far_apart(unsqueeze_dim: int, *tensors: Tensor | None) -> bool:
-    """Whether a head may begin 2³¹ elements behind the first, as the 33rd does of 512k tokens, stored head by head.
-    Only then are their offsets computed in 64 bits, which takes registers."""
+    """Whether a head may begin 2³¹ elements behind the first, as the 33rd head of 512k tokens stored head by head.
+    Only then are the heads' offsets computed in 64 bits, which takes registers."""
     return any(x is not None and x.shape[unsqueeze_dim] * x.stride(unsqueeze_dim) >= 2**31 for x in tensors)
 
 
@@ -355,7 +358,7 @@ def unit_strides_alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def angle_strides(cos: Tensor) -> tuple[int, int, int]:
-    """Of planes, batch and time."""
+    """The strides of planes, batch and time; 0 where there is no such dimension or it is broadcast."""
     *leading, batch, time = cos.stride()[:-1] if cos.dim() > 2 else (0, cos.stride(0))
     return leading[0] if leading else 0, 0 if cos.dim() > 2 and cos.shape[-3] == 1 else batch, time
 

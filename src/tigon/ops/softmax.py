@@ -24,7 +24,7 @@ from tigon.runtime import (
     use_triton,
 )
 
-# A row up to this width stays in registers, so that memory is read once; wider ones are read twice, block by block.
+# A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
 MAX_TILE = 32768
 # Columns that a program of a wide row takes at a time.
 BLOCK = 8192
@@ -121,13 +121,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _causal(cols, last, inside):
-    """What a query sees, and the same up to the end of a memory sector: so bounded, a load is 16 bytes a thread."""
+    """The columns that a query sees, and those to the end of the memory sector: loads stay 16 bytes a thread."""
     return inside & (cols <= last), inside & (cols // 16 <= last // 16)
 
 
 @triton.jit
 def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
-    """scale · x + mask in fp32, and -inf where nothing is seen. HIDE: x may hold something else there."""
+    """scale · x + mask in fp32, and -inf at columns that are not seen. HIDE: x may not be -inf at those columns."""
     z = x.to(tl.float32) * scale
     if mask_ptr is not None:
         z += tl.load(mask_ptr + at, mask=near, other=0.0).to(tl.float32)
@@ -138,7 +138,7 @@ def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
 
 @triton.jit
 def _again(x):
-    """x in fp32, for a second use. Of two equal conversions a compiler makes one, and keeps it: twice the registers."""
+    """x in fp32, for a second use. A compiler would merge equal conversions and keep one: twice the registers."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -146,7 +146,7 @@ def _again(x):
 
 @triton.jit
 def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
-    """Where the mask of these rows begins: it has up to three row dimensions with their strides, 0 where broadcast."""
+    """Where these rows' mask begins. The mask has up to three row dimensions; a stride is 0 where it is broadcast."""
     k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
     return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
 
@@ -195,9 +195,10 @@ def _softmax_bwd_kernel(
     y = tl.load(y_at, mask=near, other=0.0)
     products = dy.to(tl.float32) * y.to(tl.float32)
     if CAUSAL:
+        # Loads reach to the end of the sector, where dy may hold anything.
         products = tl.where(seen, products, 0.0)
     total = tl.sum(products, 1)[:, None]
-    if RELOAD:  # registers are short: both come from the L1 cache again; the barrier lets no compiler keep them
+    if RELOAD:  # registers are short: both come from the L1 cache again; the barrier keeps loads from being merged
         tl.debug_barrier()
         dy = tl.load(dy_at, mask=near, other=0.0)
         y = tl.load(y_at, mask=near, other=0.0)
@@ -212,18 +213,19 @@ def _statistics(
     x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The maximum of the scores start to stop of a row, and the sum of the exponentials of what they are below it."""
+    """The maximum of a row's scores from start to stop, and Σ exp(score − maximum)."""
     lane = tl.arange(0, BLOCK)
-    # A finite start, since a lane that has seen only -inf must not compute inf - inf: the least number, which is also
-    # what many masks hold.
+    # A finite start: a lane that has seen only -inf must not compute inf - inf. It is the least fp32 number, which many
+    # masks hold.
     top = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    # Blocks beyond the last column that the row sees have no share.
     for at in range(start, tl.minimum(stop, last + 1), BLOCK):
         cols = at + lane
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
-        # Of the old and the new element one is the larger: the other's exponential is all there is to compute.
+        # One of the old maximum and the new element is the larger, with exponential 1: only the other's is computed.
         e = tl.exp2(-tl.abs(z - top) * LOG2E)
         total = tl.where(z > top, total * e + 1.0, total + e)
         top = tl.maximum(top, z)
@@ -238,7 +240,7 @@ def _write_softmax(
 ):  # fmt: skip
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
-        # From the end, which was read last and is still in the cache.
+        # From the end, which the first reading read last and the cache still holds.
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
@@ -256,6 +258,7 @@ def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: 
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        # Loads reach to the end of the sector, where dy may hold anything.
         products += tl.where(seen, dy * y, 0.0) if CAUSAL else dy * y
     return tl.sum(products, 0)
 
@@ -287,7 +290,8 @@ def _softmax_wide_fwd_kernel(
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, P, width,
     STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    # STEP 0 does a whole row. Of rows in P parts of a width, step 1 leaves each part's statistics, 2 combines them.
+    # STEP 0 does a whole row. A row in P parts takes two launches: step 1 writes each part's statistics, step 2
+    # combines them and writes its part of the result.
     row = tl.program_id(0)
     start, stop = 0, N
     if STEP > 0:
@@ -347,20 +351,20 @@ def _softmax_wide_bwd_kernel(
 
 
 def _tile(n: int) -> tuple[int, int, int]:
-    """Rows and columns a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
+    """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
     block_n = next_power_of_2(n)
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
     return max(1, 2048 // block_n), block_n, warps
 
 
 def _prefetch(row_bytes: int, x: Tensor) -> int:
-    """Stages of the forward: a row of 64 KiB has a multiprocessor to itself, and the next two on their way into shared
-    memory meanwhile, where they fit. The backward, two such rows, is faster without."""
+    """Stages of the forward pass. A row of 64 KiB has a multiprocessor to itself; its next two rows are on their way
+    into shared memory, if they fit. The backward pass, which loads two such rows, is faster without prefetch."""
     return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
 
 
 def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts each of M wide rows is cut, and their columns: 1, N where the rows are programs enough."""
+    """How many parts each of M wide rows has, and a part's columns: 1, N if the rows alone are programs enough."""
     programs = multiprocessors(device)
     parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
     if parts < 2:
@@ -372,7 +376,7 @@ def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
 def _launch_wide(
     kernel: Any, key: tuple, tensors: tuple[Tensor | None, ...], arguments: tuple, M: int, N: int, numbers: int
 ) -> None:
-    """One launch a row; or two of its parts, with their statistics, so many fp32 numbers each, in between."""
+    """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
     device = tensors[-1].device  # type: ignore[union-attr]
     parts, width = _parts(M, N, device)
     if parts == 1:
@@ -392,7 +396,7 @@ def _launch_wide(
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
     """The mask as the kernels walk it: the sizes of its last two row dimensions, three row strides, the column stride.
 
-    Dimensions that one stride describes are one: (B, 1, T, S) has three left for (B, H, T, S), (T, S) has two.
+    Dimensions that one stride describes are merged: for (B, H, T, S), a mask (B, 1, T, S) has three, (T, S) two.
     """
     mask = mask.expand(shape)
     dims: list[tuple[int, int]] = []
@@ -461,7 +465,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         def tiled():
             block_m, block_n, warps = _tile(N)
             reload = block_n > 16384 and y.dtype != torch.bfloat16
-            if block_n * y.element_size() > 65536:  # of two such rows 16 warps wait less than 32
+            if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32 do
                 warps = 16
             return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 

@@ -1,6 +1,6 @@
-"""The kernels of cross entropy: loss and statistics of a row, the reduction of rows, the two ways to the gradient.
+"""The kernels of cross entropy: loss and statistics of a row, the reduction of rows, and two kernels for the gradient.
 
-Options that a call does not use cost nothing: they are branches of the compiler (a pointer that is None, a constexpr).
+Options that a call does not use cost nothing: the compiler drops their branches (a None pointer, a constexpr).
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
-# Numbers at the head of the statistics, 16 bytes, that the reduction leaves for the backward pass.
+# fp32 numbers at the head of the statistics, which the reduction leaves for the backward pass. 16 bytes keep the rows
+# behind them aligned.
 HEAD = tl.constexpr(4)
 
 
 @triton.jit
 def _cap(x, scale, softcap):
-    """softcap · tanh(u), u = scale · x / softcap, and its slope: from exp(-2|u|), which does not overflow.
+    """softcap · tanh(u), u = scale · x / softcap, and its slope, from exp(-2|u|), which does not overflow.
 
-    Where 1 - exp(-2|u|) cancels, as of most logits under a cap of 30, the series, to u⁹: exact to fp32 below 0.3.
+    For small u, as most logits have under a cap of 30, 1 - exp(-2|u|) cancels. Below 0.3 the series to u⁹ takes its
+    place, exact to fp32.
     """
     u = x * scale / softcap
     e = tl.exp(-2.0 * tl.abs(u))
@@ -34,9 +36,9 @@ def _cap(x, scale, softcap):
 def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
     """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − taken).
 
-    taken: what is taken off here, at the target and elsewhere; None for nothing. mass: what that adds up to over the
-    classes. A row's maximum and log₂ Σ exp(z − max) are kept apart: one number for the log-sum-exp would be rounded at
-    its own size, and every probability of a confident row with it.
+    taken: the target distribution at these columns, None for zero. mass: its sum over the classes. A row's maximum and
+    log₂ Σ exp(z − max) are kept apart: a log-sum-exp in one number would be rounded at its own size, and every
+    probability of a confident row with it.
     """
     if SOFTCAP:
         z, slope = _cap(x, scale, softcap)
@@ -63,14 +65,15 @@ def _row_sums(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, in one reading: max z, log₂ Σ exp(z − max), Σ w·z, Σ w, and the first column of the largest logit.
+    """A row's max z, log₂ Σ exp(z − max), Σ w·z, Σ w, and the first column of the largest logit, in one reading.
 
-    Each lane has a running maximum. DEPTH values are folded at a time within a thread, so that rescaling the sum costs
-    1/DEPTH of an exponential: the pass would otherwise be bound by exponentials, not by memory.
+    Each lane has a running maximum. A thread folds DEPTH values at a time, so that rescaling the sum costs 1/DEPTH of
+    an exponential a value. At depth 1 exponentials, and not memory, would bound the pass.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf. The least number, since masks hold it.
+    # A finite start: a lane that has seen only -inf must not compute inf - inf. It is the least fp32 number, which many
+    # masks hold: a larger start would be the maximum of a lane that has seen only such a mask.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
@@ -82,7 +85,7 @@ def _row_sums(
     for start in range(0, V, DEPTH * BLOCK):
         mask = start + tile < V
         z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
-        if PREDICT:  # of the logits as they came: a softcap makes equals of large ones
+        if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
             high = tl.max(z, 0)
             first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
             best = tl.where(high > peak, first, best)
@@ -100,6 +103,7 @@ def _row_sums(
         new = tl.maximum(top, tl.max(z, 0))
         total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
         top = new
+    # Lanes meet only here: one exchange between warps for the whole row.
     row_top = tl.max(top, 0)
     log2_sum = tl.log2(tl.sum(total * tl.exp2((top - row_top) * k), 0))
     all_z = 0.0
@@ -111,7 +115,7 @@ def _row_sums(
     column = 0
     if PREDICT:
         column = tl.min(tl.where(peak == tl.max(peak, 0), best, NOWHERE), 0)
-        column = tl.where(column < V, column, 0)  # nothing above -inf: the first, as torch.argmax says
+        column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
     return row_top, log2_sum, all_z, all_w, column
 
 
@@ -120,11 +124,12 @@ def _row_loss(
     z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale,
     WEIGHTED: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row, the part of it that is z-loss, and the mass of its gradient."""
-    unit = scale  # of z, in logits
+    """A row's loss, the share of z-loss in that loss, and the mass of the gradient (see `_slope`)."""
+    unit = scale  # converts z, which _row_sums leaves unscaled, to logits
     if SOFTCAP:
         unit = 1.0
     lse = top * unit + log2_sum * LN2
+    # The difference of two close numbers comes first, where it is exact; lse itself is needed by z-loss alone.
     nll = (top - z_target) * unit + log2_sum * LN2
     mass = 1.0
     if WEIGHTED:
@@ -169,6 +174,7 @@ def _cross_entropy_fwd_kernel(
     # A target out of range reads nothing and turns loss and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
+    # The target's logit is loaded once more: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = _cap(z_target, scale, softcap)
@@ -198,12 +204,12 @@ def _cross_entropy_narrow_fwd_kernel(
     M, V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Few classes: several rows a program, each whole in its tile."""
+    """For few classes: several rows a program, each of which fits its tile whole, so that logits are read once."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = rows < M
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
-    counts = inside & (target != ignore_index)  # an ignore_index that the dtype does not hold is no `other`
+    counts = inside & (target != ignore_index)  # `inside` too: ignore_index may not fit the targets' dtype as `other`
     mask = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     z = x
@@ -212,6 +218,7 @@ def _cross_entropy_narrow_fwd_kernel(
         z, _ = _cap(x, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
         k = LOG2E
+    # A row of -inf alone, and rows beyond M, would compute inf - inf.
     top = tl.maximum(tl.max(z, 1), LOWEST)
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
@@ -258,8 +265,8 @@ def _reduce_kernel(
 ):  # fmt: skip
     """Reduce the rows' losses, in one step by one program (FIRST and LAST), or in two by way of partial sums (5, P).
 
-    Leaves for the backward pass: 1 / divisor, and by what z_loss is to be multiplied so that, with class weights, its
-    mean is over rows and not over weights.
+    For the backward pass it leaves 1 / divisor and, with class weights, the factor of z_loss that makes the mean of the
+    z-loss one over rows and not over weights.
     """
     COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
     at = tl.arange(0, BLOCK)
@@ -270,6 +277,7 @@ def _reduce_kernel(
         count = tl.zeros((BLOCK,), tl.int32)
         hits = tl.zeros((BLOCK,), tl.int32)
         for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK), tl.num_programs(0)):
+            # Programs take tiles in turns, in a fixed order: no atomics, and the same bits on every run.
             rows = (tile * BLOCK + at).to(tl.int64)
             mask = rows < M
             if out_ptr is not None:
@@ -287,7 +295,7 @@ def _reduce_kernel(
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
                     hits += (counts & (predicted == target)).to(tl.int32)
         sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
-        # Each of these is below 2**24, or has been rounded once.
+        # Counts are exact in fp32 below 2**24; above they are rounded once, after the integer sum.
         sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
     else:
         mask = at < P
@@ -300,7 +308,7 @@ def _reduce_kernel(
         divisor = 1.0
         z_divisor = 1.0
         if MEAN:
-            # The mean over no row is 0, not 0 / 0: an empty rank may not poison the sum over all of them.
+            # The mean over no row is 0, not 0 / 0: a rank without targets must not poison the sum over all ranks.
             z_divisor = tl.maximum(sum_count, 1.0)
             divisor = z_divisor
             if weight_ptr is not None:
@@ -321,6 +329,7 @@ def _reduce_kernel(
         if accuracy_ptr is not None:
             tl.store(accuracy_ptr, sum_hits / sum_count)
     else:
+        # Partial sums lie kind by kind, so that the last program loads each kind in one run.
         part = partial_ptr + tl.program_id(0)
         tl.store(part, sum_loss)
         tl.store(part + P, sum_z)
@@ -336,7 +345,8 @@ def _cross_entropy_bwd_kernel(
     MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: every element is read and written by one thread. classes: all, of which V may be some."""
+    """dlogits may be logits: the thread that writes an element has read it. classes: V, or of all shards together."""
+    # A flat grid: an element needs nothing but its row's statistics.
     blocks = tl.cdiv(V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -368,6 +378,7 @@ def _cross_entropy_bwd_kernel(
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
     on_target = tl.where(cols[None, :] == target[:, None], on_target, 0.0)
     dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
+    # The gradient of an ignored row is 0, also where its upstream gradient is inf or NaN.
     dx = tl.where(counts[:, None], dx, 0.0).to(dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
 
@@ -379,15 +390,16 @@ def _cross_entropy_grad_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BACK: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss of a row; then the row, scratch of our own, becomes factor · d(loss)/d(logits).
+    """Write a row's loss, then overwrite the row, which is scratch memory, by factor · d(loss)/d(logits).
 
-    A persistent grid: as many rows are in flight as there are programs, and the second reading comes from the L2 cache
-    as far as those rows fit there. It may go backwards: what was read last, and is still in the cache, comes first.
+    A persistent grid: as many rows are in flight as there are programs. The second reading comes from the L2 cache as
+    far as those rows fit there. With BACK it starts at the end of the row, which was read last and is still cached.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
     blocks = tl.cdiv(V, DEPTH * BLOCK)
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
+        # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
         row = r + tl.full((), 0, tl.int64)
         row_ptr = logits_ptr + row * stride_m
         target = tl.load(target_ptr + row)
@@ -413,7 +425,8 @@ def _cross_entropy_grad_kernel(
             if factor_ptr is not None:
                 factor = tl.load(factor_ptr + row * stride_factor)
             off_target = smoothing / V if SMOOTHING else None
-            # The target's logit is read above by every thread, and overwritten below: as if it were no target first.
+            # Every thread has read the target's logit above, and one overwrites it below. The loop treats the target
+            # like any other class, without a comparison for each element. The target's gradient is written at the end.
             tl.debug_barrier()
             for i in range(blocks):
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
@@ -421,6 +434,7 @@ def _cross_entropy_grad_kernel(
                 x = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(row_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
+            # The target's second write has to come after the loop's.
             tl.debug_barrier()
             taken = 1.0 - smoothing + smoothing / V
             dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)

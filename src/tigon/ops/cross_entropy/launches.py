@@ -28,11 +28,11 @@ from tigon.runtime import (
 )
 
 NARROW = 512  # classes up to which several rows share a program
-ONE_PROGRAM = 65536  # rows that one program reduces in the time of a launch or so
+ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a second launch would
 
 
 def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
-    """Warps, depth, block: as deep as registers allow."""
+    """Warps, depth (as large as registers allow), columns of a block."""
     depth = 4 if softcap or smoothing or details else 8
     if smoothing and (softcap or weighted):
         depth = 2
@@ -47,22 +47,22 @@ def _narrow_tile(V: int) -> tuple[int, int, int]:
 
 
 def _bwd_tile(V: int) -> tuple[int, int, int]:
-    """Warps, rows, columns."""
+    """Warps, rows and columns of the backward pass: 2048 elements a program."""
     block_n = min(2048, next_power_of_2(V))
     return 4, 2048 // block_n, block_n
 
 
 def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int, float, str, str, bool]:
-    """Warps, depth, block, programs a multiprocessor (0 for one a row), eviction of the first and of the second
-    reading, and whether that goes backwards.
+    """Warps, depth, block, programs a multiprocessor (0 for one a row), eviction policies of the first and second
+    reading, and whether the second reading goes backwards.
 
-    Few rows in flight: the shorter they wait for their second reading, the more of it the L2 cache serves.
+    Many warps a row keep few rows in flight: the sooner a row is read again, the more of it the L2 cache still holds.
     """
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
     depth = 1 if softcap and smoothing else 2  # as deep as registers allow
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
-    if V > 65536:  # of such rows hardly anything is left in the cache by then, and backwards reads are the slower
+    if V > 65536:  # hardly anything of such a row is still cached, and reading backwards is slower
         return warps, depth, block, 0, "evict_last", "evict_first", False
     return warps, depth, block, 0, "", "", True
 
@@ -73,8 +73,8 @@ def cross_entropy_rows(
 ) -> None:  # fmt: skip
     """Write each row's loss. With `gradient` overwrite the logits by d(loss)/d(logits), times `factor`.
 
-    logits: (M, V) with unit stride along V, scratch of the caller's own if `gradient`; target, loss: (M,), dense.
-    stats: (4 + 2 M,) for what the kernel of the backward pass needs, or None; Triton only, without `gradient`.
+    logits: (M, V) with unit stride along V, which `gradient` overwrites; target, loss: (M,), dense.
+    stats: (4 + 2 M,), filled for the kernel of the backward pass, or None; Triton only, without `gradient`.
     factor: None, 0-d, or (M,) with one factor a row.
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
@@ -102,10 +102,11 @@ def cross_entropy_rows(
 
 
 def gradient_rows(logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor, classes: int, *options: Any) -> None:
-    """Overwrite (M, V) logits by factor · d(loss)/d(logits), from what is known of all classes, of which V are some.
+    """Overwrite (M, V) logits, those of some classes, by factor · d(loss)/d(logits), from statistics of all classes.
 
-    labels: (M,), counted from the first of the V; ignore_index, or beyond them. stats: (4 + 2 M,), as the forward pass
-    leaves it: each row's maximum and log₂ Σ exp(z − max). factor: 0-d, or (M,) with one a row.
+    labels: (M,), counted from the first of the V classes; ignore_index, or outside [0, V) for another device's class.
+    stats: (4 + 2 M,), as the forward pass leaves it: each row's maximum and log₂ Σ exp(z − max).
+    factor: 0-d, or (M,) with one number a row.
     """
     if logits.numel() == 0:
         return
@@ -129,7 +130,7 @@ def _launch_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, stats: Tensor | None, z: Tensor | None,
     predicted: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Each row's loss, and what else there is a place for."""
+    """Write each row's loss, and stats, z-loss and predicted class where these are not None."""
     M, V = logits.shape
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
@@ -204,7 +205,7 @@ def _forward(
 
 def _fwd_fake(logits, target, weight, divisor, reduction, inplace, *options):
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
-    # What the reduction leaves for the backward pass, then each row's maximum, log-sum and, with weights, mass.
+    # Four numbers of the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
     stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
     return loss, stats
 
@@ -260,10 +261,10 @@ def _launch_gradient(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float, *,
     classes: int | None = None,
 ) -> None:  # fmt: skip
-    """dx (M, V) = dloss · d(loss)/dx, where dx may be x itself. classes: all, if V are some of them."""
+    """dx (M, V) = dloss · d(loss)/dx; dx may be x itself. classes: of all shards together, None if V are all."""
     if not x.numel():
         return
-    # A reduced loss hands every row the same gradient, and so does a sum of rows, as a tensor of strides 0.
+    # All rows may share one upstream gradient: 0-d for a reduced loss, strides 0 where a sum over rows expanded it.
     same = not any(dloss.stride())
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
@@ -300,7 +301,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         else:
             with torch.cuda.device_of(logits):
                 _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
-            # The logits are gone: whoever else wants them for a backward pass shall hear of it from torch.
+            # The logits are gone. PyTorch now raises where another backward pass saved them, and reads no gradient.
             torch.autograd.graph.increment_version(logits)
             dlogits = logits.detach()
     return dlogits, *(None for _ in range(5 + len(ctx.options)))

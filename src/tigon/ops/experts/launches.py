@@ -31,7 +31,7 @@ from tigon.runtime import (
 
 def _rows_tile(rows: int, a: Tensor) -> tuple[int, int, int, dict[str, int]]:
     """Columns of a block, depth of a step, how many tiles of rows share a block's weight in L2, and Triton's options.
-    Rows of a tile are routing's: all products walk the same list of tiles."""
+    The rows of a tile come from routing.py: all products walk the same list of tiles."""
     if a.dtype == torch.float32:  # without tensor cores: what fits into registers
         return 32, 16, 8, {"num_warps": 4, "num_stages": 2}
     if rows >= 64:
@@ -45,13 +45,13 @@ def _weight_bwd_tile(slots: int, E: int, a: Tensor) -> tuple[int, int, int, int,
         return 32, 32, 16, 8, {"num_warps": 4, "num_stages": 2}
     if slots < 20 * E:
         return 64, 64, 16, 8, {"num_warps": 4, "num_stages": 3}
-    if slots < 1536 * E:  # short sums: two programs on a multiprocessor, one of which stores while the other multiplies
+    if slots < 1536 * E:  # short sums: two programs on a multiprocessor, so that one stores while the other multiplies
         return 128, 128, 64, 8, {"num_warps": 8, "num_stages": 3}
     return 128, 256, 64, 16, {"num_warps": 8, "num_stages": _stages(a, 128, 256)}
 
 
 def _stages(a: Tensor, rows: int, columns: int) -> int:
-    """Steps on their way at a time, of 64 in two bytes: as many as shared memory holds, four at most."""
+    """Steps of 64 two-byte numbers that are loaded ahead: as many as shared memory holds, four at most."""
     return max(2, min(4, (shared_memory(a.device) - 16384) // ((rows + columns) * 64 * 2)))
 
 
@@ -59,7 +59,7 @@ def _precision(a: Tensor) -> str:
     """Products of fp32 are as exact as torch's own are set to be."""
     if a.dtype != torch.float32:
         return "ieee"
-    # Since PyTorch 2.9. Once it was set, the older question is answered by an error.
+    # Since PyTorch 2.9. Once a program has set fp32_precision, get_float32_matmul_precision raises.
     set_to = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if set_to is None:
         set_to = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -84,7 +84,7 @@ def _gradient_room(w: Tensor) -> Tensor:
 def _rows_by_weight(
     a: Tensor, w: Tensor, bias: Tensor | None, routing: Routing, y: Tensor, rows: int, *, transposed: bool = False
 ) -> None:
-    """Write a (S, K) by each expert's w (N, K), or (K, N) where transposed, to y (S, N)."""
+    """Write a (S, K) times each expert's w, (N, K) or with `transposed` (K, N), to y (S, N)."""
     (S, K), N, E = a.shape, y.shape[1], w.shape[0]
     tiles = tiles_at_most(S, E, rows)
     if not tiles or not N:
@@ -158,7 +158,7 @@ def _moe_mlp_fwd(
     S = index.numel()
     rows = rows_of_a_tile(S, E, x.dtype)
     routing = route(index, E, rows)
-    room = x.new_empty((S, D))  # of the experts' tokens, and then of what they make of them
+    room = x.new_empty((S, D))  # the workspace: first the experts' input rows, later their output rows
     take(rows_of(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
     _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows)
@@ -183,7 +183,7 @@ def _like(t: Tensor) -> Tensor:
 def _rooms(
     needs: list[bool], x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
 ) -> Callable[[int], Tensor]:
-    """What makes room for a gradient when it is its turn; no room for one that is not wanted."""
+    """A function that allocates gradient i when its turn comes: empty if that gradient is not wanted."""
 
     def room(i: int) -> Tensor:
         t = (x, weights, gate_up, down, *biases)[i]
@@ -212,7 +212,7 @@ def _moe_mlp_bwd(
     down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
     needs: list[bool], reuse: bool, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """reuse: dz may lie where z does. Never in a graph, whose operators change nothing that they are given."""
+    """reuse: dz may overwrite z. Never in a compiled graph, whose operators must not change their inputs."""
     routing = Routing(order, place, offsets, tiles)
     gradient = _rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias)
     found = [x.new_empty(0) for _ in range(6)]
@@ -228,7 +228,7 @@ def _moe_mlp_bwd(
     need_dh = need_dz or needs[1]
     dz = None
     if need_dh or needs[3]:
-        room = x.new_empty((S, D))  # of rows of dy, of x, and of what becomes dx, one after the other
+        room = x.new_empty((S, D))  # the workspace, in turn: rows of dy, rows of x, rows that sum to dx
         take(dy, routing, room, K)
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
@@ -244,7 +244,7 @@ def _moe_mlp_bwd(
         if h is not None:
             found[3] = gradient(3)
             _weight_bwd(room, h, routing, found[3])
-        del dh, h  # before there is room for the gradient of gate_up, the largest of all
+        del dh, h  # freed before the gradient of gate_up, the largest of all, is allocated
     if dz is not None and needs[2]:
         found[2] = gradient(2)
         take(x, routing, room, K)
@@ -274,7 +274,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     saved = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     needs = [wanted[i] and saved[i] is not None for i in (0, 2, 3, 4, 5, 6)]
-    # Nobody else sees z, and where the graph goes with this pass, nobody reads it again.
+    # Nothing outside the graph sees z. Unless the graph is kept, no later pass reads z, so dz may overwrite it.
     reuse = getattr(ctx, "hides", False) and not is_traced(dy) and not graph_is_kept()
     dx, dweights, *rest = _moe_mlp_bwd(dy, *saved, needs, reuse, *ctx.options)
     found = dx, dweights, *rest

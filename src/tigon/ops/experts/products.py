@@ -1,8 +1,8 @@
-"""The products of matrices of sorted rows.
+"""The matrix products over rows that are sorted by expert.
 
-Two kinds. Rows of one expert by its weight: a program takes a tile of an expert's rows, which routing.py lists, and a
-block of columns. Rows of one expert by rows of the same, for the gradient of its weight: a program takes a block of the
-weight and walks over all rows. Programs are numbered such that those that run at a time share tiles in L2.
+There are two kinds. An expert's rows times its weight: a program takes a tile of the expert's rows, as routing.py lists
+them, and a block of columns. An expert's rows times its rows, for the weight's gradient: a program takes a block of the
+weight and walks over all rows of the expert. Programs are numbered so that those that run together share tiles in L2.
 
 DESCRIBED: the operands come as tensor descriptors, and the GPU's copy engine brings their tiles into shared memory.
 Otherwise, where there is no such engine or rows do not begin at multiples of 16 bytes, threads load them.
@@ -17,8 +17,10 @@ from tigon.runtime import tl, triton
 def _tile(
     tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """This program's expert (E: none), its rows, which of them exist, and its block of columns."""
+    """This program's expert (E: a surplus program), first row, rows, mask of the expert's, and block of columns."""
     pid = tl.program_id(0)
+    # Programs in groups of GROUP tiles: a group walks down its tiles before it goes to the next block of columns, so
+    # that neighbours share a block of the weight.
     first = pid // (GROUP * BLOCKS) * GROUP
     size = tl.minimum(M_TILES - first, GROUP)
     within = pid % (GROUP * BLOCKS)
@@ -39,12 +41,13 @@ def _rows_kernel(
 ):  # fmt: skip
     """y = a · wᵀ + bias. w: (E, N, K), or as a descriptor where BY_COLUMNS (E, K, N), as it lies in memory."""
     expert, start, rows, inside, block = _tile(tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP, BLOCK_M)
+    # Grids are sized for the worst split, since only the GPU knows the split.
     if expert >= E:
         return
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Rows beyond the expert's last are somebody else's, or nobody's: what they give is not stored.
+    # Rows beyond the expert's last belong to the next expert or to nobody: their results are computed and not stored.
     if DESCRIBED:
         for k in range(0, K, BLOCK_K):
             rows_of_a = a.load([start, k])
@@ -55,6 +58,7 @@ def _rows_kernel(
             acc = tl.dot(rows_of_a, weight, acc, input_precision=PRECISION)
     else:
         ks = tl.arange(0, BLOCK_K)
+        # Rows that are not this expert's read its first row instead: loads then need no mask.
         a_ptrs = a + tl.where(inside, rows, start).to(tl.int64)[:, None] * K + ks[None, :]
         w_ptrs = w + expert.to(tl.int64) * stride_we + cols.to(tl.int64)[None, :] * stride_wn + ks[:, None] * stride_wk
         for k in range(0, K, BLOCK_K):
@@ -94,11 +98,12 @@ def _weight_bwd_kernel(
     end = tl.load(offsets_ptr + expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if DESCRIBED:
+        # Whole steps need no mask; only the last one is cleared.
         full = end - (end - start) % BLOCK_R
         for r in range(start, full, BLOCK_R):
             acc = tl.dot(a.load([r, m]).T, b.load([r, n]), acc, input_precision=PRECISION)
         if full < end:
-            # What lies beyond the last row may be anything, and zero times anything is not zero: both are cleared.
+            # Rows beyond the last may hold anything, and 0 · NaN is NaN: both operands are cleared.
             inside = (full + tl.arange(0, BLOCK_R) < end)[:, None]
             rows_of_a = tl.where(inside, a.load([full, m]), 0.0)
             rows_of_b = tl.where(inside, b.load([full, n]), 0.0)

@@ -1,8 +1,8 @@
 """The choices of all tokens, sorted by expert: a counting sort of two launches, stable, without atomics.
 
-A choice is a slot, t · K + k. The first launch counts the experts in each block of slots. In the second each block adds
-up what all blocks counted, of which the blocks before it are where its own slots begin, and places them. It also lists
-the tiles of rows that the products walk: of each expert's rows, which follow one another, as many tiles as it takes.
+A choice of a token is a slot, t · K + k. The first launch counts the experts in each block of slots. In the second each
+block adds up the counts of all blocks; the counts of the blocks before it say where its own slots go. The second launch
+also lists the tiles of rows that the products walk: each expert's rows follow one another and take whole tiles.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton
 
-LEAST_ROWS = 16  # of a tile; what room for tiles is made by
+LEAST_ROWS = 16  # the fewest rows of a tile: room for the list of tiles is made for that size
 
 
 class Routing(NamedTuple):
-    """order (S,): the slots, sorted by expert. place (S,): where each slot is in it, or −1 for no expert of ours.
-    offsets (E + 1,): where each expert's slots begin in `order`. tiles (2, ·): expert and first row of each tile; E
-    where there is none. All int32; what lies beyond offsets[E] in `order` is not written, and is not to be read."""
+    """order (S,): the slots, sorted by expert. place (S,): each slot's position in `order`, or −1 for an index outside
+    [0, E). offsets (E + 1,): where each expert's slots begin in `order`. tiles (2, ·): expert and first row of each
+    tile, expert E for a surplus tile. All int32. `order` beyond offsets[E] is not written; do not read it."""
 
     order: Tensor
     place: Tensor
@@ -41,6 +41,7 @@ def _count_kernel(
     for start in range(0, tl.minimum(BLOCK, S - block * BLOCK), STEP):
         slot = block * BLOCK + start + tl.arange(0, STEP)
         expert = tl.load(index_ptr + slot, mask=slot < S, other=-1)
+        # A comparison with every expert instead of atomics: an index outside [0, E) matches none.
         count += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), 0)
     tl.store(counts_ptr + block * E + experts, count, mask=experts < E)
 
@@ -60,6 +61,7 @@ def _place_kernel(
         count = tl.load(counts_ptr + others[:, None] * E + experts[None, :], mask=mask, other=0)
         total += tl.sum(count, 0)
         before += tl.sum(tl.where((others < block)[:, None], count, 0), 0)
+    # Every block computes all offsets from the counts, which spares a third launch.
     begin = tl.cumsum(total, 0) - total
     if block == 0:
         tl.store(offsets_ptr + experts, begin, mask=experts < E)
@@ -69,17 +71,19 @@ def _place_kernel(
         slot = block * BLOCK + start + tl.arange(0, STEP)
         expert = tl.load(index_ptr + slot, mask=slot < S, other=-1)
         chosen = ((expert[:, None] == experts[None, :]) & (experts < E)[None, :]).to(tl.int32)
+        # Slots of the same expert keep their order within a step: the sort is stable.
         earlier = tl.cumsum(chosen, 0) - chosen
         at = tl.sum(chosen * (earlier + running[None, :]), 1)
         known = tl.sum(chosen, 1) > 0
         tl.store(order_ptr + at, slot, mask=known)
         tl.store(place_ptr + slot, tl.where(known, at, -1), mask=slot < S)
         running += tl.sum(chosen, 0)
-    # The tiles, in turns among the blocks.
+    # The list of tiles: the blocks take turns at writing it.
     tiles = (total + (ROWS - 1)) // ROWS
     last = tl.cumsum(tiles, 0)
     for first in range(block * STEP, TILES, BLOCKS * STEP):
         tile = first + tl.arange(0, STEP)
+        # The number of experts whose tiles end before this one is its expert; E for surplus tiles.
         expert = tl.sum(((last[None, :] <= tile[:, None]) & (experts < E)[None, :]).to(tl.int32), 1)
         rows = begin[None, :] + (tile[:, None] - (last - tiles)[None, :]) * ROWS
         row = tl.sum(tl.where(expert[:, None] == experts[None, :], rows, 0), 1)
@@ -91,15 +95,15 @@ def _place_kernel(
 
 
 def rows_of_a_tile(slots: int, experts: int, dtype: torch.dtype) -> int:
-    """How many rows a tile of the products has: one of an expert's tiles is half empty on average, so no more than its
-    tokens on average; 128, of which two groups of warps multiply 64 each, where there are enough."""
+    """Rows of a tile of the products. One of each expert's tiles is half empty on average, so a tile has no more rows
+    than an expert has tokens on average. 128, where two groups of warps multiply 64 rows each, if there are enough."""
     mean = slots // max(experts, 1)
     most = 64 if dtype == torch.float32 else 128
     return min(most, 128 if mean >= 96 else 64 if mean >= 40 else 32 if mean >= 20 else LEAST_ROWS)
 
 
 def tiles_at_most(slots: int, experts: int, rows: int) -> int:
-    """Tiles of the worst split: every expert's last one holds a single row."""
+    """Tiles of the worst split, in which every expert's last tile holds a single row. Surplus programs exit at once."""
     return min((slots + experts * (rows - 1)) // rows, slots)
 
 
@@ -113,7 +117,7 @@ def empty_routing(index: Tensor, E: int) -> Routing:
 
 
 def _route_tile(E: int) -> tuple[int, int, dict[str, int]]:
-    """Slots of a block, and of a step through it: as many as make, beside all experts, 4096 numbers in registers."""
+    """Slots of a block, and of a step through it: a step's slots × experts are about 4096 numbers in registers."""
     step = max(1, min(32, 4096 // next_power_of_2(E)))
     return max(256, step), step, {"num_warps": 4}
 

@@ -1,4 +1,4 @@
-"""Rows on their way between tokens and experts: out to them, and back in sums of a fixed order."""
+"""Rows between tokens and experts: copied out by expert, and summed back by token in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _take_kernel(
     rows_ptr, order_ptr, offsets_ptr, y_ptr, E, N, stride_rows,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = the row of the token whose choice is the i-th of all, sorted by expert."""
+    """y[i] = the row of the token whose choice is the i-th, in the order of experts."""
     blocks = tl.cdiv(N, BLOCK_N)
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -30,11 +30,12 @@ def _take_kernel(
 def _token_sum_kernel(
     rows_ptr, place_ptr, weights_ptr, y_ptr, T, N, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """y[t] = Σ_k weight · rows[place], of the choices that have a place."""
+    """y[t] = Σ_k weight · rows[place], over the choices that have a place."""
     blocks = tl.cdiv(N, BLOCK_N)
     token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (token < T)[:, None] & (cols < N)[None, :]
+    # K rows in the order of k, in fp32: adding into y would take atomics, and give other bits on every run.
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for k in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + k, mask=token < T, other=-1).to(tl.int64)
@@ -42,7 +43,7 @@ def _token_sum_kernel(
         row = tl.load(rows_ptr + place[:, None] * N + cols[None, :], mask=known, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             row *= tl.load(weights_ptr + token * TOP_K + k, mask=token < T, other=0.0).to(tl.float32)[:, None]
-        total += tl.where(known, row, 0.0)  # the weight of a choice without a place may be anything
+        total += tl.where(known, row, 0.0)  # 0 · weight would keep an inf or NaN weight of a choice without a place
     tl.store(y_ptr + token[:, None] * N + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -51,7 +52,7 @@ def _expert_sum_kernel(
     rows_ptr, order_ptr, weights_ptr, offsets_ptr, y_ptr, N, stride_rows,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[e] = Σ over the expert's rows; with weights, of tokens' rows by their weights. The gradient of a bias."""
+    """y[e] = Σ over the expert's rows; with weights, Σ weight · token's row. The gradient of a bias."""
     blocks = tl.cdiv(N, BLOCK_N)
     expert = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,7 +78,7 @@ def _weight_sum_kernel(
     dots_ptr, place_ptr, index_ptr, dy_ptr, bias_ptr, dweights_ptr, S, D, stride_dy,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each routing weight: h · dh of its slot, and dy · down_bias of its expert."""
+    """The gradient of each routing weight: h · dh of its slot, plus dy · down_bias of its expert."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     place = tl.load(place_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
     known = place >= 0
@@ -99,7 +100,7 @@ def _weight_sum_kernel(
 
 
 def _token_tile(N: int) -> tuple[int, int, dict[str, int]]:
-    """Tokens and columns a program: 16 bytes a thread and row, of K rows at once."""
+    """Tokens and columns a program: a thread loads 16 bytes of each of K rows."""
     block = min(1024, next_power_of_2(N))
     return 1024 // block, block, {"num_warps": 4}
 
@@ -111,7 +112,7 @@ def _take_tile(N: int) -> tuple[int, int, dict[str, int]]:
 
 
 def _expert_tile() -> tuple[int, int, dict[str, int]]:
-    """Rows on their way at a time, and columns: 32 of them, 64 bytes each, for a program of an expert's 256."""
+    """Rows that are loaded at a time, and columns of a program."""
     return 32, 64, {"num_warps": 4}
 
 
@@ -144,7 +145,7 @@ def token_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor,
 
 
 def expert_sum(rows: Tensor, routing: Routing, weights: Tensor | None, y: Tensor, K: int) -> None:
-    """Write the sum of each expert's rows to y (E, N): of (S, N), or of tokens (T, N) by their weights."""
+    """Write the sum of each expert's rows to y (E, N): rows (S, N), or tokens' rows (T, N) times their weights."""
     E, N = y.shape
     if not y.numel():
         return

@@ -1,7 +1,7 @@
-"""What an expert computes between its two products, element by element, and its gradient.
+"""An expert's activation between its two products, element by element, and its gradient.
 
-Kernels of their own: inside the products they cost more than the memory traffic that they saved there. A product of
-tiles of 128 × 256 has no registers left for them, and nothing runs beside its last part, where the results are stored.
+The activation has kernels of its own: inside the products it cost more than the memory traffic that it saved. A product
+of tiles of 128 × 256 has no registers left for it, and nothing runs beside a product's last part, which stores results.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tigon.runtime import cdiv, launch, tl, triton
 
 @triton.jit
 def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Both of BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
+    """Gate and up of BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
     if INTERLEAVED:
+        # One wide load brings the pairs; each pair is in one thread, which splits it.
         pair = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK_N)
         exists = tl.max(mask.to(tl.int32), 1)[:, None] > 0
         z = tl.load(z_ptr + rows[:, None] * 2 * N + pair[None, :], mask=exists & (pair < 2 * N)[None, :], other=0.0)
@@ -77,10 +78,10 @@ def _unit_bwd_kernel(
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of whole rows: dz, which may lie where z does; weight · h, which may lie where dh does; and h · dh, the gradient
-    of the routing weight.
+    """Write dz, which may overwrite z; weight · h, which may overwrite dh; and h · dh, the routing weight's gradient.
 
-    What is None is not wanted; without dh (None) there is neither dz nor h · dh.
+    A program takes whole rows, for the sums h · dh. Outputs that are None are not written; without dh there is neither
+    dz nor h · dh.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < tl.load(offsets_ptr + E)
@@ -98,11 +99,13 @@ def _unit_bwd_kernel(
             h, dgate = ACT(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32))
         if dh_ptr is not None:
             dh = tl.load(dh_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # before anybody writes, everybody has read
+        tl.debug_barrier()  # dz may lie over z, and h over dh: all threads read before any writes
         if dh_ptr is not None:
+            # The routing weight's gradient is dy · expert(x) = h · (downᵀ dy): expert(x) itself is not kept.
             dots += tl.where(mask, h * dh, 0.0)
             if dz_ptr is not None:
                 dh *= weight[:, None]
+                # dh came without the routing weight, which dots must not have and dz must.
                 dtype = dz_ptr.dtype.element_ty
                 if GATED:
                     if INTERLEAVED:
@@ -127,7 +130,7 @@ def _unit_bwd_kernel(
 
 
 def _unit_tile(interleaved: bool) -> tuple[int, int, dict[str, int]]:
-    """Rows and columns at a time. Of pairs that alternate a thread has twice as many columns side by side."""
+    """Rows and columns of a program. With gate and up interleaved a thread loads twice as many neighbouring columns."""
     return (4, 512, {"num_warps": 4}) if interleaved else (8, 256, {"num_warps": 8})
 
 
@@ -141,7 +144,7 @@ def _constants(options: Options) -> tuple[Any, ...]:
 
 
 def unit(z: Tensor, h: Tensor, routing: Routing, options: Options) -> None:
-    """Write h (S, N) of z, (S, 2N) or without a gate (S, N)."""
+    """Write h (S, N), computed from z: (S, 2N), or (S, N) without a gate."""
     S, N = h.shape
     if not h.numel():
         return
@@ -155,7 +158,7 @@ def unit_bwd(
     z: Tensor, dh: Tensor | None, weights: Tensor, routing: Routing, dz: Tensor | None, h: Tensor | None,
     dots: Tensor | None, options: Options,
 ) -> None:  # fmt: skip
-    """Write dz (S, W), weight · h (S, N) and h · dh (S,) of z (S, W), dh (S, N) and the routing weights."""
+    """Write dz (S, W), weight · h (S, N) and h · dh (S,), from z (S, W), dh (S, N) and the routing weights."""
     S, N = z.shape[0], z.shape[1] // (2 if options.gated else 1)
     if not z.numel():
         return
