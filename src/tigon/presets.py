@@ -1,7 +1,7 @@
 """Shapes of real models, and of tiny ones that train on a laptop, by name: one row per model.
 
 The rows are the arguments of the `transformers` configuration class, as the publishers' own config.json gives them.
-Only the shape is a preset: weights are random, and the tokenizer is the user's, or one trained on the user's data.
+A preset is only a shape: weights are random, and the tokenizer is yours, or one trained on your data.
 """
 
 # ruff: noqa: C408 (the rows are keyword arguments, and read as such)
@@ -28,7 +28,7 @@ _LLAMA_3_SCALING = {
 
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
-    # Small enough for a CPU. The vocabulary is replaced by that of the tokenizer that `tigon train` trains on the data.
+    # Small enough for a CPU. `tigon train` replaces the vocabulary by the vocabulary that it trains on your data.
     "llama-tiny": dict(
         model_type="llama", vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, rms_norm_eps=1e-5,
@@ -192,7 +192,7 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
     else:
         text = fields = {**fields, **overrides}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # The configuration classes have defaults of their own, made for their own vocabularies.
+        # The configuration classes' default token ids are made for the original vocabularies.
         if key not in overrides and (text.get(key) is None or text[key] >= text["vocab_size"]):
             text[key] = None
     return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -1,1 +1,1 @@
-"""Tigon inside the trainers that people use: one module for each host, imported by its name."""
+"""Tigon inside other trainers: one module for each host, imported by the host's name."""

@@ -1,10 +1,10 @@
-"""Axolotl's plugin: two lines of YAML fuse the model that it trains.
+"""Axolotl's plugin: two lines of YAML fuse the model that Axolotl trains.
 
     plugins:
       - tigon.integrations.axolotl.TigonPlugin
 
-The model is fused in `post_model_load`, after Axolotl's own patches and after adapters, so that what they have put on
-a layer is seen. Nothing else of Axolotl is touched.
+The plugin fuses the model in `post_model_load`, after Axolotl has applied its patches and adapters, so that fuse sees
+them. It changes nothing else of Axolotl.
 
 Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolotl.ai/docs/custom_integrations.html
 """
@@ -43,7 +43,7 @@ class TigonArgs(BaseModel):
     def check_tigon_has_the_model_to_itself(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # Both patch transformers' classes: what they have replaced is then no longer there to be recognised.
+        # Liger patches transformers' classes too, so fuse could not recognise the forwards that Liger replaced.
         others = sorted(k for k, v in data.items() if k.startswith("liger_") and v)
         if data.get("cut_cross_entropy") and data.get("tigon_head") is not False:
             others.append("cut_cross_entropy")
@@ -77,4 +77,4 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]
             LOG.info(f"tigon: {fusion.report()}")
 
     def post_train_unload(self, cfg: Any) -> None:
-        self.fusions.clear()  # they hold the models that Axolotl has just let go
+        self.fusions.clear()  # the Fusions hold the models that Axolotl has just released

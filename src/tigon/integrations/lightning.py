@@ -40,7 +40,7 @@ class TigonCallback(Callback):  # type: ignore[misc]
         self._ours = False
 
     def report(self) -> Report:
-        """What runs fused, and how often it ran in the last step. Raises RuntimeError before there is a model."""
+        """The fused parts, and how often they ran in the last step. Raises RuntimeError before there is a model."""
         if self.fusion is None:
             raise RuntimeError("TigonCallback.report: nothing is fused before the run begins.")
         return self.fusion.report()
@@ -63,11 +63,11 @@ class TigonCallback(Callback):  # type: ignore[misc]
 
     def _fuse(self, trainer: Any, pl_module: Any) -> None:
         if self.fusion is not None and self.fusion.report().active:
-            return  # of a run before this one
+            return  # fused for an earlier run
         fused_before = any("_tigon_fusion" in vars(module) for module in pl_module.modules())
         fusion = fuse(pl_module, **self._options)
         if not fusion.report().fused:
-            fusion.remove()  # nothing there to fuse; maybe there is in on_fit_start
+            fusion.remove()  # there was nothing to fuse; on_fit_start tries again, after configure_model
             return
         self.fusion, self._ours = fusion, not fused_before
         if self._print and trainer.is_global_zero:

@@ -61,7 +61,7 @@ class MicroBatchSAMCallback(TrainerCallback):
 
         def training_step(trainer: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
             params = [p for p in model.parameters() if p.requires_grad]
-            # Each pass gets a dictionary of its own: a loss may take its labels out of it.
+            # Each pass gets its own dictionary: a loss may pop the labels from it.
             return two_passes(
                 lambda: once(model, copy.copy(inputs), *more, **options), params, [self.rho] * len(params), model,
                 adaptive=self.adaptive, eta=self.eta,
@@ -72,7 +72,7 @@ class MicroBatchSAMCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         held = vars(self.trainer)
         if self._put is None or held.get("training_step") is not self._put:
-            return  # somebody has put more around it
+            return  # other code has wrapped the replaced training_step
         if self._before is None:
             del held["training_step"]
         else:

@@ -1,4 +1,4 @@
-"""torchtitan: its models run with Tigon's norms and MLPs by a converter, and its loss without logits.
+"""torchtitan: a converter fuses norms and MLPs of its models, and a loss component computes its loss without logits.
 
 torchtitan 0.3, in a function of its config registry::
 
@@ -51,7 +51,7 @@ if ModelConfigConverter is None:
     from torchtitan.protocols.model_converter import register_model_converter
 
     class FuseConverter:
-        """tigon.fuse for the norms, MLPs and rotary embeddings of a model; the head has no labels to wait for."""
+        """tigon.fuse for a model's norms, MLPs and rotary embeddings; no labels reach the model, so its head stays."""
 
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             pass
@@ -102,9 +102,9 @@ else:
     class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """Cross entropy of the head's logits, which are never built: tigon.linear_cross_entropy.
 
-        A ChunkedLossWrapper to torchtitan, which therefore hands it the hidden states and the head. Where the head's
-        weight is split over a tensor-parallel group, and for inner losses with inputs of their own, torchtitan's chunks
-        run as before.
+        The class is a ChunkedLossWrapper, because torchtitan hands such a loss the hidden states and the head.
+        torchtitan's own chunks still run if the head's weight is split over a tensor-parallel group, or if the inner
+        loss takes further inputs.
         """
 
         @dataclass(kw_only=True, slots=True)
@@ -131,7 +131,7 @@ else:
             def forward(hidden: Tensor) -> Tensor:
                 return linear_cross_entropy(hidden, Head(head.weight, head.bias), labels, reduction="sum")
 
-            # As the head's own forward: FSDP2 then gathers the weight before it, and reduces its gradient.
+            # The loss runs as the head's forward, so that FSDP2 gathers the weight before it and reduces the gradient.
             state = vars(head)
             own = state.get("forward")
             state["forward"] = forward
@@ -146,7 +146,7 @@ else:
 
 
 def _whole_head(head: nn.Module) -> bool:
-    """Whether its forward is F.linear with a weight that has, once FSDP has gathered it, the whole vocabulary."""
+    """Whether the head's forward is F.linear, and its weight has the whole vocabulary once FSDP has gathered it."""
     import spmd_types
     from torchtitan.distributed.spmd_types import spmd_mesh_size
 

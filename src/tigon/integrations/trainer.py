@@ -2,8 +2,8 @@
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[TigonCallback()])
 
-The two compute the same. The callback also serves where the trainer makes the model itself (model_init), says on the
-main process what it did, and can take it back at the end.
+Both compute the same. The callback also works where the trainer makes the model itself (model_init), reports on the
+main process which parts it fused, and can remove the fusion at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TigonCallback(TrainerCallback):
         self._ours = self._checked = False
 
     def report(self) -> Report:
-        """What runs fused, and how often it ran in the last step. Raises RuntimeError before training has begun."""
+        """The fused parts, and how often they ran in the last step. Raises RuntimeError before training has begun."""
         if self.fusion is None:
             raise RuntimeError("TigonCallback.report: nothing is fused before training begins.")
         return self.fusion.report()
@@ -70,7 +70,7 @@ class TigonCallback(TrainerCallback):
         if self._checked or self.fusion is None:
             return
         self._checked = True
-        # What runs inside torch.compile is not counted.
+        # The ledger does not count calls inside torch.compile.
         if not getattr(args, "torch_compile", False) and not self.fusion.report().calls:
             warnings.warn(
                 "nothing of what tigon.fuse replaced ran in the first step: does the trainer train another model, or a "

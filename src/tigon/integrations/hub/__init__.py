@@ -1,11 +1,11 @@
 """Tigon's layers for Hugging Face `kernels`: kernelize(), and model.set_use_kernels() of transformers, without the Hub.
 
-This directory is a kernel repository as `kernels` lays them out, a variant for each backend, beside the code that it
-holds (layers.py). It is loaded from where Tigon is installed; nothing is fetched.
+This directory is laid out as a kernel repository of `kernels`, with a variant for each backend beside the code
+(layers.py). `kernels` loads the repository from the installed Tigon, and fetches nothing.
 
-`kernels` exchanges layers by a name that their classes carry, and several formulas go by one name: "RMSNorm" is Llama's
-in 129 classes of transformers, and OLMo's and Nemotron's, which round elsewhere, in 13 more. So the layer for a name is
-chosen for a model, by the numbers that its modules give.
+`kernels` exchanges layers by a name that their classes carry, and several formulas share one name: "RMSNorm" is Llama's
+formula in 129 classes of transformers. In 13 more it is OLMo's and Nemotron's, which round elsewhere. So Tigon chooses
+the layer for a name per model, by the numbers that the model's modules compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
 
 REPOSITORY = Path(__file__).parent
 
-# By offset, cast and whether there is a gate; by activation; by whether the dtypes of q and k are kept.
+# Layers by (offset, cast, whether the norm has a gate), by activation, and by whether q and k keep their dtypes.
 _NORMS = {
     (0.0, "llama", False): "RMSNorm",
     (0.0, "gemma", False): "RMSNormRoundedOnce",
@@ -39,7 +39,7 @@ _ROTARY = {False: "RotaryPosEmb", True: "RotaryPosEmbKept"}
 
 
 def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
-    """Which layer of this repository stands for which name that `kernels` knows in a model.
+    """Which layer of this repository replaces the layers of each name that `kernels` knows in a model.
 
     Args:
         model: any module, with classes that `use_kernel_forward_from_hub` has marked; in transformers they are marked
@@ -145,7 +145,7 @@ def _functions(module: nn.Module) -> Iterator[Any]:
 
 
 def _rotary_for(function: Any) -> str | None:
-    # The class's own forward: the instance may have another one by now.
+    # The class's forward: the instance may have another one by now.
     found = recognize_rotary(functools.partial(type(function).forward, function))
     if not isinstance(found, Rotary) or found.turn != Turn() or found.names != ("q", "k", "cos", "sin"):
         return None

@@ -1,8 +1,8 @@
-"""Layers for the `kernels` package: forwards that it binds to modules of a model, in place of those modules' own.
+"""Layers for the `kernels` package, which binds their forwards to a model's modules in place of the modules' own.
 
-`kernels` takes the function `forward` of such a class and nothing else: `self` is then the model's own module, with its
-weights and settings. So the classes have no constructor and no members beside the two flags that `kernels` reads. Where
-an operator does not apply (fp64, torch.func, another dtype of the weight), the forward of the module's own class runs.
+`kernels` takes only the function `forward` of such a class: `self` is then the model's module, with its weights and
+settings. So the classes have no constructor, and no members besides the two flags that `kernels` reads. Where an
+operator does not apply (fp64, torch.func, another dtype of the weight), the forward of the module's class runs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RMSNormGated(nn.Module):
 
 
 class SwiGLUMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) · up_proj(x)). The layers are called as modules: what is on them takes part."""
+    """down_proj(silu(gate_proj(x)) · up_proj(x)). The layers are called as modules: adapters and hooks keep working."""
 
     can_torch_compile = True
     has_backward = True

@@ -1,20 +1,20 @@
 """Tigon's losses behind TRL's own trainers: `tigon.integrations.trl.fuse(trainer)`.
 
-TRL keeps its losses, metrics and options; what computes the numbers underneath is replaced, on the instances that the
-trainer holds and nowhere else:
+TRL keeps its losses, metrics and options. Tigon replaces only the operators that compute the numbers underneath, on
+the instances that the trainer holds and nowhere else:
 
     SFT, DPO, KTO, GRPO, RLOO    model(…, fused_lm_head=True) gives per-token log-probabilities: tigon.linear_logprob,
                                  in the policy and in the reference
     Distillation, GKD            the divergence from the teacher: tigon.losses.distill
     ORPO                         the loss and its metrics: tigon.losses.orpo
 
-and the layers of all these models run fused (`tigon.fuse`). Where an option wants what Tigon's operator does not offer,
-TRL's own code runs, and the report says why.
+and the layers of all these models run fused (`tigon.fuse`). Where Tigon's operator lacks an option, TRL's own code
+runs, and the report says why.
 
-A place is found by what the code is, not by a version number: a model's forward that takes `fused_lm_head` and calls an
-autograd function of the head's weight, a method that calls `_chunked_divergence_loss`, a trainer with
-`generalized_jsd_loss` or `odds_ratio_loss`. Where code of TRL's surrounds the operator, it is cloned with another value
-under the operator's name: the backbone, the shift, the gathering of shards, auxiliary losses and metrics remain TRL's.
+Tigon finds the operators by TRL's code, not by its version number: a model's forward that takes `fused_lm_head` and
+calls an autograd function of the head's weight, a method that calls `_chunked_divergence_loss`, a trainer with
+`generalized_jsd_loss` or `odds_ratio_loss`. TRL's function around such an operator is cloned, with another value under
+the operator's name: the backbone, the shift, the gathering of shards, auxiliary losses and metrics remain TRL's.
 
 Source: TRL 1.16, https://github.com/huggingface/trl
 """
@@ -74,7 +74,7 @@ def fuse(trainer: Any, *, losses: bool = True, keep_bytes: int = 0, **options: A
 
 
 class TrainerFusion:
-    """What `fuse` did to one trainer. `models` are the Fusions of its policy, reference and teacher."""
+    """The replacements that `fuse` made in one trainer. `models`: the Fusions of its policy, reference and teacher."""
 
     def __init__(
         self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any]
@@ -83,7 +83,7 @@ class TrainerFusion:
         self.models: dict[str, Fusion] = {}
         self._swaps = Swaps()
         self._ours: list[Fusion] = []
-        # The forward that TRL gave a model is replaced before tigon.fuse puts its own around it.
+        # TRL's forward of a model must be replaced before tigon.fuse wraps the model's forward.
         if losses:
             self._replace_losses(models, keep_bytes)
         for role, model in models.items():
@@ -179,7 +179,7 @@ class TrainerReport:
         return f"{self.trainer}: the loss runs in Tigon{state}"
 
     def last_step(self) -> str:
-        """One sentence on what ran."""
+        """One sentence about the operators that ran."""
         if not self.steps:
             return "No step has run yet."
         ran = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none of Tigon's losses"

@@ -1,4 +1,4 @@
-"""The divergence from a teacher: DistillationTrainer takes it of hidden states and heads, GKDTrainer of logits."""
+"""The divergence from a teacher: of hidden states and heads in DistillationTrainer, of logits in GKDTrainer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def replace_divergence(trainer: Any, swaps: Swaps) -> None:
         student, teacher = (side.rows(valid).in_one_dtype() for side in sides)
         loss = _distilled(student, teacher, a)
         swaps.count("distill", "policy", "teacher")
-        with torch.no_grad():  # a metric of the trainer's
+        with torch.no_grad():  # only a metric that the trainer logs
             target = torch.zeros(student.x.shape[0], dtype=torch.int64, device=student.x.device)
             entropy = linear_logprob(student.x, student.head, target, temperature=a["temperature"]).entropy.sum()
         return loss, entropy, valid.sum()
@@ -108,7 +108,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
 
 
 def split_over(side: Side) -> tuple[Any, ...] | None:
-    """Where the classes of a head are that is split; None for one that is whole."""
+    """The mesh that a split head's classes are on, and their number; None for a whole head."""
     weight: Any = side.head.weight
     return (weight.device_mesh, weight.shape[0]) if is_split(weight) else None
 

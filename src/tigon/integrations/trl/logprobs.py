@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens, of which SFT, DPO, KTO, GRPO and RLOO make their losses.
+"""Log-probabilities of tokens, from which SFT, DPO, KTO, GRPO and RLOO compute their losses.
 
 TRL gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities and entropies in place of logits.
-It hands hidden states and the head's weight to an autograd function; here it hands them to tigon.linear_logprob.
+That forward hands hidden states and the head's weight to an autograd function. Tigon's clone of the forward hands them
+to tigon.linear_logprob instead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if callable(on_gpu := function.__globals__.get("_use_triton")):
             # Leave rows without a label out on a CPU too, as TRL does on a GPU.
             instead["_use_triton"] = lambda device, on_gpu=on_gpu: device.type == "cpu" or on_gpu(device)
-        # Mixed precision has wrapped the forward of TRL's reference by now. The clone runs outside of that wrapper.
+        # Mixed precision has wrapped the reference's forward by now. The clone runs outside of that wrapper, so it
+        # needs autocast itself.
         context = contextlib.nullcontext if direct else trainer.accelerator.autocast
         new = _forward(forward, clone(function, **instead), context, role, swaps)
         swaps.put(module, "forward", types.MethodType(new, module))
@@ -55,7 +57,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
 
 
 def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
-    """TRL's forward in or under an instance's own, with the name of its autograd function; whether it is that one."""
+    """TRL's forward, alone or in a wrapper, with the name of its autograd function; whether it has no wrapper."""
     for depth, function in enumerate(_layers_of(forward)):
         if isinstance(function, types.FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
             for name in global_names(function):
@@ -66,7 +68,7 @@ def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None,
 
 
 def _layers_of(forward: Any) -> Iterator[Any]:
-    """A forward of an instance's own, and what it wraps, from the outside."""
+    """An instance's own forward and the functions that it wraps, outermost first."""
     layer = forward
     while layer is not None:
         layer = getattr(layer, "__func__", layer)
@@ -75,7 +77,7 @@ def _layers_of(forward: Any) -> Iterator[Any]:
 
 
 def loss_is_left_to_trl(model: nn.Module) -> bool:
-    """Whether a trainer of TRL's will compute its loss by its own operator."""
+    """Whether a TRL trainer will compute this model's loss by TRL's own operator."""
     forwards = [vars(module).get("forward") for module in model.modules()]
     if all(_fused_forward(forward)[0] is None for forward in forwards):
         return False
@@ -107,7 +109,7 @@ def _forward(
 
 
 class _Projection:
-    """In place of TRL's autograd function; `apply` as it has it."""
+    """Replaces TRL's autograd function; `apply` takes the same arguments."""
 
     def __init__(self, own: Any, signature: inspect.Signature, role: str, swaps: Swaps, keep_bytes: int) -> None:
         self.own, self.signature, self.role, self.swaps, self.keep_bytes = own, signature, role, swaps, keep_bytes

@@ -40,7 +40,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
             swaps.left["the logits are built: the head is not fused, or FSDP2 frees it"] += 1
             return own(model, batch, train_eval)
         side = side._replace(x=side.x[:, :-1])
-        # The odds are of the completions, the likelihood is of prompt and completion.
+        # The odds ratio counts the completions' tokens; the likelihood counts those of prompt and completion.
         target = torch.where(attention == 1, ids, -100)[:, 1:]
         with side.as_in_its_forward():
             side = side.in_one_dtype()

@@ -1,4 +1,4 @@
-"""What is replaced in one trainer, on its instances, and what the replacements share."""
+"""The attributes replaced on one trainer's instances, and the state that the replacements share."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tigon.logits.split import is_split
 
 
 class Swaps:
-    """The attributes replaced on the instances of one trainer, and how often what replaced them ran.
+    """The attributes replaced on the instances of one trainer, and how often the replacements ran.
 
-    active: False after `restore`, for functions that somebody has wrapped in the meantime and that remain in use.
-    ledgers: of the models' fusions, by role. left: calls that went to TRL's own code, by reason.
+    active: False after `restore`, for replacements that other code wrapped before, and still calls.
+    ledgers: the ledgers of the models' Fusions, by role. left: calls that went to TRL's own code, by reason.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Swaps:
         self.active = False
         for state, name, value, had, before in reversed(self._done):
             if state.get(name) is not value:
-                continue  # what somebody has put around it stays in place, and ours, inactive now, passes through
+                continue  # a wrapper of other code stays; the replacement inside, inactive now, passes through
             if had:
                 state[name] = before
             else:
@@ -71,14 +71,14 @@ class Swaps:
         self.calls.clear()
 
     def new_forward(self) -> None:
-        """What the models ran is counted from here, where a trainer calls no model's own forward."""
+        """Start a new step in the ledgers, since this trainer does not call the models' own forward."""
         for ledger in self.ledgers.values():
             if not ledger.lazy:
                 ledger.new_step()
 
     @contextlib.contextmanager
     def lazily(self) -> Iterator[None]:
-        """Heads leave their logits unbuilt in here, without labels too."""
+        """Inside, heads leave their logits unbuilt even without labels."""
         with contextlib.ExitStack() as stack:
             for ledger in self.ledgers.values():
                 stack.enter_context(ledger.lazily())
@@ -96,12 +96,12 @@ def global_names(function: Any) -> tuple[str, ...]:
 
 
 def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
-    """The same code, which sees other values under the names of some globals."""
+    """A function with the same code, and other values for some globals."""
     return rebuilt(function, {**function.__globals__, **instead}, function.__closure__)
 
 
 def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
-    """How to bind this function's arguments by name; None where it has others than those known."""
+    """The signature that binds this function's arguments by name; None if it has arguments beyond `known`."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     return inspect.Signature(parameters) if {p.name for p in parameters} <= known else None
 
@@ -113,7 +113,7 @@ def bind(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 class Side(NamedTuple):
-    """What logits are made of: hidden states x, the head they enter, and its autocast."""
+    """The inputs of logits: hidden states x, the head, and the autocast state of the head's forward."""
 
     x: Tensor
     head: Head
@@ -121,7 +121,7 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> Side | None:
-        """Of logits that were never built, by a head whose weight is still there; None for others."""
+        """The Side of unbuilt logits whose head's weight is still in memory; None for other logits."""
         if not isinstance(logits, LazyLogits) or not logits.pending():
             return None
         recipe = logits.recipe
@@ -134,7 +134,7 @@ class Side(NamedTuple):
         return cls(recipe.hidden, Head(recipe.weight, bias, form[1], form[0]), recipe.autocast)
 
     def gathered(self) -> Side:
-        """With a whole head, as TRL's own: FSDP2 shards are rows as well, but each rank has other tokens."""
+        """The same with a whole head, as TRL has it: FSDP2's shards are rows too, but each rank has other tokens."""
         return self._with_head(weight=_whole(self.head.weight), bias=_whole(self.head.bias))
 
     def _with_head(self, **changes: Any) -> Side:
@@ -158,7 +158,7 @@ class Side(NamedTuple):
         return self._replace(x=self.x[mask])
 
     def in_one_dtype(self) -> Side:
-        """In that of the hidden states, as TRL computes; autocast casts by itself."""
+        """The same with the head in the dtype of the hidden states, as TRL computes; autocast does its own casts."""
         if torch.is_autocast_enabled(self.x.device.type):
             return self
         weight, bias = self.head[:2]
@@ -166,7 +166,7 @@ class Side(NamedTuple):
         return self._with_head(weight=weight.to(self.x.dtype), bias=bias)
 
     def as_in_its_forward(self) -> Any:
-        """Autocast as it stood when the head ran."""
+        """A context with the autocast state in which the head ran."""
         return torch.autocast(self.x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
 
