@@ -205,12 +205,12 @@ def divergence_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-# In them logarithms are to the base 2, as the hardware has them: lq and lp are log2 of q and p, u is what the slope of
-# the loss along lq is a multiple of, and k = log2(e) / temperature turns logits into them.
+# Kernels take logarithms to the base 2, as the hardware has them: lq and lp are log2 of q and p, and k = log2(e) /
+# temperature turns logits into log2. The slope of the loss with respect to lq is a multiple of u.
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# A logarithm of a probability that is 0 by far.
+# The logarithm of a probability far below fp32's smallest: 2^LEAST_LOG is 0, and LEAST_LOG is finite.
 LEAST_LOG = tl.constexpr(-1e4)
 INTERPRETED = tl.constexpr(INTERPRET)
 
@@ -237,7 +237,7 @@ def log2_of_normal(x):
 
 @triton.jit
 def _sides(lq, lp, beta, KIND: tl.constexpr):
-    """The loss, q, and u. What has no probability contributes nothing, also where its logarithm is -inf; NaN stays."""
+    """The loss, q, and u. A class of probability 0 adds nothing, also where its logarithm is -inf. NaN stays NaN."""
     if KIND == "kl":
         p, q = tl.exp2(lp), tl.exp2(lq)
         u = p
@@ -251,8 +251,9 @@ def _sides(lq, lp, beta, KIND: tl.constexpr):
         u = _half_sign(q, p)
         terms = 0.5 * tl.abs(p - q)
     else:
-        # From the larger of the two and their ratio: two exponentials in place of three, and the logarithm of a number
-        # near 1 where p and q are alike, which is where the terms cancel. Finite, so that what is 0 contributes 0.
+        # Computed from the larger of p and q and their ratio: two exponentials in place of three. Where p and q are
+        # alike, and terms cancel, the logarithm is then one of a number near 1. Both logs are kept finite, so that a
+        # probability of 0 adds 0.
         lp = tl.maximum(lp, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         lq = tl.maximum(lq, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         d = lp - lq
@@ -263,7 +264,7 @@ def _sides(lq, lp, beta, KIND: tl.constexpr):
         p = tl.where(up, large, small)
         q = tl.where(up, small, large)
         weight = tl.where(up, beta, 1.0 - beta)
-        log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # of M over the larger one
+        log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # log2 of M / max(p, q)
         u = (1.0 - beta) * (-tl.maximum(d, 0.0) - log_m)
         terms = beta * p * (tl.minimum(d, 0.0) - log_m) + q * u
     return terms, q, u
@@ -276,7 +277,7 @@ def _half_sign(q, p):
 
 @triton.jit
 def _fold(x, top, total, k):
-    """Take blocks of logits into a lane's maximum and sum. Also what the old sum shrinks by, and the exponentials."""
+    """Fold blocks of logits into a lane's maximum and sum. Also returns the old sum's factor, and the exponentials."""
     new = tl.maximum(top, tl.max(x, 0))
     shrink = tl.exp2((top - new) * k)
     e = tl.exp2((x - new[None, :]) * k)
@@ -301,7 +302,8 @@ def _divergence_fwd_kernel(
         if label == ignore_index:
             tl.store(rows_ptr + row, 0.0)
             if FORM == "logits":
-                # No log-sum-exp is +inf (that of an infinite logit is NaN): this one tells the backward.
+                # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is
+                # NaN), and the backward then needs no labels.
                 tl.store(stats_ptr + 3 * row, float("inf"))
             return
     input_ptr += row * stride_im
@@ -315,7 +317,8 @@ def _divergence_fwd_kernel(
         top_b = tl.full((BLOCK,), LOWEST, tl.float32)
         sum_a = tl.zeros((BLOCK,), tl.float32)
         sum_b = tl.zeros((BLOCK,), tl.float32)
-        # Only differences count: a constant between the two sides goes before it can swallow digits.
+        # Only differences of logits count. A constant between the two sides is subtracted first, before it can cost
+        # digits.
         shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
         shift = tl.where(tl.abs(shift) < 1e30, shift, 0.0)
         for start in range(0, V, DEPTH * BLOCK):
@@ -335,13 +338,14 @@ def _divergence_fwd_kernel(
         tl.store(stats_ptr + 3 * row, row_a.to(tl.float64) + log_a.to(tl.float64) / k)
         tl.store(stats_ptr + 3 * row + 1, row_b.to(tl.float64) + log_b.to(tl.float64) / k)
         if KIND == "kl":
+            # KL = E_p[b − a] − (lse_b − lse_a): one reading gives both, without log-probabilities.
             gap = tl.sum(value * weight, 0) / whole - ((row_b - row_a) - shift)
             tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
         else:
             mean_u = tl.zeros((BLOCK,), tl.float32)
             blocks = tl.cdiv(V, DEPTH * BLOCK)
             for i in range(blocks):
-                # From the end, which was read last and is still in the cache.
+                # From the end, which the first reading read last and the cache still holds.
                 start = (blocks - 1 - i) * (DEPTH * BLOCK)
                 mask = start + lane < V
                 a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
@@ -386,6 +390,7 @@ def _divergence_bwd_kernel(
     if input_ptr is not None:
         a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
     if FORM == "logits":
+        # Differences with the high half first, where they are exact; the low half then corrects them.
         high_b, low_b = _split(tl.load(stats_ptr + 3 * row + 1))
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
@@ -402,6 +407,7 @@ def _divergence_bwd_kernel(
     else:
         _, q, u = _sides(a * k, b * k, beta, KIND)
         dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
+    # A select, since an ignored row's upstream gradient may be NaN.
     dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
     tl.store(dinput_ptr + row * V + cols, dx.to(dinput_ptr.dtype.element_ty), mask=cols < V)
 
@@ -412,8 +418,8 @@ LOG2E = 1 / math.log(2)
 
 
 def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
-    """Blocks folded at a time, columns of one, and warps. A wide row that is read twice is read by many warps, so that
-    fewer rows are between their readings, and the cache serves more of the second."""
+    """Blocks folded at a time, columns of a block, and warps. Many warps read a wide row that is read twice: fewer rows
+    are then between their readings, and the cache serves more of the second reading."""
     twice = form == "logits" and kind != "kl"
     warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
     block = min(next_power_of_2(v), warps * 32 * 8)
@@ -471,7 +477,7 @@ def _divergence_bwd(
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
         return dinput
-    # A reduced loss hands every row the same gradient, as a tensor of stride 0: it is read as it comes.
+    # A reduced loss gives all rows one upstream gradient, a tensor of stride 0, which is read without a copy.
     same = drows.numel() > 1 and not any(drows.stride())
     g = drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
     a, b = None if input is None else rows_of(input), rows_of(target)
@@ -495,7 +501,7 @@ def _divergence_bwd(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     input, target, labels, *ctx.options = inputs
     ctx.dtype = input.dtype
-    # The gradient of KL along log-probabilities is −p: what it is taken at does not matter, and is not kept.
+    # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
     linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"
     ctx.save_for_backward(None if linear else input, target, labels, output[1])
 

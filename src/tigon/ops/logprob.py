@@ -98,7 +98,7 @@ def logprob_reference(
     logp = torch.log_softmax(z, -1)
     of_target = logp.gather(-1, at).squeeze(-1)
     p = logp.exp()
-    # A class without probability adds nothing, to the gradient neither, which 0 · -inf would.
+    # A class of probability 0 adds nothing, also to the gradient: 0 · -inf would add NaN.
     entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
     results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= z.amax(-1), mean
     return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
@@ -108,9 +108,9 @@ def _gradient_reference(
     logits: Tensor, target: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
     temperature: float, softcap: float, scale: float, stats: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel's formula on other devices, (M, V): it has to do without autograd inside an operator.
+    """The kernel's formula in PyTorch, (M, V). Inside an operator there is no autograd to derive the gradient.
 
-    stats: what is known of all classes, where these are some of them.
+    stats: statistics of all classes, if the logits are those of some classes.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     slope: Tensor | float = scale / temperature
@@ -147,7 +147,7 @@ def _row_moments(
     logits_ptr, V, softcap, unit, k,
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, in one reading: max z and, of e = 2^((z − max) k), Σ e and Σ e · log₂ e; and Σ z."""
+    """A row's max z, Σ e and Σ e · log₂ e with e = 2^((z − max) k), and Σ z, in one reading."""
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
     # A finite start: a lane that has seen only -inf must not compute inf - inf.
@@ -164,12 +164,13 @@ def _row_moments(
         if SUM:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
         new = tl.maximum(top, tl.max(z, 0))
-        # Bounded: the first maximum is that far from the start that the distance would be infinite.
+        # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
         step = tl.maximum((top - new) * k, -1000.0)
         shrink = tl.exp2(step)
         power = (z - new[None, :]) * k
         e = tl.exp2(power)
         if ALONG:
+            # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
             along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
         total = total * shrink + tl.sum(e, 0)
         top = new
@@ -191,7 +192,7 @@ def _logprob_fwd_kernel(
     V, stride_m, ignore_index, softcap, unit, k,
     SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. unit: of what is read, or capped, in logits before the temperature; k: in powers of two."""
+    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
@@ -247,7 +248,7 @@ def _logprob_bwd_kernel(
     V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,
     SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: every element is read and written by one thread."""
+    """dlogits may be logits: the thread that writes an element has read it."""
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -270,6 +271,7 @@ def _logprob_bwd_kernel(
     if dentropy_ptr is not None:
         dentropy = tl.load(dentropy_ptr + row * stride_e).to(tl.float32)
         entropy = tl.load(stats_ptr + 3 * row + 2)
+        # p · log p → 0, where log p may be -inf.
         dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
     dx = tl.where(counts, dz * slope, 0.0)
     tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
@@ -279,7 +281,7 @@ def _logprob_bwd_kernel(
 
 
 def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
-    """Blocks folded at a time, columns of one, and warps: as deep as registers allow."""
+    """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if softcap else 4, next_power_of_2(V) // block)), block, 4
 
@@ -289,7 +291,7 @@ def _bwd_tile(V: int) -> tuple[int, int]:
 
 
 def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
-    """softcap, what a number that is read counts in logits, and k: what one that is compared counts in powers of 2."""
+    """softcap, the factor from stored numbers to logits, and k, the factor from compared numbers to powers of 2."""
     return softcap, scale, (1.0 if softcap else scale) / temperature / math.log(2.0)
 
 
@@ -297,9 +299,9 @@ def logprob_rows(
     logits: Tensor, target: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None,
     ignore_index: int, temperature: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write logprob, and each of entropy, logsumexp, is_top1 and mean_logit that there is a place for, of (M, V) rows.
+    """Write logprob, entropy, logsumexp, is_top1 and mean_logit of (M, V) rows, each if its place is not None.
 
-    stats: (M, 3) fp32 that `logprob_gradient_rows` wants, with the entropy only where there is a place for it.
+    stats: (M, 3) fp32 for `logprob_gradient_rows`; its entropy is valid only if entropy has a place.
     """
     M, V = logits.shape
     if M == 0:
@@ -330,7 +332,7 @@ def logprob_gradient_rows(
     """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits), of (M, V) rows; may be the logits.
 
     dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None where that ran without Triton.
-    merged: the statistics are of all classes, of which V are some, and there is a target among them or not.
+    merged: the statistics are of all classes, the V classes are a shard of them, and a target may lie elsewhere.
     """
     M, V = logits.shape
     if M * V == 0:
@@ -370,7 +372,7 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     *results, stats = _logprob_fwd_fake(logits, target, *options)
     if logits.numel():
         logprob_rows(rows_of(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
-    elif target.numel():  # of no classes at all, every target is out of range
+    elif target.numel():  # without classes every target is out of range
         for result in results:
             result.copy_(torch.where(target == options[0], 0.0, 0.0 if result.dtype == torch.bool else float("nan")))
     return *results, stats

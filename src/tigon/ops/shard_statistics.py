@@ -1,16 +1,16 @@
-"""Rows of logits whose classes lie on several devices: what each of them says of its own, and what that makes together.
+"""Rows of logits whose classes lie on several devices: statistics of each device's classes, and how they are merged.
 
-With z = softcap(scale · logits) / τ, of the classes of device r
+With z = softcap(scale · logits) / τ, over the classes of device r
 
     m_r = max z;   s_r = Σ exp(z − m_r);   a_r = Σ exp(z − m_r) · (z − m_r);   z_r = Σ z;   and z[target] if it is there
 
-and of all classes, each part shrunk from its own maximum to the common one, d_r = m_r − m, m = max m_r:
+and over all classes, with each sum rescaled from its maximum to the common one, d_r = m_r − m, m = max m_r:
 
     s = Σ exp(d_r) · s_r;   a = Σ exp(d_r) · (a_r + s_r · d_r);   logsumexp = m + log s;   entropy = log s − a / s
 
-Three to five numbers a row in place of its logits. Parts are added up in the order of the devices, so that all of them
-get the same bits. The gradient then needs nothing more from the others: tigon.ops.cross_entropy and tigon.ops.logprob
-compute it from these statistics.
+Three to five numbers a row travel in place of its logits. Every device adds up the parts in the order of the devices,
+so that all devices get the same bits. The gradient then needs nothing more from other devices:
+tigon.ops.cross_entropy and tigon.ops.logprob compute it from these statistics.
 
 Source: running maxima, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; vocabulary-parallel cross entropy,
 Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
@@ -30,7 +30,8 @@ from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _row_moments, _units
 from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton, use_triton
 
-# Labels of a device count from its own first class. These are none of its classes, and none that can be one.
+# Labels of a device count from its own first class. Negative ones mean: another device's class, an ignored target, a
+# target out of range.
 ELSEWHERE, IGNORED, OUTSIDE = -1, -2, -3
 LN_2 = math.log(2.0)
 LEAST = torch.finfo(torch.float32).min
@@ -46,7 +47,7 @@ def local_labels(target: Tensor, ignore_index: int, first: int, size: int, class
 
 
 def columns(along: bool, total: bool) -> int:
-    """How many numbers a row's statistics are: maximum, sum, the target's logit, and these."""
+    """How many numbers a row's statistics are: maximum, sum, the target's logit; along and total add one each."""
     return 3 + along + total
 
 
@@ -72,12 +73,12 @@ def _statistics_reference(
 
 
 def _capped(logits: Tensor, softcap: float, scale: float) -> Tensor:
-    """What the statistics are of: capped logits, or, without a cap, the logits before they are scaled."""
+    """The z of the statistics: capped logits or, without a cap, logits before the scale."""
     return _cap_reference(logits, softcap, scale)[0] if softcap else logits
 
 
 class _Merged(NamedTuple):
-    """(M,) each: of all classes the maximum, log₂ of the sum, entropy and sum; and the target's logit."""
+    """(M,) each, over all classes: the maximum, log₂ of the sum, the target's logit, entropy and Σ z."""
 
     top: Tensor
     log2_sum: Tensor
@@ -136,7 +137,7 @@ def _merged_rows(
     parts_ptr, rows, inside, labels, M, world, k, ALONG: tl.constexpr, SUM: tl.constexpr, OUTSIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of all classes: max z, log₂ of the sum, the target's z, entropy in nats, Σ z. In the order of the parts."""
+    """Over all classes: max z, log₂ of the sum, the target's z, entropy in nats, Σ z. Added in the order of devices."""
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     for part in range(world):
@@ -147,10 +148,12 @@ def _merged_rows(
     sum_z = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
         at = parts_ptr + (part * M + rows) * COLUMNS
+        # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
         step = tl.maximum((tl.load(at, mask=inside, other=LOWEST) - top) * k, -1000.0)
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
         total += own * shrink
+        # One device has the target's logit, the others 0.
         z_target += tl.load(at + 2, mask=inside, other=0.0)
         if ALONG:
             along += shrink * (tl.load(at + 3, mask=inside, other=0.0) + own * step)
@@ -216,11 +219,11 @@ def _merge_logprob_kernel(
 
 # --------------------------------------------------------------------------------------------------------- launches
 
-ROWS = 128  # a program of the merge
+ROWS = 128  # rows of a program of the merge
 
 
 def _tile(V: int, capped: bool, more: bool) -> tuple[int, int, int]:
-    """Blocks folded at a time, columns of one, and warps: as deep as registers allow."""
+    """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if capped else 4 if more else 8, next_power_of_2(V) // block)), block, 4
 
@@ -232,12 +235,12 @@ def shard_statistics(
     """Write the statistics of (M, V) rows of this device's classes; V may be 0.
 
     labels: (M,) of `local_labels`, dense. out: (M, `columns(along, total)`) fp32 (fp64 for the reference of fp64).
-    along: what the entropy wants. total: what smoothing and the mean logit want.
+    along: Σ e · log₂ e, for the entropy. total: Σ z, for smoothing and the mean logit.
     """
     M, V = logits.shape
     if M == 0:
         return
-    if V == 0:  # the parts of a sum that has none
+    if V == 0:  # a device without classes: empty sums, and the least maximum
         out.zero_()
         out[:, 0] = LEAST
         return
@@ -261,7 +264,7 @@ def merge_cross_entropy(
     parts: Tensor, labels: Tensor, loss: Tensor, stats: Tensor, classes: int, label_smoothing: float, z_loss: float,
     softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's loss, and what its gradient wants.
+    """Write each row's loss, and the statistics for its gradient.
 
     parts: (devices, M, columns), of temperature 1, with total if there is smoothing. labels, loss: (M,).
     stats: (4 + 2 M,), as in `tigon.ops.cross_entropy.launches`.
@@ -294,8 +297,8 @@ def merge_logprob(
     parts: Tensor, labels: Tensor, results: tuple[Tensor | None, ...], stats: Tensor, classes: int, temperature: float,
     softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """As `tigon.ops.logprob.logprob_rows`, from the parts: with along where there is a place for the entropy, with
-    total where there is one for the mean logit."""
+    """As `tigon.ops.logprob.logprob_rows`, from the devices' statistics, which have along if the entropy has a place,
+    and total if the mean logit has one."""
     world, M, _ = parts.shape
     units = _units(temperature, softcap, scale)
     along, total = results[1] is not None, results[4] is not None

@@ -1,12 +1,13 @@
 """Rows of distillation whose classes lie on several devices, teacher's and student's alike.
 
-    1  each device's maxima and sums of both sides (of cosine: products), 3 to 6 numbers a row, to all
-    2  with them its part of the divergence and, but for kl and cosine, of Σ q · u, which goes to all: 1 number a row
-    3  with that the gradient of its own logits
+    1  each device sends its maxima and sums of both sides (cosine: products), 3 to 6 numbers a row
+    2  from all of these it computes its part of the divergence and, except for kl and cosine, of Σ q · u, which it
+       sends: 1 number a row
+    3  from the total of Σ q · u it computes the gradient of its own logits
 
-Of a teacher's K classes also the student's K logits are in 1, and 2 is left out: all devices then compute the same. The
-divergences of the rows are summed over the devices at the end of the walk. Parts are added up in the order of the
-devices, so that all of them get the same bits.
+With a teacher's K classes step 1 sends the student's K logits too, and step 2 is left out: all devices then compute the
+same losses. The devices sum the rows' divergences at the end of the walk. Every device adds up parts in the order of
+the devices, so that all devices get the same bits.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from tigon.losses.distillation.rows import _cache_sized, _hard, _tile
 from tigon.ops.shard_statistics import IGNORED, LEAST, OUTSIDE
 from tigon.runtime import cdiv, launch, next_power_of_2, use_triton
 
-MERGED = 5  # numbers a row once its parts are put together
-ROWS = 128  # a program of the merge
+MERGED = 5  # numbers of a row once its parts are merged
+ROWS = 128  # rows of a program of the merge
 
 
 def distill_statistics(
     logits: Tensor, teacher: Tensor, labels: Tensor | None, out_dtype: torch.dtype, kind: str, mode: int,
     temperature: float, softcap: float, scale: float, teacher_softcap: float, teacher_scale: float,
 ) -> Tensor:  # fmt: skip
-    """What a device says of its (M, V) logits, (M, columns); V may be 0. labels: of `local_labels`, or None."""
+    """This device's statistics of its (M, V) logits, (M, columns); V may be 0. labels: of `local_labels`, or None."""
     M, V = logits.shape
     cosine = kind == "cosine"
     columns = (6 if mode else 3) if cosine else 4 + mode
     out = logits.new_empty(M, columns, dtype=out_dtype)
-    if V == 0:  # the parts of a sum that has none
+    if V == 0:  # a device without classes: empty sums, and the least maxima
         out.zero_()
-        # One by one: a list of columns would be copied to the device, which waits for it.
+        # Column by column: an index that is a list would be copied to the device, and the host would wait.
         for top in (0, 2) if not cosine else (4,) if mode else ():
             out[:, top] = LEAST
         return out
@@ -71,7 +72,7 @@ def distill_statistics(
     key = (M, sizes, numbers, branches, logits.dtype, teacher.dtype, labels is None)
 
     def plan() -> tuple[int, tuple, dict[str, int]]:
-        # Of short rows, too, more than four warps: for these ptxas goes by an occupancy at which it has to spill.
+        # More than four warps for short rows too: with four, ptxas aims at an occupancy at which it has to spill.
         warps, depth, block = _tile(V, softcap != 0.0 or teacher_softcap != 0.0, mode == 2, least=8)
         return M, (*sizes, *numbers, *branches, depth, block), {"num_warps": warps}
 
@@ -82,7 +83,7 @@ def distill_statistics(
 def merge_distill(
     parts: Tensor, labels: Tensor | None, hard: Tensor | None, kind: str, mode: int, temperature: float
 ) -> Tensor:
-    """(M, MERGED) of (devices, M, columns); the hard losses are written."""
+    """Merge (devices, M, columns) into (M, MERGED), and write the hard losses."""
     world, M, columns = parts.shape
     if not use_triton(parts):
         found, merged = _merge_reference(parts, labels, kind, mode, temperature)
@@ -101,7 +102,7 @@ def distill_values(
     logits: Tensor, teacher: Tensor, labels: Tensor | None, merged: Tensor, soft: Tensor, kind: str, beta: float,
     temperature: float, softcap: float, scale: float, teacher_softcap: float, teacher_scale: float,
 ) -> Tensor:  # fmt: skip
-    """Write this device's part of each row's divergence, and return that of the slopes' sum, (M,)."""
+    """Write this device's part of each row's divergence, and return its part of Σ q · u, (M,)."""
     M, V = logits.shape
     mean = torch.empty_like(soft)
     if V == 0:
@@ -132,9 +133,9 @@ def distill_gradients(
     factor: Tensor | None, weights: tuple[float, float], kind: str, mode: int, beta: float, temperature: float,
     softcap: float, scale: float, teacher_softcap: float, teacher_scale: float,
 ) -> None:  # fmt: skip
-    """Overwrite this device's logits with their gradient, and for "kl" write its part of each row's divergence.
+    """Overwrite this device's logits with their gradient; for "kl" also write its part of each row's divergence.
 
-    means: (devices, M) of `distill_values`, but for "kl", whose slopes' sum is known, and for "cosine", which has none.
+    means: (devices, M) of `distill_values`. None for "kl", whose Σ q · u is known, and for "cosine", which has none.
     """
     M, V = logits.shape
     if V == 0:
@@ -178,8 +179,8 @@ def topk_statistics(
     logits: Tensor, ids: Tensor, logprobs: Tensor, labels: Tensor | None, out_dtype: torch.dtype, rest: str, mode: int,
     first: int, classes: int, temperature: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """What a device says of its (M, V) logits, the first of class `first`: (M, 4 + K). The kernel takes the given ones
-    out of the logits."""
+    """This device's statistics, (M, 4 + K), of its (M, V) logits, whose first class is `first`. The kernel replaces the
+    given classes' logits by -inf."""
     (M, V), K = logits.shape, ids.shape[1]
     out = logits.new_empty(M, 4 + K, dtype=out_dtype)
     if V == 0:
@@ -210,9 +211,9 @@ def topk_gradients(
     hard: Tensor | None, factor: Tensor | None, weights: tuple[float, float], gradient: bool, kind: str, rest: str,
     mode: int, first: int, classes: int, beta: float, temperature: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's losses; with `gradient` overwrite this device's logits with theirs."""
+    """Write each row's losses; with `gradient` overwrite this device's logits with their gradient."""
     (M, V), K = logits.shape, ids.shape[1]
-    if V == 0:  # the losses are everybody's: of a row of one class that is nobody's
+    if V == 0:  # every device computes all losses: here from rows of one class of no probability
         logits = logits.new_full((M, 1), -torch.inf)
     if not use_triton(logits):
         for part in _cache_sized(logits):
@@ -245,7 +246,7 @@ def distill_part(
     weights: tuple[float, float], gradient: bool, kind: str, beta: float, temperature: float, *transforms: float,
     shards: Shards,
 ) -> None:  # fmt: skip
-    """As `distill_rows`, of this device's classes. soft is its part of the divergence, but for "cosine" the whole."""
+    """As `distill_rows`, for this device's classes. soft is its part of the divergence; for "cosine" the whole."""
     mode = _hard(hard, temperature)
     both = logits, teacher, labels
     own = distill_statistics(*both, soft.dtype, kind, mode, temperature, *transforms)
@@ -265,7 +266,7 @@ def topk_part(
     factor: Tensor | None, weights: tuple[float, float], gradient: bool, kind: str, rest: str, beta: float,
     temperature: float, *transforms: float, shards: Shards,
 ) -> None:  # fmt: skip
-    """As `topk_rows`, of this device's classes; ids are among those of all. soft is whole."""
+    """As `topk_rows`, for this device's classes; ids are global. soft is whole on every device."""
     given = logits, ids, logprobs, labels
     span = _hard(hard, temperature), shards.first, shards.classes
     own = topk_statistics(*given, soft.dtype, rest, *span, temperature, *transforms)

@@ -1,8 +1,8 @@
 """The kernels of distillation where classes lie on several devices: those of kernels.py, cut where numbers are sent.
 
-Once the parts of a row are put together it has MERGED numbers. Of softmaxes: the student's max z and log-sum, the
-teacher's, and the student's log-sum at temperature 1; of cosine: 1 / |a|, 1 / |b|, cosine, max z and log-sum at
-temperature 1. Labels are of tigon.ops.shard_statistics: of another device's classes one is negative, and reads nothing.
+A merged row has MERGED numbers. For softmaxes: the student's max z and log-sum, the teacher's, and the student's
+log-sum at temperature 1. For cosine: 1 / |a|, 1 / |b|, the cosine, max z and log-sum at temperature 1. Labels are those
+of tigon.ops.shard_statistics: the label of another device's class is negative, and no logit is read for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _normalisers(
     logits_ptr, teacher_ptr, out_ptr, V, k, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """max z and Σ exp(z − max) of either side, and the student's sum at temperature 1 if that is another."""
+    """max z and Σ exp(z − max) of either side, and with HARD 2 the student's sum at temperature 1."""
     none = float("-inf")
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     # A finite start: a lane that has seen only -inf must not compute inf - inf.
@@ -84,7 +84,7 @@ def _products(
     logits_ptr, teacher_ptr, out_ptr, V, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a·a, a·b, b·b, and of the student's softmax at temperature 1 max z and Σ exp(z − max)."""
+    """a·a, a·b, b·b, and max z and Σ exp(z − max) of the student's softmax at temperature 1."""
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     sum_aa = tl.zeros((BLOCK,), tl.float32)
     sum_ab = tl.zeros((BLOCK,), tl.float32)
@@ -117,7 +117,7 @@ def _log2_sums(
     parts_ptr, rows, inside, M, world, k, TOP: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of all devices the maximum, and log₂ of the sum, given those of each in these columns."""
+    """The maximum over all devices and log₂ of their sum, from each device's maximum and sum in columns TOP and SUM."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     for part in range(world):
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS + TOP, mask=inside, other=LOWEST))
@@ -142,12 +142,12 @@ def _merge_distill_kernel(
     parts_ptr, labels_ptr, hard_ptr, merged_ptr, M, world, k, COSINE: tl.constexpr, HARD: tl.constexpr,
     COLUMNS: tl.constexpr, MERGED: tl.constexpr, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows a program."""
+    """Merge the parts of BLOCK rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < M
     merged_ptr += rows * MERGED
     if COSINE:
-        # What is large is divided before it is multiplied by what is large.
+        # One norm at a time: the product of two large norms may overflow.
         over_a = 1.0 / _at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, 0, COLUMNS, BLOCK)))
         over_b = 1.0 / _at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, 2, COLUMNS, BLOCK)))
         cosine = _total(parts_ptr, rows, inside, M, world, 1, COLUMNS, BLOCK) * over_a * over_b
@@ -186,7 +186,7 @@ def _distill_value_kernel(
     scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
     MERGED: tl.constexpr, IGNORED: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This device's part of a row's divergence, and of Σ q · u."""
+    """This device's part of a row's divergence, and its part of Σ q · u."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
@@ -207,7 +207,7 @@ def _distill_value_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     sum_u = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        # From the end, which was read last and may still be in the cache.
+        # From the end: the statistics kernel read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
         a, _ = _logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         b, _ = _logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
@@ -226,7 +226,7 @@ def _distill_gradient_kernel(
     HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, MERGED: tl.constexpr,
     IGNORED: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over this device's logits; of "kl" also its part of the divergence. means: (devices, M) of Σ q · u, or None."""
+    """The gradient over this device's logits; for "kl" also a part of the divergence. means: (devices, M)."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
@@ -254,6 +254,7 @@ def _distill_gradient_kernel(
     mean_u = 0.0
     if means_ptr is not None:
         for part in range(world):
+            # In the order of the devices: all of them get the same bits.
             mean_u += tl.load(means_ptr + part * M + row)
     none = float("-inf")
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -285,7 +286,7 @@ def _cosine_gradient_kernel(
     TEACHER_SOFTCAP: tl.constexpr, MERGED: tl.constexpr, IGNORED: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over this device's logits."""
+    """The gradient, over this device's logits."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm

@@ -1,7 +1,7 @@
-"""The kernels of a teacher's K classes where classes lie on several devices: that of kernels.py, cut in two.
+"""The kernels of a teacher's K classes where classes lie on several devices: the kernel of kernels.py, cut in two.
 
-What a device says of a row, 4 + K numbers: of its classes that were not given max z and Σ exp(z − max), the target's
-logit, that sum at temperature 1, and the K logits of those given. A place that is another device's holds 0, so that
+A device's statistics of a row are 4 + K numbers: max z and Σ exp(z − max) of its classes that the teacher did not give,
+the target's logit, that sum at temperature 1, and the K given classes' logits. A logit of another device is 0, so that
 sums over the devices are the logits.
 """
 
@@ -28,7 +28,7 @@ def _topk_statistics_kernel(
     softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, IGNORED: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Also puts -inf in the place of the given classes, which marks them for the gradient."""
+    """Writes the statistics, and -inf over the given classes' logits, which marks them for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     out_ptr += row * (4 + K)
@@ -48,7 +48,7 @@ def _topk_statistics_kernel(
     ids -= first
     here = (log_p != none) & (ids >= 0) & (ids < V)
     z_k, _steep = _logit(logits_ptr, ids, here, scale, softcap, 0.0, SOFTCAP)
-    z_k = tl.where(outside, float("nan"), z_k)  # one out of range reads nothing, and is loud
+    z_k = tl.where(outside, float("nan"), z_k)  # an id out of range reads no logit, and makes the loss NaN
     z_target = 0.0
     if HARD:
         z_target, _slope = _logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
@@ -87,7 +87,7 @@ def _topk_gradient_kernel(
     REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, IGNORED: tl.constexpr,
     OUTSIDE: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The losses, which are the same on all devices, and over this device's logits the gradient."""
+    """Write the losses, the same on all devices, and the gradient over this device's logits."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     label = 0
@@ -104,7 +104,7 @@ def _topk_gradient_kernel(
     ids -= first
     here = given & (ids >= 0) & (ids < V)
 
-    # Of all devices: the rest's max z and sums, and the logits that one of them has.
+    # Merged over the devices: the rest's max z and sums, and the logits that a single device has.
     top_rest = LOWEST
     for part in range(world):
         top_rest = tl.maximum(top_rest, tl.load(parts_ptr + (part * M + row) * (4 + K)))
@@ -138,7 +138,7 @@ def _topk_gradient_kernel(
     if REST == "tail":
         tail = 1.0 - tl.sum(tl.exp2(lp), 0)
         tail = tl.where(tail < LEAST_REST, tl.where(log_tail == none, 0.0, LEAST_REST), tail)
-        tail = tl.where(tl.sum(given.to(tl.int32), 0) == classes, 0.0, tail)  # nothing but what rounding leaves
+        tail = tl.where(tl.sum(given.to(tl.int32), 0) == classes, 0.0, tail)  # all classes given: 1 − Σ p is rounding
         lq = tl.where(at_k == K, log_tail, lq)
         lp = tl.where(at_k == K, tl.log2(tail), lp)
     log_h = log_all
@@ -151,7 +151,7 @@ def _topk_gradient_kernel(
     terms, q, u = _sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
-        # d: along the logit of a given class, and of the rest as if it were one class.
+        # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
         if KIND == "kl":
             mean = -tl.sum(u, 0)
             d = -u - q * mean
@@ -159,7 +159,7 @@ def _topk_gradient_kernel(
             if KIND != "tvd":
                 u = u * LN2
             if KIND == "reverse" and REST == "drop":
-                u += 1.0  # what is left out makes the probabilities no distribution, whose sum has no slope
+                u += 1.0  # the given classes' q do not sum to 1, so the slope of Σ q does not vanish
             mean = tl.sum(q * u, 0)
             d = q * (u - mean)
         of_rest = 0.0
@@ -178,7 +178,8 @@ def _topk_gradient_kernel(
             z, slope = _rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
             if REST != "renormalize":
-                share = tl.where(z == none, 0.0, tl.exp2((z - top_rest) * k - log_rest))  # there may be no rest
+                # Without a rest log_rest is -inf, and the exponent NaN.
+                share = tl.where(z == none, 0.0, tl.exp2((z - top_rest) * k - log_rest))
                 dz = soft_weight * of_rest * share
             if HARD:
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
@@ -189,7 +190,7 @@ def _topk_gradient_kernel(
             dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))
         slope_k = scale
         if SOFTCAP:
-            t = z_k / softcap  # the tanh, whose logit is gone
+            t = z_k / softcap  # the tanh, from the capped logit: the raw one has been overwritten
             slope_k = scale * (1.0 - t * t)
         dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
         tl.debug_barrier()
