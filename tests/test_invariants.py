@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -663,8 +665,43 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
     if bad.looks and device.type == "cuda":
         pytest.skip("on a GPU a bad value gives NaN instead")
     inputs = [t.to(device) if isinstance(t, Tensor) else t for t in bad.inputs()]
-    with pytest.raises(ValueError, match=bad.message):
+    with pytest.raises(ValueError, match=bad.message) as refused:
         op.public(*inputs, **bad.options)
+    assert not wrong_with(str(refused.value), op.name)
+
+
+def arguments_of(name: str) -> set[str]:
+    """The names of a public function's parameters, and of the fields of what they hold."""
+    home = next(m for m in (tigon, tigon.losses, import_module("tigon.ops.gated_linear")) if name in dir(m))
+    words = set(inspect.signature(getattr(home, name)).parameters)
+    if "head" in words:
+        values = (tigon.Head, *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Sampler", "TopK", "Walk")))
+        options = (getattr(tigon.losses, n) for n in ("GRPO", "Distill", "DistillTopK"))
+        words |= {field for value in (*values, *options) for field in inspect.signature(value).parameters}
+    return words
+
+
+def wrong_with(sentence: str, name: str) -> str | None:
+    """What a sentence about bad input lacks: the operation, the argument, or what came."""
+    # Walk refuses its numbers itself, when it is made.
+    found = re.fullmatch(rf"({name}|Walk): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL)
+    if found is None:
+        return f"not 'op: argument must …, got ….': {sentence}"
+    # What `swiglu(gate_up)` was handed is its argument gate.
+    named = found[2].replace("a packed gate_up", "gate")
+    subjects = {subject.rpartition(".")[2] for subject in re.split(", | and ", named)}
+    unknown = subjects - arguments_of(name)
+    return f"{unknown} are no arguments of {name}: {sentence}" if unknown else None
+
+
+def test_sentences_that_say_too_little_are_found():
+    right = "rms_norm: weight must have shape (8,), got (7,)."
+    assert not wrong_with(right, "rms_norm")
+    for wrong in (
+        "weight must have shape (8,), got (7,).", "rms_norm: weight must have shape (8,).", "rms_norm: got (7,).",
+        "rms_norm: it must have shape (8,), got (7,).", "layer_norm: weight must have shape (8,), got (7,).",
+    ):  # fmt: skip
+        assert wrong_with(wrong, "rms_norm"), wrong
 
 
 def test_every_public_operator_is_in_the_table():

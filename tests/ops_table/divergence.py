@@ -155,7 +155,7 @@ KL_DIV = Op(
         *_bad("kl_div"),
         Bad(
             lambda: (torch.ones(2), torch.ones(2)),
-            r"kl_div: log_target=False must come with logits=False",
+            r"kl_div: log_target must be True with logits=True.*got False",
             {"logits": True, "log_target": False},
         ),
     ),

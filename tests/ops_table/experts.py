@@ -93,7 +93,7 @@ MOE_MLP = Op(
         ),
         Bad(_bad(), r"moe_mlp: alpha must be positive, got -1.0", {"alpha": -1}),
         Bad(_bad(), r"moe_mlp: limit must be positive or None, got 0.0", {"limit": 0}),
-        Bad(_bad(), r"moe_mlp: interleaved, alpha, .* must be left out where gated is", {"gated": False, "limit": 7.0}),
+        Bad(_bad(), r"moe_mlp: interleaved, alpha.*got limit = 7", {"gated": False, "limit": 7.0}),
         Bad(_bad(x=torch.ones(3, 1, 4)), r"moe_mlp: x must be \(T, D\) floats, got \(3, 1, 4\)"),
         Bad(_bad(index=torch.zeros(2, 2).long()), r"moe_mlp: top_k_index must be .* with T = 3, got \(2, 2\)"),
         Bad(_bad(index=torch.zeros(3, 2)), r"moe_mlp: top_k_index must be .* got \(3, 2\) torch.float32"),

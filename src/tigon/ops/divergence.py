@@ -70,7 +70,7 @@ def kl_div(
         loss = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     """
     if logits and not log_target:
-        raise ValueError("kl_div: log_target=False must come with logits=False: of logits both sides are softmaxed.")
+        raise ValueError("kl_div: log_target must be True with logits=True, since both sides are softmaxed, got False.")
     form = "logits" if logits else "log" if log_target else "probabilities"
     return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, labels, ignore_index)
 
@@ -150,7 +150,7 @@ def _divergence(
             f"got {tuple(target.shape)} {target.dtype} on {target.device}."
         )
     if target.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: target must not require a gradient, since it gets none: detach it.")
+        raise ValueError(f"{name}: target must not require a gradient, as it gets none, got one that does: detach it.")
     if temperature <= 0 or (temperature != 1.0 and form != "logits"):
         raise ValueError(f"{name}: temperature must be positive, and 1 without logits=True, got {temperature}.")
     if labels is not None and (
@@ -195,11 +195,13 @@ def divergence_reference(
     elif kind == "reverse":
         q = a.exp()
         terms = q * torch.where(q == 0, 0.0, a - b)
-    else:
+    elif kind == "jsd":
         q, p = a.exp(), b.exp()
         m = beta * p + (1 - beta) * q
         log_m = torch.where(m == 0, 1.0, m).log()  # the gradient of log 0 would be NaN, whatever it is masked by
         terms = beta * p * torch.where(p == 0, 0.0, b - log_m) + (1 - beta) * q * torch.where(q == 0, 0.0, a - log_m)
+    else:
+        raise NotImplementedError(f"divergence_reference: {kind!r} has no formula.")
     rows = terms.sum(-1)
     return rows if labels is None else torch.where(labels == ignore_index, 0.0, rows)
 

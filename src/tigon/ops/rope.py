@@ -108,7 +108,10 @@ def check_rotary(
             f"{tuple(sin.shape)}."
         )
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"{name}: cos and sin must not require a gradient: it would be lost. Detach them.")
+        wanting = " and ".join(side for side, t in (("cos", cos), ("sin", sin)) if t.requires_grad)
+        raise ValueError(
+            f"{name}: cos and sin must not require a gradient, as they get none, got {wanting} with one: detach them."
+        )
 
 
 def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:

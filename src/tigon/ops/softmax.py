@@ -94,7 +94,8 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
         raise ValueError(f"softmax: mask must broadcast to x's shape {tuple(x.shape)}, got {tuple(mask.shape)}.")
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "softmax: mask must not require a gradient, since it gets none. Detach it, or add a learned bias to x."
+            "softmax: mask must not require a gradient, as it gets none, got one that does: detach it, or add a "
+            "learned bias to x."
         )
 
 

@@ -190,7 +190,9 @@ def _check_weight(weight: Tensor, logits: Tensor) -> None:
             f"{tuple(weight.shape)} {weight.dtype}."
         )
     if weight.requires_grad:
-        raise ValueError("cross_entropy: weight must not require a gradient, which is not computed: detach it.")
+        raise ValueError(
+            "cross_entropy: weight must not require a gradient, as it gets none, got one that does: detach it."
+        )
 
 
 def inverse_divisor(

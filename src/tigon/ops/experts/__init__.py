@@ -105,8 +105,13 @@ def _check_options(options: Options) -> None:
         raise ValueError(f"moe_mlp: alpha must be positive, got {options.alpha}.")
     if options.limit is not None and not options.limit > 0.0:
         raise ValueError(f"moe_mlp: limit must be positive or None, got {options.limit}.")
-    if not options.gated and options != Options(options.act, gated=False):
-        raise ValueError("moe_mlp: interleaved, alpha, limit and up_offset must be left out where gated is False.")
+    plain = Options(options.act, gated=False)
+    if not options.gated and options != plain:
+        given = (f"{n} = {v}" for n, v, other in zip(Options._fields, options, plain, strict=True) if v != other)
+        raise ValueError(
+            "moe_mlp: interleaved, alpha, limit and up_offset must be left out where gated is False, got "
+            f"{' and '.join(given)}."
+        )
 
 
 def _check(
