@@ -103,7 +103,7 @@ PAIRS = {"reference_free": True, "label_smoothing": 0.1}
 CONSTANT = {
     **{
         f"dpo, {kind}": lambda x, w, t, kind=kind: dpo(x, w, t, loss_type=kind, **PAIRS)[0]
-        for kind in DPO_LOSSES
+        for kind in DPO_LOSSES if kind != "sft"
     },
     "orpo": lambda x, w, t: orpo(x, w, t)[0],
     **{f"cpo, {kind}": lambda x, w, t, kind=kind: cpo(x, w, t, loss_type=kind)[0] for kind in CPO_TYPES},

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from tigon.losses import GRPO, RLOO, ValidLengths, token_loss
 from tigon.losses.policy import LOSS_TYPES, MODES
+from tigon.losses.policy import grpo_reference as policy_reference
 from tigon.nn import GRPOLoss, RLOOLoss
 
 S, T, H, V = 6, 40, 8, 30
@@ -108,6 +109,21 @@ def test_formulas(options, which, chunk_bytes):
     for A in (advantages, advantages.unsqueeze(1) * torch.rand(S, T).add(0.5).double()):
         ours = call(grpo, leaves, target, A, near, options, which, chunk_bytes=chunk_bytes)
         compare(ours, call(grpo_reference, leaves, target, A, near, options, which), leaves, **EXACT)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, None])
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.1, "epsilon_high": 0.3, "entropy_coefficient": 0.2}], ids=str)
+def test_rloo_is_its_formula(options, chunk_bytes):
+    leaves, target, advantages, near = batch()
+    # A sum over tokens: ratios within the bounds, and beyond them.
+    near["old"] = near["old"] / 4 + 3 / 4 * call(grpo, leaves, target, advantages, near, {}, "")[1]["logprob"]
+    ours = call(rloo, leaves, target, advantages, near, options, "old", chunk_bytes=chunk_bytes)
+    config = GRPO(loss_type="grpo", **options)
+    x, weight, bias = leaves
+    head = tigon.Head(weight, bias)
+    theirs = policy_reference(x, head, target, advantages, old=near["old"], config=config, level="total")
+    compare(ours, theirs, leaves, **EXACT)
+    assert 0 < ours[1]["clip_ratio/region_mean"] < 1
 
 
 @pytest.mark.parametrize("case", [7, 13, 22, 26, 30])

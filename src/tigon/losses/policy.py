@@ -337,8 +337,10 @@ def grpo_reference(
         lam = torch.where(A >= 0, torch.full_like(A, c.vespo_lambda_pos), c.vespo_lambda_neg).clamp(min=1e-4)
         phi = (lam + k * log_w - lam * log_w.exp()).exp()
         loss = -phi * A * logprob
-    else:
+    elif loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         loss = -torch.minimum(r.clamp(max=c.delta) * A if c.delta else r * A, r.clamp(1 - epsilon, 1 + high) * A)
+    else:
+        raise NotImplementedError(f"grpo_reference: {loss_type!r} has no formula.")
 
     if c.off_policy_mask_threshold is not None:
         theirs = old if sampled is None else of_tokens(sampled)
@@ -364,6 +366,9 @@ def grpo_reference(
     loss = of_tokens(loss)
     if loss_type in ("grpo", "sapo"):
         total = (loss.sum(1, keepdim=True) / counts).mean()
+        if level == "total" and S:
+            # The mean is over completions without tokens too, whose ratio is 1.
+            total = total - torch.where(mask.any(1), 0.0, A[:, 0]).mean()
     elif loss_type == "dr_grpo":
         total = loss.sum() / (S * (c.max_completion_length or 1))
     elif loss_type == "luspo":
@@ -472,11 +477,13 @@ class Policy(Family):
         elif self.loss_type == "cispo":
             loss = -ratio.clamp(max=of.high).detach() * A * logprob
             found["clipped"] = ((ratio > of.high) & (A > 0)).expand_as(mask)
-        else:
+        elif self.loss_type in CLIPPED:
             bounded = ratio.clamp(max=of.delta)
             loss = -torch.minimum(bounded * A, ratio.clamp(1 - of.low, 1 + of.high) * A)
             up, down = (bounded > 1 + of.high) & (A > 0), (bounded < 1 - of.low) & (A < 0)
             found["clipped"] = (up.to(A.dtype) - down.to(A.dtype)).expand_as(mask)
+        else:
+            raise NotImplementedError(f"grpo: {self.loss_type!r} has no formula.")
 
         if of.drift < math.inf:
             theirs = side["sampler_logprob"] if "sampler_logprob" in side else side.get("old_logprob", own)

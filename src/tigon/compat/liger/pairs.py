@@ -74,7 +74,9 @@ class LigerPairs(Pairs):
         elif self.kinds[0] == "contrast":
             losses = torch.lerp(-F.logsigmoid(pair.margin), -F.logsigmoid(-pair.margin), smoothing)
         else:
-            losses = DPO_LOSSES[self.kinds[0]](pair)
+            formula = DPO_LOSSES[self.kinds[0]].formula
+            assert formula is not None
+            losses = formula(pair)
         nll = -(part.logprob * nll_weights).sum()
         found["nll_loss"] = nll
         loss = (losses * share).sum()

@@ -62,6 +62,8 @@ def distill_topk_reference(
     if kind == "tvd":
         terms = 0.5 * (p - q).abs()
     else:
+        if kind not in ("kl", "reverse", "jsd"):
+            raise NotImplementedError(f"distill_topk_reference: {loss_type!r} has no formula.")
         m = {"kl": q, "reverse": p}.get(kind, beta * p + (1 - beta) * q)
         of_p = torch.where(p == 0, 0.0, p * (_log(p) - _log(m)))
         of_q = torch.where(q == 0, 0.0, q * (_log(q) - _log(m)))

@@ -35,9 +35,8 @@ from tigon.linear.head import Head, Hidden
 from tigon.linear.walk import Walk
 from tigon.losses.options import check_choice, check_positive, check_share, check_smoothing
 from tigon.losses.preference.families import (
-    ANY_DIVERGENCE,
     AVERAGED,
-    DPO_TYPES,
+    DPO_LOSSES,
     CPOType,
     Divergence,
     DPOType,
@@ -55,8 +54,8 @@ class DPO:
     """Options of `dpo`, by TRL's names.
 
     Args:
-        loss_type: one of "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
-            "aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft", or several that are added up.
+        loss_type: a type of the table in docs/losses/preference.md, such as "sigmoid", "ipo" or "sft", or several that
+            are added up.
         loss_weights: a weight for each of several; 1 by default.
         beta: β > 0; for "ipo" the paper's τ, for "sppo_hard" its 1 / η.
         label_smoothing: in [0, 1), of "robust" (below 0.5), "exo_pair" (above 0), "aot" and "aot_unpaired".
@@ -98,7 +97,7 @@ class DPO:
     def __post_init__(self) -> None:
         types, divergence = self.types, self.f_divergence_type
         for name in types or ("",):
-            check_choice("dpo", "loss_type", name, DPO_TYPES)
+            check_choice("dpo", "loss_type", name, tuple(DPO_LOSSES))
         if len(self.weights) != len(types):
             raise ValueError(f"dpo: loss_weights must hold one for each of {types}, got {self.weights}.")
         check_positive("dpo", beta=self.beta, discopop_tau=self.discopop_tau)
@@ -108,9 +107,10 @@ class DPO:
         if "exo_pair" in types and self.label_smoothing == 0:
             raise ValueError("dpo: label_smoothing must be above 0 for 'exo_pair' (its paper has 1e-3), got 0.")
         check_choice("dpo", "f_divergence_type", divergence, get_args(Divergence))
-        if divergence != "reverse_kl" and not set(types) <= set(ANY_DIVERGENCE):
+        only = sorted(name for name in set(types) if not DPO_LOSSES[name].any_divergence)
+        if divergence != "reverse_kl" and only:
             raise ValueError(
-                f"dpo: f_divergence_type must be 'reverse_kl' for {sorted(set(types) - set(ANY_DIVERGENCE))}, whose "
+                f"dpo: f_divergence_type must be 'reverse_kl' for {only}, whose "
                 f"losses do not depend on the difference of rewards alone, got {divergence!r}."
             )
         check_share("dpo", ld_alpha=self.ld_alpha)

@@ -121,35 +121,54 @@ def _discopop(p: Pair) -> Tensor:
     return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
 
 
-# By TRL's names; "sft" is added in the family, since it needs the tokens.
-DPO_LOSSES: dict[str, Callable[[Pair], Tensor]] = {
-    "sigmoid": lambda p: -F.logsigmoid(p.margin),
-    "hinge": lambda p: torch.relu(1 - p.margin),
-    "ipo": lambda p: (p.per_token() - 1 / (2 * p.beta)).square(),
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.ratio_w - p.delta) - F.logsigmoid(p.delta - p.beta * p.ratio_l),
-    "sppo_hard": lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square(),
-    "aot": _aot,
-    "aot_unpaired": lambda p: _smoothed(p.beta * (_sorted(p.ratio_w) - _sorted(p.ratio_l)), p.smoothing),
-    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l),
-    "apo_down": lambda p: torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * (p.ratio_l - p.ratio_w)),
-    "discopop": _discopop,
-    "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.per_token()),
-}
+class DPOLoss(NamedTuple):
+    """A type of DPO.
+
+    formula: of pairs, (n, 1). None: of tokens, which the family has.
+    any_divergence: defined for other divergences than the reverse KL; elsewhere log Z(x) of the prompt does not cancel.
+    bounded: its slopes do not pass β.
+    whole_batch: compares sequences across pairs.
+    """
+
+    formula: Callable[[Pair], Tensor] | None
+    any_divergence: bool = False
+    bounded: bool = False
+    whole_batch: bool = False
+
+
+# By TRL's names. A type is a row here, and a word of DPOType, which type checkers see.
+DPO_LOSSES: dict[str, DPOLoss] = {
+    "sigmoid": DPOLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
+    "hinge": DPOLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
+    "ipo": DPOLoss(lambda p: (p.per_token() - 1 / (2 * p.beta)).square(), any_divergence=True),
+    "exo_pair": DPOLoss(_exo_pair, any_divergence=True),
+    "nca_pair": DPOLoss(_nca_pair, bounded=True),
+    "robust": DPOLoss(_robust, any_divergence=True),
+    "bco_pair": DPOLoss(
+        lambda p: -F.logsigmoid(p.beta * p.ratio_w - p.delta) - F.logsigmoid(p.delta - p.beta * p.ratio_l), bounded=True
+    ),
+    "sppo_hard": DPOLoss(lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square()),
+    "aot": DPOLoss(_aot, bounded=True, whole_batch=True),
+    "aot_unpaired": DPOLoss(
+        lambda p: _smoothed(p.beta * (_sorted(p.ratio_w) - _sorted(p.ratio_l)), p.smoothing),
+        bounded=True, whole_batch=True,
+    ),
+    "apo_zero": DPOLoss(
+        lambda p: torch.sigmoid(-p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l), bounded=True
+    ),
+    "apo_down": DPOLoss(
+        lambda p: torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * (p.ratio_l - p.ratio_w)), bounded=True
+    ),
+    "discopop": DPOLoss(_discopop, any_divergence=True),
+    "sigmoid_norm": DPOLoss(lambda p: -F.logsigmoid(p.beta * p.per_token()), any_divergence=True, bounded=True),
+    "sft": DPOLoss(None, any_divergence=True),
+}  # fmt: skip
 DPOType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft",
 ]  # fmt: skip
-DPO_TYPES = (*DPO_LOSSES, "sft")
-# Types that compare sequences across pairs, and those that are defined for other divergences than the reverse KL:
-# elsewhere log Z(x) of the prompt does not cancel.
-WHOLE_BATCH = ("aot", "aot_unpaired")
-ANY_DIVERGENCE = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm", "sft")
-# Types whose slopes do not pass β. Those of pairs that are far apart already are much smaller: in fp16, whose largest
-# number is 65504, there is ROOM for all to be larger.
-BOUNDED = ("sigmoid", "hinge", "nca_pair", "bco_pair", "aot", "aot_unpaired", "apo_zero", "apo_down", "sigmoid_norm")
+# Slopes of pairs that are far apart already are much smaller than those that a bounded type can have at most: in fp16,
+# whose largest number is 65504, there is ROOM for all to be larger.
 ROOM = 256.0
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 DIVERGENCES: tuple[str, ...] = get_args(Divergence)
@@ -185,13 +204,13 @@ class DPOFamily(Pairs):
         self.losses = list(zip(kinds[3:], numbers[4:], strict=True))
 
     def together(self) -> int:
-        return BATCH if any(name in WHOLE_BATCH for name in self.kinds[3:]) else 2
+        return BATCH if any(DPO_LOSSES[name].whole_batch for name in self.kinds[3:]) else 2
 
     def boost(self, sequences: int, tokens: int) -> float:
         # "sft" divides by tokens as well: half-way between its slopes' size and the others'.
         if "sft" in self.kinds[3:]:
             return super().boost(sequences, tokens) * max(1, tokens) ** 0.5
-        bounded = self.divergence == "reverse_kl" and set(self.kinds[3:]) <= set(BOUNDED)
+        bounded = self.divergence == "reverse_kl" and all(DPO_LOSSES[k].bounded for k in self.kinds[3:])
         most = self.numbers[0] * sum(abs(weight) for _, weight in self.losses)
         return super().boost(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
 
@@ -217,10 +236,11 @@ class DPOFamily(Pairs):
         share = self.halves(pair)[0]
         loss = torch.zeros_like(logps[:0]).sum()
         for name, weight in self.losses:
-            if name == "sft":
+            formula = DPO_LOSSES[name].formula
+            if formula is None:
                 loss = loss - weight * self.halves(part.logprob * part.mask * token)[0].sum()
             else:
-                loss = loss + weight * (DPO_LOSSES[name](of_pair) * share).sum()
+                loss = loss + weight * (formula(of_pair) * share).sum()
         found = self.metrics(part, logps, beta * ratio)
         assert part.entropy is not None
         assert part.is_top1 is not None

@@ -86,8 +86,9 @@ def dpo_reference(
             return -sigma(z).log() * (1 - mix) + torch.exp(-z) * mix
         if name == "sigmoid_norm":
             return -sigma(beta * per_token).log()
-        assert name == "sft"
-        return -logps.chunk(2)[0].sum() / n_w_total
+        if name == "sft":
+            return -logps.chunk(2)[0].sum() / n_w_total
+        raise NotImplementedError(f"dpo_reference: {name!r} has no formula.")
 
     n_w_total = mask.chunk(2)[0].sum().clamp(min=1)
     losses = [weight * of(name).mean() for name, weight in zip(types, loss_weights or [1.0] * len(types), strict=True)]
@@ -127,10 +128,12 @@ def cpo_reference(
         losses = torch.relu(1 - beta * (w - l))
     elif loss_type == "ipo":
         losses = (w - l - 1 / (2 * beta)) ** 2
-    else:
+    elif loss_type in ("sigmoid", "simpo", "alphapo"):
         z = beta * (w - l) - (simpo_gamma if loss_type in ("simpo", "alphapo") else 0.0)
         e = label_smoothing
         losses = -(1 - e) * torch.sigmoid(z).log() - e * torch.sigmoid(-z).log()
+    else:
+        raise NotImplementedError(f"cpo_reference: {loss_type!r} has no formula.")
     return losses.mean() + (0.0 if loss_type == "alphapo" else cpo_alpha) * _nll(logps, mask)
 
 
@@ -144,6 +147,8 @@ def simpo_reference(
     losses = -(1 - e) * torch.sigmoid(z).log() - e * torch.sigmoid(-z).log()
     if loss_type == "hinge":
         losses = torch.relu(1 - z)
+    elif loss_type != "sigmoid":
+        raise NotImplementedError(f"simpo_reference: {loss_type!r} has no formula.")
     return losses.mean() + sft_weight * _nll(logps, mask)
 
 
@@ -157,6 +162,8 @@ def kto_reference(
     if ref_logits is not None:
         ref_logps = token_logps(ref_logits, target, ignore_index).sum(1).detach()
     assert ref_logps is not None
+    if loss_type not in ("kto", "apo_zero_unpaired"):
+        raise NotImplementedError(f"kto_reference: {loss_type!r} has no formula.")
     kl = torch.as_tensor(kl, dtype=logps.dtype).detach().clamp(min=0) if loss_type == "kto" else 0.0
     z = beta * (logps - ref_logps - kl)
     desirable, undesirable = desirable_weight * (1 - torch.sigmoid(z)), undesirable_weight * (1 - torch.sigmoid(-z))
