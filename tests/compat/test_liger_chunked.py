@@ -228,7 +228,7 @@ def test_distillation_gives_one_loss_unless_asked():
         (lambda x, w: liger.LigerFusedLinearJSDLoss(temperature=0), "temperature must not be 0"),
         (
             lambda x, w: liger.LigerFusedLinearJSDLoss()(x, w, x, torch.cat((w, w)), TARGET),
-            "teacher_weight",
+            "teacher.head's weight",
         ),
     ],
 )
