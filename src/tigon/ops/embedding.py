@@ -61,10 +61,10 @@ def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
     V = weight.shape[0]
     if padding_idx is not None and not -V <= padding_idx < V:
         raise ValueError(f"embedding: padding_idx must lie in [{-V}, {V}) or be None, got {padding_idx}.")
-    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    # Looking at values stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
     looks = input.device.type == "cpu" or CHECKS
     if looks and can_look(input):
-        ids = input.long()  # torch compares a uint8 with what 300 is in uint8
+        ids = input.long()  # in uint8, PyTorch would compare with V modulo 256
         wrong = (ids < 0) | (ids >= V)
         if wrong.any():
             raise ValueError(f"embedding: input must lie in [0, {V}), got {int(ids[wrong].flatten()[0])}.")
@@ -99,7 +99,7 @@ def _embedding_fwd_kernel(
 
 @triton.jit
 def _key(ids_ptr, at, M, V, padding_idx):
-    """Ids as int32, which sort twice as fast as int64; V for those that get no gradient, so that they come last."""
+    """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
     counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
     return tl.where(counts, ids, V).to(tl.int32)
@@ -115,7 +115,7 @@ def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.const
 def _embedding_rank_kernel(
     ids_ptr, keys_ptr, order_ptr, M, V, padding_idx, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The keys, sorted, and the tokens in that order: the place of each is the number of those that come before it.
+    """The sorted keys, and the tokens in that order: a token's place is the number of tokens that come before it.
 
     BLOCK_N is a multiple of BLOCK_M.
     """
@@ -126,7 +126,8 @@ def _embedding_rank_kernel(
     for start in range(0, M, BLOCK_N):
         other = start + tl.arange(0, BLOCK_N)
         others = tl.where(other < M, _key(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
-        # Of equal keys the earlier token comes first. Which is the earlier has to be asked in one block alone.
+        # Of equal keys the earlier token comes first. Only the block that holds these tokens has to compare positions:
+        # every other block is earlier or later as a whole.
         if first // BLOCK_N * BLOCK_N == start:
             before += (others < keys[:, None] + (other[None, :] < at[:, None]).to(tl.int32)).to(tl.int32)
         else:
@@ -153,7 +154,7 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
 
 @triton.jit
 def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Σ of the rows order[first:last] of dy, in fp32, BLOCK_M of them on their way at a time."""
+    """Σ of the rows order[first:last] of dy, in fp32. BLOCK_M rows are loaded at a time."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
@@ -169,9 +170,10 @@ def _embedding_pieces_kernel(
     dy_ptr, keys_ptr, order_ptr, starts_ptr, partial_ptr, M, V, H, stride_dy,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums of long runs within one piece of PIECE sorted tokens: of the run at its start, and of the one at its end.
+    """Sums of long runs within one piece of PIECE sorted tokens: of the run at its start, and of the run at its end.
 
-    No other run in a piece can be long.
+    No other run in a piece can be long: it would lie within the piece. Without pieces, one program would sum all of a
+    frequent id's gradients.
     """
     blocks = tl.cdiv(H, BLOCK_N)
     piece = tl.program_id(0) // blocks
@@ -200,7 +202,7 @@ def _embedding_long_kernel(
     partial_ptr, keys_ptr, starts_ptr, dw_ptr, M, V, H,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The row of the weight whose long run begins in this piece, if one does: the sum over the run's pieces."""
+    """dW of the id whose long run begins in this piece, if there is one: the sum over the run's pieces."""
     blocks = tl.cdiv(H, BLOCK_N)
     piece = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -213,7 +215,7 @@ def _embedding_long_kernel(
             pieces = (last - 1) // PIECE + 1
             for start in range(piece, pieces, BLOCK_M):
                 at = start + tl.arange(0, BLOCK_M)
-                # Where the run begins within a piece, it is that piece's second.
+                # A run that begins inside a piece has that piece's second sum, and the first sum of later pieces.
                 slot = at.to(tl.int64) * 2 + (at * PIECE < first).to(tl.int64)
                 inside = (at < pieces)[:, None] & mask[None, :]
                 total += tl.load(partial_ptr + slot[:, None] * H + cols[None, :], mask=inside, other=0.0)
@@ -226,7 +228,7 @@ def _embedding_bwd_kernel(
     dy_ptr, order_ptr, starts_ptr, dw_ptr, V, H, stride_dy,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight, each zero or the sum of a short run: several at a time, whose loads do not wait in turn."""
+    """Rows of dW, each zero or the sum of a short run. A program takes several rows, so that their loads overlap."""
     blocks = tl.cdiv(H, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -101,7 +101,7 @@ def qk_norm_rope_reference(
         acc = torch.promote_types(x.dtype, torch.float32)
         y = x.to(acc) * torch.rsqrt(x.to(acc).square().mean(-1, keepdim=True) + eps)
         if cast == "llama":
-            y = y + (y.to(x.dtype).to(acc) - y).detach()  # exactly the rounded one; its gradient is not rounded
+            y = y + (y.to(x.dtype).to(acc) - y).detach()  # the rounded value, with the unrounded gradient
         return y * (weight.to(acc) + offset)
 
     y = rope_reference(
@@ -129,7 +129,7 @@ def _qk_norm_rope_fwd_kernel(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, FAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    # A flat grid over (tokens, heads of q then of k).
+    # A flat grid over tokens and heads, those of q before those of k: one launch serves both.
     blocks_q = tl.cdiv(heads_q, BLOCK_H)
     blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
     block = tl.program_id(0) % blocks
@@ -152,8 +152,8 @@ def _qk_norm_rope_fwd_kernel(
     here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
 
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-    # Angles and weights are loaded once a row, in the row's own layout: from the L1 cache, 16 bytes a thread. Loaded
-    # once a tile, they would have to change threads.
+    # Angles and weights are loaded for every row, in the row's layout: from the L1 cache, 16 bytes a thread. Values
+    # that are loaded once a tile would have to move between threads.
     angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
     c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
@@ -192,7 +192,7 @@ def _bwd_heads(
     FAR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of all heads of q, or of k, tile by tile; this program's share of dW stays in registers until the last."""
+    """dx of all heads of q, or of k, tile by tile. The program's share of dW stays in registers until the last tile."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
@@ -220,9 +220,10 @@ def _bwd_heads(
         angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
         c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-        # The gradient of the normed and scaled head, then of the normed one.
+        # dn: the gradient of the normed and scaled head. g: the gradient of the normed head.
         dn1, dn2 = turn(dy1, dy2, c1, c2, s1, s2, True)
         g1, g2 = dn1 * w1, dn2 * w2
+        # 1/rms is computed again from the row, which the gradient needs anyway.
         squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
         if BLOCK_REST > 0:
             there = here & (rest < D)
@@ -246,6 +247,7 @@ def _bwd_heads(
                 dx3 = (g3 - x3 * rstd * mean) * rstd
                 tl.store(dx_at + rest, dx3.to(dx_ptr.dtype.element_ty), mask=there)
     if NEED_DW:
+        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics.
         inside = tl.full((1,), 1, tl.int1)
         store_pairs(dw_ptr, inside, _sum_tile(dw1), _sum_tile(dw2), HALF, BLOCK_R, INTERLEAVED)
         if BLOCK_REST > 0:
@@ -267,7 +269,8 @@ def _qk_norm_rope_bwd_kernel(
     FAR: tl.constexpr, BLOCK_TQ: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_TK: tl.constexpr, BLOCK_HK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A persistent grid: each program walks over tiles of q, then over tiles of k, and adds up dW of one at a time.
+    # A persistent grid: each program walks over tiles of q, then over tiles of k. Registers thus hold the sums of one
+    # dW at a time.
     if NEED_DWQ or NEED_DWK:
         dw_ptr += tl.program_id(0).to(tl.int64) * D * (NEED_DWQ + NEED_DWK)
     if dyq_ptr is not None:
@@ -292,21 +295,21 @@ def _qk_norm_rope_bwd_kernel(
 
 
 def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
-    """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Pieces that
-    small need no exchange between warps, and many of them are on their way at a time."""
+    """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Programs of
+    one warp need no exchange between warps, and many are in flight at a time."""
     block_r = next_power_of_2(max(1, half))
     block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 
 def _bwd_tile(half: int) -> tuple[int, int, int, int, int]:
-    """Rows (token, head) a tile, most heads of them, warps, stages, and programs a multiprocessor. 8 pairs a thread, so
-    that 4 programs fit beside each other: what one waits for, another computes."""
+    """Rows (token, head) a tile, its most heads, warps, stages, and programs a multiprocessor. With 8 pairs a thread 4
+    programs fit on a multiprocessor: while one waits for memory, another computes."""
     return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 3 if half == 64 else 1, 4
 
 
 def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
-    """Of batch, time and heads."""
+    """The strides of batch, time and heads; zeros for None."""
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
 
 
@@ -326,7 +329,7 @@ def _qk_norm_rope_fwd(
     yq, yk = like(q, dtype), like(k, dtype)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
-    # What is copied below, and the outputs' strides, follow from these.
+    # The copies below, and the outputs' strides, follow from this key.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
         cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
@@ -372,7 +375,7 @@ def _qk_norm_rope_bwd(
     dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
     need: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """need: dq, dk, dWq, dWk. dyq must be there for the first and the third, dyk for the others."""
+    """need: dq, dk, dWq, dWk. dq and dWq need dyq; dk and dWk need dyk."""
     need_dq, need_dk, need_dwq, need_dwk = need
     results = _qk_norm_rope_bwd_fake(
         q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
@@ -382,7 +385,7 @@ def _qk_norm_rope_bwd(
         dwq.zero_()
         dwk.zero_()
         return results
-    # A side of which nothing is needed is left out.
+    # If neither the gradient of q (or k) nor that of its weight is needed, the kernel skips q (or k).
     dyq, dyk = dyq if need_dq or need_dwq else None, dyk if need_dk or need_dwk else None
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),

@@ -1,7 +1,7 @@
-"""out = Σ rows of a small fp32 matrix, rounded once: the end of every gradient that persistent programs add up apart.
+"""out = Σ rows of a small fp32 matrix, rounded once: the last step of a gradient that persistent programs sum in parts.
 
-Each program of a backward kernel keeps its share of dW (and of dbias) in registers and stores it as one row; this one
-launch adds the rows and casts. The order of the sum is fixed, so that the bits are.
+Each program of a backward kernel keeps its share of dW (and of dbias) in registers and stores that share as one row.
+This launch adds the rows and casts. The order of the sum is fixed, and so are its bits, which atomics would not give.
 """
 
 from __future__ import annotations

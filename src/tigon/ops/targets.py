@@ -1,4 +1,4 @@
-"""Class indices that callers hand over: checked, and in a dtype that every comparison with a class is right in."""
+"""Class indices from callers: checked, and converted to a dtype in which every comparison with a class is right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TargetOutOfRange(ValueError, IndexError):
 def as_labels(target: Tensor, ignore_index: int) -> Tensor:
     """target as the operators compare it: int64, or int32 where that holds ignore_index.
 
-    torch compares a tensor with a number in the tensor's dtype. There 300 is 44 in uint8, so that classes beyond a
-    narrow dtype wrap, −100 is class 156, and 2⁴⁰ is class 0 in int32.
+    PyTorch compares a tensor with a number in the tensor's dtype. In uint8, 300 is 44 and −100 is class 156; in int32,
+    2⁴⁰ is class 0.
     """
     if target.dtype == torch.int64 or (target.dtype == torch.int32 and -(2**31) <= ignore_index < 2**31):
         return target
@@ -38,7 +38,7 @@ def checked_target(
     if target.device != device:  # a kernel would read a host address
         raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
     target = as_labels(target, ignore_index)
-    # Looking at values stalls a GPU, so there it is for the checked mode; the kernels answer NaN instead.
+    # Looking at values stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
     if (CHECKS or target.device.type == "cpu") and can_look(target):
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():

@@ -1,4 +1,4 @@
-"""Two passes over one shard of a batch: along its own gradient, and back with the gradient found there.
+"""Two passes over one shard of a batch: the first finds the direction of a step, the second the gradient after it.
 
     g  = ∇L(p)              not reduced over the ranks that hold other shards; dropout drawn, running statistics updated
     p' = p + rho · g / ‖g‖  (perturb.py)
@@ -37,19 +37,19 @@ def two_passes(
 
     Args:
         run: forward and backward pass of one shard; called twice.
-        params: what is perturbed, each once.
-        rho: the length of the step, of each of them.
+        params: the parameters to perturb, each listed once.
+        rho: the length of the step, for each parameter.
         model: as it is called, wrappers included: their reductions are held back in the first pass, its statistics put
             back after the second.
-        adaptive, eta: of `perturb`.
-    Returns: what run returned at the unperturbed weights.
+        adaptive, eta: as in `perturb`.
+    Returns: the result of run at the unperturbed weights.
     Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse one, ValueError for parameters
         that share memory. Weights, and where the first pass raises gradients too, are as they were.
     """
-    # Once: going through a model takes the host as long as some kernels.
+    # Listed once: walking through a model takes the host as long as some kernels take.
     modules = [] if model is None else list(model.modules())
     sharded = _sharded(modules)
-    # Of what another optimizer steps, the gradient of the first pass is dropped.
+    # The model may have parameters of another optimizer: their gradients of the first pass are dropped too.
     in_model = (p for m in modules for p in m._parameters.values() if p is not None)
     touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
     gathered = [p.grad for p in touched]
@@ -105,7 +105,7 @@ def _check_apart(params: Sequence[Tensor]) -> None:
     places = [p.untyped_storage().data_ptr() for p in params if p.numel() and p.device.type != "meta"]
     if len(set(places)) == len(places):
         return
-    # Parameters in one storage are usual (flattened weights of nn.LSTM), in the same elements not.
+    # Parameters may share a storage (the flattened weights of nn.LSTM), but not elements of it.
     spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in params if p.numel())
     if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
         raise ValueError(
@@ -143,7 +143,7 @@ def _tracked(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _weights_changed(sharded: Iterable[Any]) -> None:
-    # Autocast keeps casts of weights to its end; FSDP2 gathered ones, where it was told not to free them.
+    # Autocast caches casts of weights until it ends, and FSDP2 may keep gathered weights. Both would be stale.
     torch.clear_autocast_cache()
     for module in sharded:
         module.reshard()
@@ -157,7 +157,7 @@ def _several() -> bool:
 
 
 def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those that `fully_shard` was applied to."""
+    """The modules to which `fully_shard` was applied."""
     if not _several():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -167,7 +167,7 @@ def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterator[None]:
-    """Gradients are those of this rank's shard."""
+    """Within, gradients are those of this rank's shard alone."""
     with contextlib.ExitStack() as held:
         for module in modules:
             if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -180,7 +180,7 @@ def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterato
 
 @contextlib.contextmanager
 def _reducing(modules: Sequence[Any]) -> Iterator[None]:
-    """Within, FSDP2 reduces gradients, whatever it was told to do in this micro-batch, and will do again behind it.
+    """Within, FSDP2 reduces gradients. Afterwards its settings for this micro-batch are as they were.
 
     In both passes of every micro-batch: gradients that wait unsharded would mix with the next pass's.
     """
@@ -196,7 +196,7 @@ def _reducing(modules: Sequence[Any]) -> Iterator[None]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """What of a module `fully_shard` gathers and reduces together."""
+    """A module's groups of parameters that `fully_shard` gathers and reduces together."""
     state = module._get_fsdp_state()
     return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
 
@@ -216,7 +216,7 @@ def _no_all_reduce(module: Any) -> Iterator[None]:
         if isinstance(whole, HSDPMeshInfo):
             alone = FSDPMeshInfo(whole.mesh, shard_mesh_dim=whole.shard_mesh_dim)
             for name in ("mesh_info", "post_forward_mesh_info"):
-                # Where weights are gathered again in the backward pass, the two are the same.
+                # post_forward_mesh_info is the same object if weights are gathered again in the backward pass.
                 if getattr(group, name) is whole:
                     setattr(group, name, alone)
                     changed.append((group, name, whole, alone))
@@ -235,7 +235,7 @@ def _local(t: Any) -> Tensor:
 def _squares_of_shard(
     params: Sequence[Any], local: Sequence[Tensor], grads: Sequence[Tensor], adaptive: bool, eta: float
 ) -> Tensor:
-    """Σ g² of a whole gradient: of what is split over ranks they add up their parts, of what all have each its own."""
+    """Σ g² of a whole gradient: ranks add up their parts of split parameters; replicated ones need no sum."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, p in enumerate(params):
         members.setdefault(_split_over(p), []).append(i)

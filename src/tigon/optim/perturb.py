@@ -3,8 +3,8 @@
     p ← p + rho · g / ‖g‖                 one norm over all parameters
     p ← p + rho · s² g / ‖s g‖            adaptive, with s = |p| + eta
 
-The step is not subtracted again, which would round: the old weights are kept, in the memory of the gradients that are
-done with. Nothing is allocated for them.
+Subtracting the step again would round. The old weights are kept instead, in the memory of the gradients, which are no
+longer needed: nothing is allocated for them.
 
 Source: Foret et al. 2020, https://arxiv.org/abs/2010.01412; adaptive: Kwon et al. 2021, https://arxiv.org/abs/2102.11600
 """
@@ -53,8 +53,8 @@ def perturb(
 
     Args:
         params: tensors that do not overlap.
-        grads: of the same shapes. Their memory is used up.
-        squares: what `squared_norm` found, or a sum of several. Where it is zero, infinite or NaN nothing moves.
+        grads: of the same shapes. Their memory is overwritten.
+        squares: the result of `squared_norm`, or a sum of several. If it is zero, infinite or NaN, nothing moves.
         rho: the length of the step, of each parameter.
         adaptive, eta: as in `squared_norm`.
     Returns: the old parameters, for `restore`: in the memory of the gradient where that is a whole storage, in the
@@ -71,7 +71,7 @@ def perturb(
                 _perturb(mine, theirs, old, local, lengths, adaptive, eta)
             else:
                 perturb_reference(mine, theirs, old, local, lengths, adaptive=adaptive, eta=eta)
-    except BaseException:  # out of memory, say: those that have moved go back
+    except BaseException:  # such as out of memory: parameters that have moved go back
         moved = [i for i, t in enumerate(kept) if t._version != versions[i]]
         restore([params[i] for i in moved], [kept[i] for i in moved])
         raise
@@ -79,7 +79,7 @@ def perturb(
 
 
 def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Give the parameters back the bits that `perturb` returned: one fused copy of those of one dtype on a GPU.
+    """Give the parameters their old bits back, in one fused copy for all parameters of one dtype on a GPU.
 
     Args:
         params: those that were moved.
@@ -90,7 +90,7 @@ def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source, of the same shape, into its target."""
-    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # of mixed dtypes PyTorch copies one after another
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # PyTorch fuses copies of one dtype only
     for target, source in zip(targets, sources, strict=True):
         mine, theirs = pairs.setdefault((target.device, target.dtype, source.dtype), ([], []))
         mine.append(target)
@@ -108,7 +108,8 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    # Gradients may share memory: those of a and b in a.view(6) + b.view(6) are one.
+    # Gradients may share memory: a and b in a.view(6) + b.view(6) get the same gradient storage. Such a storage cannot
+    # keep two parameters.
     storages = [g.untyped_storage() for g in grads]
     places = [s.data_ptr() for s in storages]
     owners = Counter(places)
@@ -145,8 +146,8 @@ def perturb_reference(
         step = (length * inverse.to(acc)) * g.to(acc)
         if adaptive:
             step *= _size(p, eta).square()
-        moved = p.to(acc) + torch.where(finite, step, 0.0)  # not inverse · g: an infinite g times zero is NaN
-        old.copy_(p)  # after the last look at g, whose memory this is
+        moved = p.to(acc) + torch.where(finite, step, 0.0)  # a select: infinite g times 0 is NaN
+        old.copy_(p)  # old is g's memory, and g has been read
         p.copy_(moved)
 
 
@@ -190,7 +191,7 @@ def _squared_norm_kernel(
     cols = tl.arange(0, BLOCK)
     p_ptr = _pointer(addresses_ptr, t, start, P, ALIGN) + cols
     g_ptr = _pointer(addresses_ptr, T + t, start, G, ALIGN) + cols
-    # Masks of a number that comes from memory would make all loads narrow: only a tensor's last block has one.
+    # A mask against a number from memory makes loads narrow, so only a tensor's last block has a mask.
     if start + BLOCK <= n:
         squares = _squares_of(p_ptr, g_ptr, None, eta, ADAPTIVE)
     else:
@@ -208,9 +209,9 @@ def _move(p_ptr, g_ptr, kept_ptr, mask, step, eta, ADAPTIVE: tl.constexpr):
     if ADAPTIVE:
         size = tl.abs(p32) + eta
         e *= size * size
-    # Where the norm is not finite, so may be g be: zero times that is NaN.
+    # A select: if the norm is not finite, g may be infinite too, and 0 · g NaN.
     e = tl.where(step > 0, e, 0.0)
-    # kept is g's memory: all of the block has been read before any of it is written.
+    # kept may be g's memory: all threads read the block before any writes.
     tl.debug_barrier()
     tl.store(kept_ptr, p, mask=mask)
     tl.store(p_ptr, (p32 + e).to(p.dtype), mask=mask)
@@ -239,7 +240,7 @@ def _perturb_kernel(
 
 
 def _block() -> tuple[int, int]:
-    """Elements and warps of a program: 16 a thread and tensor."""
+    """Elements and warps of a program: a thread takes 16 elements of each tensor."""
     return 4096, 8
 
 
@@ -256,19 +257,19 @@ def _in_one_piece(t: Tensor) -> bool:
 
 
 def _upload(on_host: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory, so that the host does not wait.
+    # Only a copy from pinned memory does not make the host wait.
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the device: from step to step the same ones where the allocator gives gradients the same memory."""
+    """Numbers on the device. Cached: from step to step the allocator tends to give gradients the same addresses."""
     return _upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each tensor its size and first block, of each block its tensor."""
+    """Each tensor's size and first block, and each block's tensor."""
     block, _ = _block()
     counts = torch.tensor([cdiv(n, block) for n in sizes], device="cpu")
     owner = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
@@ -283,7 +284,7 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 def _launches(
     params: list[Tensor], grads: list[Tensor], kept: list[Tensor] | None
 ) -> Iterator[tuple[list[int], tuple[Any, ...], tuple[Tensor, Tensor, Tensor, Tensor]]]:
-    """One launch for all tensors of the same dtypes and alignment: which they are, its options, its tables."""
+    """One launch for all tensors of the same dtypes and alignment: the tensors' indices, options, and tables."""
     lists = [params, grads] if kept is None else [params, grads, kept]
     places = [[t.data_ptr() for t in tensors] for tensors in lists]
     counts = [p.numel() for p in params]

@@ -1,12 +1,12 @@
-"""What every kernel file is written with: which backend runs, how a launch becomes an operator, how it is launched.
+"""The tools of every kernel file: choosing a backend, making a launch an operator, launching kernels.
 
 dispatch    Triton kernels or the torch reference, decided per call
 autograd    a launch function as a torch.library op and as an autograd.Function
 launches    launching a compiled kernel without Triton's dispatch
-device      what a device can do, as far as launches depend on it
+device      properties of a device on which launches depend
 rows        how the rows of a tensor lie in memory
 autocast    which dtype autocast casts to
-arguments   that a tensor is one
+arguments   checks that an argument is a tensor
 """
 
 from tigon.runtime.arguments import check_tensors

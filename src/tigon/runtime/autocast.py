@@ -10,7 +10,7 @@ from tigon.runtime.dispatch import meta_as_gpu
 
 
 class autocast_as:
-    """Autocast as it stood when the head ran; enters nothing where it stands so already."""
+    """Autocast with the dtype it had when the head ran; does nothing if autocast has that dtype now."""
 
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:
         self.context = None
@@ -39,5 +39,5 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def autocast_device(device: str) -> str:
-    """The type of device to name to torch.autocast: the meta device has none, and goes by the CPU's."""
+    """The device type to pass to torch.autocast: the meta device has no autocast, and uses the CPU's."""
     return "cpu" if device == "meta" else device

@@ -80,7 +80,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
 
 def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """What backward gives. With `create_graph`, as a graph that raises wherever it is differentiated.
+    """The results of backward. With `create_graph` they are a graph that raises wherever it is differentiated.
 
     The graph leads from each gradient to all that it depends on: the operator's inputs and the upstream gradients.
     `torch.autograd.grad(…, w)` prunes what does not lead to w: an error that hung on nothing would be pruned, and the
@@ -170,7 +170,8 @@ def differentiable(
     """Give a launch function its gradient, and return the function to call.
 
     Args:
-        launch: what `@launcher` made; its first `outputs` results are the operator's, the others are for the backward.
+        launch: a function made by `@launcher`. Its first `outputs` results are the operator's, the others are for the
+            backward pass.
         setup_context: (ctx, inputs, output) → None; saves what the backward needs.
         backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
         unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
@@ -196,7 +197,7 @@ def differentiable(
         def forward(ctx: Any, *args: Any) -> Any:
             result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
             ctx.set_materialize_grads(False)
-            ctx.hides = True  # what is beyond `outputs`: nobody but the backward pass ever sees it
+            ctx.hides = True  # results beyond `outputs`: only the backward pass ever sees them
             setup_context(ctx, args, result)
             way = way_back(ctx, args, unsaved) if unsaved else ()
             if not way:
@@ -234,7 +235,7 @@ def differentiable_directly(
     outputs: int = 1,
     unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """As `differentiable`, of calls with what no op of torch.library can be given: apply(*args, own).
+    """As `differentiable`, for calls with arguments that torch.library cannot take: apply(*args, own).
 
     own: keyword arguments of the launch function; `ctx.own` in the other two.
     """

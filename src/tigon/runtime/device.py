@@ -1,4 +1,4 @@
-"""What a device can do, as far as launches depend on it."""
+"""Properties of a device on which launches depend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.runtime.dispatch import TensorDescriptor
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units) of a device: what a persistent grid is sized by."""
+    """Streaming multiprocessors (compute units) of a device. They size persistent grids."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2 if device.type == "cpu" else 132  # cpu: the interpreter runs programs one after another
@@ -21,7 +21,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use: what bounds the tiles in flight."""
+    """Bytes of shared memory that one program may use. They bound the tiles in flight."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536))
     return 232448  # of Hopper
@@ -29,14 +29,14 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether the device brings tiles of tensors into shared memory by itself: NVIDIA's, from Hopper on."""
+    """Whether the device has an engine that copies tiles into shared memory: NVIDIA GPUs from Hopper on."""
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return True
 
 
 def can_describe(*tensors: Tensor) -> bool:
-    """Whether tensors can be handed to a kernel as descriptors, of which it loads tile by tile."""
+    """Whether tensors can be passed to a kernel as descriptors, from which the copy engine loads tiles."""
     return (
         TensorDescriptor is not None
         and has_copy_engine(tensors[0].device)
@@ -51,5 +51,5 @@ def can_describe(*tensors: Tensor) -> bool:
 
 
 def describe(t: Tensor, block: tuple[int, ...]) -> Any:
-    """A descriptor of a tensor that `can_describe` accepts: what its copy engine loads tiles of shape `block` by."""
+    """A descriptor of a tensor that `can_describe` accepts, for loads of tiles of shape `block`."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))

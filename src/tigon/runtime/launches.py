@@ -22,20 +22,22 @@ def launch(
 
     Args:
         kernel: the jitted function; its first arguments are `tensors`.
-        key: all that the launch depends on but the tensors' addresses: shapes, strides, dtypes, options.
-        tensors: tensors, None, or from the second on what `describe` made of one.
-        plan: () → (grid, arguments after the tensors, Triton's options); asked once a key.
+        key: everything but the tensors' addresses on which the launch depends: shapes, strides, dtypes, options. If the
+            key omits something the plan depends on, the next call reuses the wrong kernel.
+        tensors: tensors, None, or from the second on descriptors of `describe`.
+        plan: () → (grid, arguments after the tensors, Triton's options); called once a key.
 
     Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
-    30 for a long signature. The key finds it at once. Addresses matter only in that kernels are compiled for those
-    that 16 divides, so others take the ordinary way; so does the interpreter, and so do launches under a profiler's
-    hooks. Addresses are handed over as numbers: of a tensor Triton asks the driver whether the GPU can see it.
+    30 µs for a long signature. The key finds the kernel at once. Kernels are compiled for addresses that 16 divides;
+    other addresses go through Triton's dispatch, as do the interpreter and launches under a profiler's hooks.
+    Addresses are passed as numbers: for a tensor Triton asks the driver whether the GPU can see it.
     """
     pointers = []
     address = 0
     for t in tensors:
         if isinstance(t, Tensor):
             t = t.data_ptr()
+            # The lowest four bits of all addresses together: 0 if 16 divides each of them.
             address |= t
         pointers.append(t)
     device = tensors[0].get_device()
@@ -47,6 +49,7 @@ def launch(
         grid, arguments, options = plan()
         compiled = kernel[(grid,)](*tensors, *arguments, **options)
         if compiled is not None and not address & 15:
+            # A bound, since every new shape is a new key: sequences of ever-changing lengths would fill memory.
             if len(_plans) >= _PLANS_KEPT:
                 _plans.clear()
             _plans[key] = compiled.run, compiled.function, compiled.packed_metadata, grid, arguments
@@ -57,7 +60,7 @@ def launch(
 
 
 def _hooked() -> bool:
-    """Whether somebody, Triton's profiler for one, wants to see every launch."""
+    """Whether a hook, such as that of Triton's profiler, is to see every launch."""
     hook = triton.knobs.runtime.launch_enter_hook
     # Up to Triton 3.4 a function or None, since then a chain of functions.
     return hook is not None and bool(getattr(hook, "calls", True))

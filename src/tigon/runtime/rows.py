@@ -53,7 +53,7 @@ def row_groups(x: Tensor, order: tuple[int, ...] | None = None) -> tuple[Tensor,
 
 
 def memory_order(dense: Tensor) -> tuple[int, ...] | None:
-    """The leading dimensions of what `empty_rows` made, from the slowest to the fastest; None where contiguous."""
+    """The leading dimensions of a result of `empty_rows`, from the slowest to the fastest; None if contiguous."""
     if dense.is_contiguous():
         return None
     strides = dense.stride()
@@ -64,7 +64,7 @@ def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a result of x's shape, in the order of x's memory, dense along the rows."""
     if x.is_contiguous() or (x.stride(-1) == 1 and x.dim() > 1):
         y = torch.empty_like(x, dtype=dtype)
-        # Of rows that overlap, such as the windows of `unfold`, torch may choose another dimension for the fastest.
+        # For overlapping rows, such as the windows of `unfold`, PyTorch may make another dimension the fastest.
         if y.stride(-1) == 1 or y.is_contiguous():
             return y
     return x.new_empty(x.shape, dtype=dtype)

@@ -1,6 +1,6 @@
 """Activations of a tile in fp32: each returns (act(g), act'(g)). `tigon.ops.acts` says which name stands for which.
 
-A kernel that needs the value alone drops the derivative: the compiler removes what nobody reads.
+A kernel that needs the value alone drops the derivative, and the compiler removes its arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tigon.runtime import tl, triton
 @triton.jit
 def silu(g):
     """g · sigmoid(g)."""
-    # From exp(-|g|): 1 - s would lose all digits where s is near 1, and g blows that loss up.
+    # From exp(-|g|): 1 - s would lose all digits where s is near 1, and the factor g would magnify the error.
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     s = tl.where(g >= 0, r, e * r)
