@@ -1,4 +1,4 @@
-"""The command `tigon`. Each command is a module of its own, and imports what is heavy when it runs."""
+"""The command `tigon`. Each command has its own module, which imports heavy packages only when the command runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Problem", "main", "needs"]
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The console entry point. Exits with 0, 1 (a check failed), 2 (a problem with what was given) or 130 (Ctrl-C)."""
+    """The console entry point. Exits with 0, 1 (a check failed), 2 (a problem with your input) or 130 (Ctrl-C)."""
     try:
         needs("the tigon command", "train", "typer", "rich")
         sys.exit(_run(arguments))
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _run(arguments: list[str] | None) -> int:
     from tigon.cli.app import app
 
-    # A termination runs the `finally` blocks too: child processes end, files are closed.
+    # SIGTERM must run the `finally` blocks too, so that child processes end and files are closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
@@ -35,7 +35,7 @@ def _run(arguments: list[str] | None) -> int:
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:
-        # The reader of a pipe (`tigon … | head`) has gone; the interpreter must not complain about it at exit.
+        # The reader of the pipe (`tigon … | head`) has ended; the interpreter must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except BaseException as error:
@@ -43,7 +43,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Say a usage error, an interruption, a wrong environment or a full disk in one sentence. All else is a bug."""
+    """Print one sentence for a usage error, an interruption, a wrong environment or a full disk; else raise: a bug."""
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
@@ -52,7 +52,7 @@ def _explain(error: Any) -> int:
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         _say("interrupted")
         return 130
-    # What the library says of its environment variables is a sentence for the user already.
+    # The library's errors about its environment variables are sentences for the user already.
     if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
         _say(str(error).removeprefix("tigon: "))
         return 2
@@ -63,6 +63,6 @@ def _explain(error: Any) -> int:
 
 
 def _say(sentence: str) -> None:
-    # Under torchrun every process comes here with the same sentence.
+    # Under torchrun every process has the same sentence, so only the first prints it.
     if os.environ.get("RANK", "0") == "0":
         print(f"tigon: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The processes of a run compare what they were given, before they depend on each other.
+"""The processes of a run compare their options before they depend on each other.
 
-One that differs would otherwise train another model, or wait for the others until a timeout. Through the launcher's
-store, which needs no GPU and no process group.
+A process with other options would train another model, or make the others wait until a timeout. The processes compare
+through the launcher's store, which needs no GPU and no process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tigon.cli.problem import Problem
 
 PATIENCE = datetime.timedelta(seconds=300)
 _asked = 0
-# Kept: with the first process's ends the server, to which others may have come already to make their group.
+# The store is kept alive: its server ends with the first process's store, and other processes may already be connected
+# to make their group.
 _kept: Any = None
 
 
@@ -37,12 +38,12 @@ def versions() -> dict[str, str]:
 
 
 def agree(mine: dict[str, Any], problem: Problem | None = None) -> None:
-    """Wait for all processes of the run; nothing to do where there is one.
+    """Wait for all processes of the run, and compare their values. With one process there is nothing to do.
 
     Args:
-        mine: what has to be the same everywhere, by what the user calls it; JSON.
-        problem: why this process cannot go on.
-    Raises: Problem, in every process, naming the first difference and whose it is, or the problem of one of them.
+        mine: values that every process must have alike, by the names that the user knows them by; JSON.
+        problem: the reason why this process cannot go on; None if it can.
+        Raises: Problem, in every process, naming the first difference and its process, or the problem of one process.
     """
     if processes() == 1:
         if problem is not None:
@@ -66,14 +67,14 @@ def agree(mine: dict[str, Any], problem: Problem | None = None) -> None:
 
 
 def restarts() -> int:
-    """How often the launcher has started the processes again, because one of them ended."""
+    """How often the launcher has restarted the processes because one of them ended."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def join_again(cpu: bool) -> None:
-    """Make the process group of a run that was started again.
+    """Make the process group of a run that was restarted.
 
-    The launcher keeps its store, and in it the addresses of the processes before: those of now go under another prefix.
+    The launcher keeps its store, which still has the old processes' addresses: the new ones go under another prefix.
     """
     import torch
 
@@ -103,7 +104,7 @@ def _exchange(text: str) -> list[dict[str, Any]]:
                 raise Problem(f"rank {other} has not come within {PATIENCE.seconds} s of rank {rank}") from error
     finally:
         store.add("read", 1)
-    # The first process may keep the store, and must not end before the others have read it, or are gone.
+    # The first process may hold the store, so it must not end before the others have read the store or have ended.
     deadline = time.monotonic() + PATIENCE.seconds
     while rank == 0 and store.add("read", 0) < world and time.monotonic() < deadline:
         time.sleep(0.01)

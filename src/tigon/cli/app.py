@@ -1,4 +1,4 @@
-"""The typer application: one row per command."""
+"""The typer application, with one row per command."""
 
 from __future__ import annotations
 

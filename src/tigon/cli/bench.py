@@ -60,7 +60,7 @@ def bench(
     if source:
         if model is not None or host or json or plot or output or shape or peers:
             raise Problem("bench: --from measures nothing, and takes --html alone")
-        # What follows the first file are operators elsewhere; here they can be files only.
+        # Without --from these arguments name operators; with --from they are further files.
         _show_files([*source, *map(Path, ops or [])], html)
         return
     if model is not None and (ops or shape):
@@ -70,7 +70,7 @@ def bench(
     names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
     where = _device(device)
 
-    def keep(content: dict[str, Any]) -> None:  # after every case: a run that is stopped loses the one at hand
+    def keep(content: dict[str, Any]) -> None:  # after every case: a run that is stopped loses only the current case
         from tigon.bench.report import save
 
         for path in _targets(json, output, content, ".json"):
@@ -152,7 +152,7 @@ def _bench_ops(
     chosen = _chosen(names, peers, dtype)
     if shapes and len(chosen) != 1:
         raise Problem("bench: --shape needs exactly one OP")
-    # A CPU would take hours over the shapes of real models.
+    # The shapes of real models would take a CPU hours.
     small = quick or device.type != "cuda"
     try:
         cases = [
@@ -164,7 +164,7 @@ def _bench_ops(
         raise Problem(str(error)) from None
     settings = Settings(1, 5.0, 20.0, least=2) if quick else Settings(rounds)
     plan = [choose(op, peers, device) for op, _ in cases]
-    if quick and peers is None and device.type != "cuda":  # there it takes more than all the rest
+    if quick and peers is None and device.type != "cuda":  # on a CPU torch.compile takes longer than all the rest
         plan = [{name: one for name, one in chosen.items() if name != "compile"} for chosen in plan]
     rows: list[Any] = []
     absent: dict[str, str] = {}
@@ -194,7 +194,7 @@ def _bench_ops(
 
 
 def _notes(absent: dict[str, str], rows: list[Any]) -> list[str]:
-    """Sentences below the table: what Tigon's rows are, and which peers have none."""
+    """Sentences below the table, about Tigon's rows and about peers without rows."""
     from tigon.bench.runner import REFERENCE
 
     notes = []
@@ -308,7 +308,7 @@ def _check_names(peers: list[str] | None, known: set[str]) -> None:
 
 
 def _check_output(path: Path | None, option: str) -> None:
-    # Before anything is measured: an hour's results must not be lost to a typing error.
+    # Checked before measuring: a typing error must not lose an hour's results.
     if path is None:
         return
     if path.is_dir():
@@ -357,5 +357,5 @@ def _show(content: dict[str, Any]) -> None:
     from tigon.cli.screen import NARROW, screen
 
     console = screen()
-    # A narrow terminal wraps the lines of the text; a table would cut its columns.
+    # A narrow terminal wraps lines of text, but would cut the columns of a table.
     console.print(report.to_rich(content) if console.width >= NARROW else report.to_text(content), soft_wrap=True)

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is written beside its place, sealed with a manifest of its files, flushed to the disk and then renamed:
-a kill at any moment leaves either the whole of it or nothing that a resume would take. Before a resume the manifest is
-held against the files.
+A checkpoint is written to a temporary folder, sealed with a manifest of its files, flushed to the disk and then
+renamed: a kill at any moment leaves either the whole checkpoint or nothing that a resume would take. A resume first
+compares the manifest with the files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STAGING = ".incomplete"
 MANIFEST = "manifest.json"
 RECORD = "run.json"
 NAME = re.compile(r"checkpoint-\d+")
-BROKEN = ".broken"  # behind the name of a damaged checkpoint, when another has taken its place
-# Files above this are checked by length alone: reading 100 GB of optimizer state takes minutes.
+BROKEN = ".broken"  # suffix of a damaged checkpoint's name, after another has taken its place
+# Only the length of larger files is checked: reading 100 GB of optimizer state takes minutes.
 CRC_LIMIT = 64 << 20
 
 
@@ -48,7 +48,7 @@ def seal(folder: Path) -> None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Rename a sealed folder into place. What stands there under the same name is kept, as `….broken`."""
+    """Rename a sealed folder into place. A folder that has the name already is kept as `….broken`."""
     if final.exists():
         aside = final.with_name(final.name + BROKEN)
         if aside.exists():
@@ -59,7 +59,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
-    """The size and checksum of each file that a checkpoint must have; None where its manifest does not say so."""
+    """The size and checksum of each file that a checkpoint must have; None if its manifest is missing or malformed."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -74,7 +74,7 @@ def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
 
 
 def defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None when it is whole."""
+    """What is wrong with a checkpoint, in words; None if the checkpoint is whole."""
     if not (folder / MANIFEST).exists():
         return f"it has no {MANIFEST}, so it was not written to its end, or not by tigon"
     files = manifest(folder)
@@ -98,7 +98,7 @@ def defect(folder: Path) -> str | None:
 def newest_whole(output: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint that is whole, and a sentence for each newer one that is not.
 
-    Raises: Problem when there is none, saying what is wrong with those that are there.
+    Raises: Problem if no checkpoint is whole, saying what is wrong with each.
     """
     notes: list[str] = []
     for folder in checkpoints(output):
@@ -112,10 +112,10 @@ def newest_whole(output: Path) -> tuple[Path, list[str]]:
 
 
 def after_restart(output: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
-    """--resume and --overwrite, once the launcher has started the processes again because one of them ended.
+    """--resume and --overwrite after the launcher has restarted the processes because one of them ended.
 
     The run goes on from its newest checkpoint, or begins anew if it had none yet. A run that was in the directory
-    before the launcher came is not the one that was interrupted.
+    before the launcher started is not the interrupted one.
     """
     if restarts() == 0 or resume:
         return resume, overwrite
@@ -134,7 +134,7 @@ def _launcher_started() -> float:
 def prune(output: Path, keep: int) -> None:
     """Delete all but the newest checkpoints."""
     for folder in checkpoints(output)[keep:]:
-        # Renamed first: a kill in the middle of the deletion leaves nothing that looks like a checkpoint.
+        # Renamed first: a kill during the deletion must leave nothing that looks like a checkpoint.
         doomed = output / STAGING / folder.name
         doomed.parent.mkdir(exist_ok=True)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -143,7 +143,7 @@ def prune(output: Path, keep: int) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    """Write JSON so that a reader sees the whole old file or the whole new file."""
     partial = file.with_name(file.name + ".partial")
     with open(partial, "w", encoding="utf-8") as handle:
         json.dump(value, handle, indent=2)

@@ -1,5 +1,7 @@
-"""The end of a run: its model, the plot of its losses and the last lines on the screen; also of a run that was killed
-between its last checkpoint and these."""
+"""The end of a run: saving the model, plotting the losses and printing the last lines.
+
+A run that was killed after its last checkpoint is closed by the same code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tigon.cli.metrics import Metrics, plot_loss, read_metrics
 
 
 def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
-    """Write the trained model beside its place, and move its files in one by one."""
+    """Write the trained model to a temporary folder, and then move its files into the run's folder one by one."""
     staged = _staged(output)
     model.config.use_cache = True
     model.save_pretrained(staged, state_dict=weights)
@@ -26,7 +28,7 @@ def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | Non
 
 
 def save_merged(model: Any, tokenizer: Any, output: Path) -> None:
-    """Write the model with its adapters merged into its weights, as a model of its own, in a folder of the run."""
+    """Write the model with its adapters merged into its weights, as a separate model in a folder of the run."""
     merged = model.merge_and_unload()
     merged.config.use_cache = True
     staged = output / STAGING / MERGED
@@ -43,7 +45,7 @@ def save_from(checkpoint: Path, output: Path) -> None:
     for file in {file for pattern in PRETRAINED for file in checkpoint.glob(pattern)}:
         shutil.copyfile(file, staged / file.name)
     config = staged / "config.json"
-    if config.exists():  # adapters have none
+    if config.exists():  # adapters have no config.json
         fields = json.loads(config.read_text(encoding="utf-8"))
         write_json(config, {**fields, "use_cache": True})
     move_in(output, staged)
@@ -52,9 +54,9 @@ def save_from(checkpoint: Path, output: Path) -> None:
 def conclude(
     console: Console, output: Path, step: int, seconds: float, *, label: str, metrics: Metrics | None = None
 ) -> None:
-    """Plot the losses, record that the run is closed at this step, and print what came of it.
+    """Plot the losses, record that the run is closed at this step, and print its result.
 
-    metrics: of a run that trained; a run that was closed alone has none.
+    metrics: the metrics of a run that has just trained; None for a run that is only closed.
     """
     plot_loss(output / METRICS, output / PICTURE, label)
     record(output, closed=step)

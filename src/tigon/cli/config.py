@@ -1,4 +1,4 @@
-"""`--config run.yaml`: the options of `tigon train` from a file, by the names they have on the command line."""
+"""`--config run.yaml`: the options of `tigon train` from a file, under the names that the command line has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tigon.cli.problem import Problem, needs, one_line
 
 
 def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """What was given on the command line, and beneath it what the file says.
+    """The options of the command line, and the file's options where the command line has none.
 
     Args:
-        file: YAML, a mapping of options; hyphens and underscores are alike, and an option without a value is left out.
-    Raises: Problem for a file that cannot be read, an unknown option (naming the nearest), and a value of another type.
+        file: YAML, a mapping of options. Hyphens equal underscores, and an option without a value does not count.
+        Raises: Problem for a file that cannot be read, an unknown option (naming the nearest), and a value of another
+            type.
     """
     if file is None:
         return given
@@ -48,7 +49,7 @@ def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as(kind: Any, value: Any, where: str) -> Any:
-    """The value as the option's type: YAML reads 1e-4 as a text and 2 as a whole number."""
+    """The value converted to the option's type: YAML reads 1e-4 as a text and 2 as a whole number."""
     wanted = next(k for k in (get_args(kind) if isinstance(kind, types.UnionType) else (kind,)) if k is not type(None))
     if type(value) is wanted:
         return value

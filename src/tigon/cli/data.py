@@ -1,15 +1,15 @@
-"""What `--data` may be, and how it becomes blocks of tokens.
+"""The forms that `--data` may have, and how each becomes blocks of tokens.
 
     plain text             all files after one another, an end-of-text token between them, cut into blocks of --seq-len
-    {"text": "…"}          JSON lines; each is a text
-    {"messages": [{…}]}    JSON lines; each conversation is one example, loss on the assistant's turns alone
+    {"text": "…"}          JSON lines; each line is a text
+    {"messages": [{…}]}    JSON lines; each conversation is one example, with loss on the assistant's turns only
     {"prompt", "completion"}, Alpaca's and ShareGPT's rows: rows.py
 
-For preferences, JSON lines of {"prompt", "chosen", "rejected"}, and for rewards of {"prompt"}: all of them texts, or
-all of them conversations, as TRL has them.
+Preferences are JSON lines of {"prompt", "chosen", "rejected"}, and rewards need JSON lines of {"prompt"}. All values
+are texts, or all are conversations, as in TRL.
 
-A directory stands for the files in it, a pattern for the files that match it, and a name that is no file for a data set
-of the hub or of `datasets.save_to_disk`.
+A directory means the files in it, and a pattern the files that match. A name that is no file means a data set of the
+hub or of `datasets.save_to_disk`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tigon.install import install
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-# A text is tokenized in pieces of about this many characters, so that a bar can move and memory stays small.
+# A text is tokenized in pieces of about this many characters, so that the progress bar moves and memory stays small.
 PIECE = 1 << 18
 
 
@@ -53,7 +53,7 @@ class Corpus:
 
     @property
     def strings(self) -> list[str]:
-        """All that a tokenizer is trained on."""
+        """All texts that a tokenizer is trained on."""
         talks = ["\n".join(m["content"] for m in c) for c in self.conversations]
         parts = [[row[name] for name in ("prompt", "chosen", "rejected") if name in row] for row in self.rows]
         flat = ["".join(p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in row) for row in parts]
@@ -72,7 +72,7 @@ class Corpus:
 
 
 def read_corpus(data: str, task: str = "sft") -> Corpus:
-    """Read `--data` for a `--task`. Raises Problem for what is missing, empty or of the wrong form, naming the line."""
+    """Read `--data` for a `--task`. Raises Problem for missing, empty or malformed data, naming the line."""
     files = _files(data)
     corpus = Corpus(data, [], [])
     add = _add_rows if task == "sft" else partial(_add_task_rows, task)
@@ -130,7 +130,7 @@ def _below(data: str, folder: str) -> Iterator[Path]:
 
 def _decode(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")  # a byte order mark is no text
+        return file.read_text(encoding="utf-8-sig")  # -sig: a byte order mark is no text
     except UnicodeDecodeError as error:
         raise Problem(
             f"--data {file}: not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
@@ -147,7 +147,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
             _check_strings(text, row, where)
             yield where, row
         return
-    # Not splitlines(): U+2028 and its like are legal inside a JSON string.
+    # Not splitlines(), which splits at U+2028 and similar characters: JSON allows them inside a string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{file}: line {number}"
@@ -163,12 +163,12 @@ def _parse(text: str, where: str, which: Callable[[json.JSONDecodeError], str] =
         raise Problem(f"--data {' '.join((where, which(error))).strip()} is not JSON ({error.msg})") from error
     except RecursionError as error:
         raise Problem(f"--data {where.rstrip(':')} is nested too deeply to be read") from error
-    except ValueError as error:  # Python's limit of the digits of a whole number
+    except ValueError as error:  # Python limits the digits of a whole number
         raise Problem(f"--data {where.rstrip(':')} has a number too long to be read") from error
 
 
 def _check_strings(text: str, row: Any, where: str) -> None:
-    """JSON can write half of a surrogate pair; no text has one, and no tokenizer takes it."""
+    """Raise a Problem for half of a surrogate pair: JSON can write one, but no tokenizer accepts it."""
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(row, ensure_ascii=False).encode()
@@ -204,7 +204,7 @@ def _dataset_rows(data: str) -> Iterator[tuple[str, Any]]:
             row = next(found)
         except StopIteration:
             return
-        except Exception as error:  # as of a column whose contents cannot be decoded
+        except Exception as error:  # a column whose contents cannot be decoded, say
             raise Problem(f"--data {data}: row {number} cannot be read ({one_line(error, 160)})") from error
         yield f"{data}: row {number}", row
 
@@ -233,7 +233,7 @@ def _add_task_rows(task: str, corpus: Corpus, rows: Iterable[tuple[str, Any]]) -
             raise Problem(f"--data {where} must have {WANTED[task]}, and is {reprlib.repr(row)}")
         if task == "grpo" and isinstance(row["prompt"], str) and not row["prompt"].strip():
             raise Problem(f"--data {where} has an empty 'prompt', which nothing can be generated from")
-        # A reward function may want other columns too.
+        # A reward function may use other columns too, so GRPO keeps all of them.
         names = ("prompt", "chosen", "rejected") if task == "dpo" else tuple(row)
         corpus.rows.append({name: row[name] for name in names if name in row})
 
@@ -244,7 +244,7 @@ def _fits(task: str, row: dict[str, Any]) -> bool:
     answers = row.get("chosen"), row.get("rejected")
     if all(isinstance(a, str) for a in answers):
         return isinstance(row.get("prompt"), str)
-    # The prompt of conversations may be what both begin with.
+    # Conversations need no prompt: then the turns that both answers begin with are the prompt.
     return all(map(is_conversation, answers)) and ("prompt" not in row or is_conversation(row["prompt"]))
 
 
@@ -253,12 +253,12 @@ def _kind(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut texts about every PIECE characters, before a line that starts with a word; True marks a text's last piece."""
+    """Cut texts about every PIECE characters, before a line that starts with a word. True marks a text's last piece."""
     for text in texts:
         start = 0
         while start < len(text):
             end = start + PIECE
-            # Byte-level tokenizers never merge across the start of such a line: the tokens are those of the whole text.
+            # Byte-level tokenizers never merge across the start of such a line, so cutting changes no token.
             while 0 < end < len(text) and not (text[end - 1] == "\n" and not text[end].isspace()):
                 end = text.find("\n", end) + 1
             end = end if 0 < end < len(text) else len(text)

@@ -20,12 +20,12 @@ from tigon.cli.folder import located
 from tigon.cli.options import SEEDS
 from tigon.cli.problem import Problem, check_writable, needs, one_line
 
-# Both sides compute in fp32 on a CPU: the losses may differ by rounding alone.
+# On a CPU both sides compute in fp32, so that the losses may differ only by rounding.
 CPU_TOLERANCE = 1e-3
-# On a CPU training ends after so many seconds: a slow machine is no reason to wait for more than three minutes.
+# On a CPU training ends after this many seconds, so that a slow machine takes no more than three minutes.
 CPU_SECONDS = 100.0
 LEAST_STEPS = 5
-WARMUP = 3  # steps that no time is taken of: allocations, kernel choice, compilation
+WARMUP = 3  # steps that are not timed: allocations, kernel choice, compilation
 
 # The first row that fits the free memory of the GPU, in GiB; the last is the CPU's. The models are Llamas.
 _COLUMNS = ("batch_size", "seq_len", "vocab_size", "steps", "hidden", "inter", "layers", "heads", "kv")
@@ -112,7 +112,7 @@ def demo(
 
 
 def _machine(device: str) -> dict[str, Any]:
-    """The device, asked of PyTorch in a process of its own: the sides are to have the GPU for themselves."""
+    """The device, as PyTorch in a separate process reports it: this one must not take GPU memory from the sides."""
     code = (
         "import json, torch\n"
         "cuda = torch.cuda.is_available()\n"
@@ -139,7 +139,7 @@ def library_texts(limit: int) -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
     texts, total = [], 0
-    # The topics of help() come first: they are the library's documentation in prose.
+    # The topics of help() come first, since they are prose: the library's documentation.
     files = [root / "pydoc_data" / "topics.py", *sorted(root.rglob("*.py"))]
     for file in dict.fromkeys(files):
         if skipped & set(file.relative_to(root).parts) or not file.is_file():
@@ -199,7 +199,7 @@ def _config(size: dict[str, Any], vocabulary: int) -> dict[str, Any]:
 
 
 class Side:
-    """One side of the demo: a process of its own, which trains a step each time that it is told to."""
+    """One side of the demo: a separate process that trains one step for each request."""
 
     def __init__(self, name: str, spec: dict[str, Any]) -> None:
         self.name, self.spec = name, spec
@@ -228,7 +228,7 @@ class Side:
         self.log.close()
 
     def begin(self) -> None:
-        """Build the model, and wait until it is there."""
+        """Build the model, and wait until it is built."""
         self._tell(json.dumps({**self.spec, "fused": self.name == "fused"}))
         self.ready = self._hear("ready")
 
@@ -259,7 +259,7 @@ class Side:
 
     def _tell(self, line: str) -> None:
         assert self.process.stdin is not None
-        # A broken pipe: it has ended; what it said before that is heard next.
+        # A broken pipe means that the process has ended; its last messages are read next.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
@@ -284,10 +284,10 @@ class Side:
 def _run_sides(
     names: tuple[str, ...], spec: dict[str, Any], seconds: float | None, console: Any
 ) -> dict[str, dict[str, Any]]:
-    """Train all sides, for so many seconds at the most, and return what each measured.
+    """Train all sides, for at most this many seconds, and return the measurements of each.
 
-    On a GPU one after the other, each with the memory for itself; on a CPU in turns, step by step: whatever else the
-    machine does meets all of them.
+    On a GPU the sides run one after the other, so that each has the whole memory. On a CPU they take turns step by
+    step, so that other load on the machine slows all of them alike.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""What `tigon demo` shows of its result: a table, the loss curves, and bars for speed and memory."""
+"""The figures of `tigon demo`: a table, the loss curves, and bars for speed and memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def growth(side: dict[str, Any]) -> int | None:
-    """What training added to a process's resident size; None where the memory is counted by the GPU."""
+    """The bytes that training added to a process's resident size; None on a GPU, which counts memory itself."""
     before, peak = side["resident_before_training"], side["peak_bytes"]
     return None if before is None or peak is None else peak - before
 

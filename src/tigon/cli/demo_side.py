@@ -1,7 +1,7 @@
-"""One side of `tigon demo`, in a process of its own: train a small Llama, and report each step as a line of JSON.
+"""One side of `tigon demo`, in a separate process: trains a small Llama, and reports each step as a line of JSON.
 
-The first line of its standard input is a specification (JSON), each further one the word "step" or "end". The peak size
-of the process is that of this side alone.
+The first line of its standard input is a specification (JSON), and each further line is the word "step" or "end". A
+separate process per side gives each side its own peak of resident memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    # The events have the standard output for themselves; whatever a library prints goes to the standard error.
+    # Only events may go to the standard output, so anything that a library prints goes to the standard error.
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         _train(json.loads(sys.stdin.readline()), tell)
     except BrokenPipeError:
-        os._exit(1)  # the command that started this has gone
+        os._exit(1)  # the parent command has ended
     except KeyboardInterrupt:
         os._exit(130)
     except Exception as error:
@@ -57,7 +57,7 @@ def _train(spec: dict[str, Any], tell: Any) -> None:
     batch = spec["batch_size"]
     tell("ready", parameters=model.num_parameters(), before=_resident() if device.type == "cpu" else None)
     step = 0
-    while sys.stdin.readline().strip() == "step":  # "end", or the command that started this has gone
+    while sys.stdin.readline().strip() == "step":  # else "end", or the parent command has ended
         start = time.perf_counter()
         picked = rows[np.arange(step * batch, (step + 1) * batch) % len(rows)]
         ids = torch.from_numpy(blocks[picked].astype(np.int64)).to(device)
@@ -68,7 +68,7 @@ def _train(spec: dict[str, Any], tell: Any) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # Reading the loss waits for the step, so that the time is that of the work and not of its launches.
+        # Reading the loss waits for the step, so that the time covers the step's work and not only its launches.
         value = loss.item()
         tell("step", step=step, loss=value, seconds=time.perf_counter() - start)
         step += 1
@@ -83,8 +83,8 @@ def _resident() -> int | None:
 
 
 def peak_resident() -> int | None:
-    """The largest resident size that this process has had, in bytes; None where the system does not tell."""
-    # Linux hands ru_maxrss of the parent on to the child, and so the process's own counter is read there.
+    """The largest resident size that this process has had, in bytes; None if the system does not report it."""
+    # On Linux a child inherits the parent's ru_maxrss, so the process's own counter is read instead.
     own = _status("VmHWM")
     if own is not None:
         return own

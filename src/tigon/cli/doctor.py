@@ -42,7 +42,7 @@ def doctor(
 
 
 def examine(check: bool = False) -> dict[str, Any]:
-    """Everything that the command prints. A part that cannot be found out holds {"error": sentence}."""
+    """Everything that the command prints. A part that fails holds {"error": sentence} instead."""
     found = {
         "versions": _part(_versions),
         "devices": _part(_devices),
@@ -60,7 +60,7 @@ def examine(check: bool = False) -> dict[str, Any]:
 def _part(fn: Callable[[], Any]) -> Any:
     try:
         return fn()
-    except Exception as error:  # the doctor is called when something is broken, and must not break of it
+    except Exception as error:  # you call the doctor when something is broken, so no failure may stop it
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
@@ -88,7 +88,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _compiler() -> dict[str, Any]:
-    """Triton builds its launchers with a C compiler: the one in CC, else gcc or clang."""
+    """The C compiler with which Triton builds its launchers: CC, else gcc or clang."""
     wanted = os.environ.get("CC")
     names = [wanted] if wanted else ["gcc", "clang", "cc"]
     path = next((p for p in map(shutil.which, names) if p), None)
@@ -103,7 +103,7 @@ def _paths() -> list[dict[str, Any]]:
     from tigon.bench.inputs import DTYPES
 
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
-    operators = list(dict.fromkeys(op.operator for op in OPS.values()))  # not each of their uses
+    operators = list(dict.fromkeys(op.operator for op in OPS.values()))  # rows share operators
     rows = []
     for device in devices:
         for name, dtype in DTYPES.items():
@@ -180,7 +180,7 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _describe_paths(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for all operators that go the same way."""
+    """One line for all operators that take the same path."""
     groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for row in rows:
         ops = groups.setdefault((row["device"], row["path"], row["reason"]), {})

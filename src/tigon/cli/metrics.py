@@ -1,4 +1,4 @@
-"""What a training run tells: a bar or lines on the screen, metrics.jsonl, TensorBoard, and a plot of the loss."""
+"""The reports of a training run: a bar or lines on the screen, metrics.jsonl, TensorBoard, and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from tigon.cli.problem import Problem
 
-_OURS = ("loss", "learning_rate", "epoch", "step")  # of every step, not of a log line
+_OURS = ("loss", "learning_rate", "epoch", "step")  # written for every step, not only at log steps
 
 
 class Metrics(TrainerCallback):
@@ -175,7 +175,7 @@ def repair(file: Path) -> None:
 def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
     """The training and evaluation losses by step; of a step that stands twice, the last.
 
-    What is no line of a run's, as one that a kill cut off, is passed over.
+    A malformed line, such as one that a kill cut off, is skipped.
     """
     train: dict[int, float] = {}
     evaluation: dict[int, float] = {}

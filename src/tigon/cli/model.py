@@ -1,4 +1,4 @@
-"""What `--model` may be: a directory, a preset or a model on the Hugging Face hub; and the model built from it."""
+"""`--model`: a directory, a preset or a model on the Hugging Face hub; and the model built from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 @dataclass
 class Source:
-    """Where a model comes from: kind is "preset", "path" or "hub"; weights says whether trained weights are there."""
+    """Where a model comes from. kind: "preset", "path" or "hub". weights: whether there are trained weights."""
 
     name: str
     kind: str
@@ -40,14 +40,14 @@ def quiet_transformers() -> None:
     log.disable_progress_bar()
     for name in ("accelerate", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for category in (UserWarning, FutureWarning):  # the latter of names that PEFT still calls
+    for category in (UserWarning, FutureWarning):  # FutureWarning: PEFT still calls deprecated names
         warnings.filterwarnings("ignore", category=category, module="transformers")
 
 
 def find_model(name: str, *, any_head: bool = False) -> Source:
-    """Resolve `--model`, loading its configuration alone.
+    """Resolve `--model`, loading only its configuration.
 
-    any_head: encoder-decoders have a head too. Without it, causal language models alone.
+    any_head: accept encoder-decoders too, which have a head; by default only causal language models.
 
     Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
         answer and a model that has no language-model head.
@@ -142,7 +142,7 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     from peft import LoraConfig
 
     names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    scale: Any = 2 * rank if alpha is None else alpha  # PEFT's annotation has whole numbers alone
+    scale: Any = 2 * rank if alpha is None else alpha  # Any: PEFT annotates lora_alpha as a whole number
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
 
 
@@ -165,7 +165,7 @@ def random_model(config: PretrainedConfig, *, any_head: bool = False, **options:
 
 
 def attention_options(attention: str | None) -> dict[str, Any]:
-    """--attention, as transformers takes it."""
+    """The argument of transformers for --attention."""
     return {} if attention is None else {"attn_implementation": attention}
 
 
