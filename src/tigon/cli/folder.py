@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, which of its files are the run's own, and who may write there."""
+"""The folder of a run: its path, the files in it that the run wrote, and which process may write there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tigon.presets import PRESETS
 
 LOCK = ".lock"
 METRICS, PICTURE, BOARD, MERGED = "metrics.jsonl", "loss.png", "tensorboard", "merged"
-# What every run writes. What else a run has written, its model and tokenizer, is listed in its record.
+# The files that every run writes. The run's record lists its other files: the model and the tokenizer.
 ALWAYS = (RECORD, METRICS, PICTURE, LOCK)
-# The files by which from_pretrained knows a model, adapters and a tokenizer.
+# The files by which from_pretrained recognises a model, adapters and a tokenizer.
 PRETRAINED = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model",
 )  # fmt: skip
-# What a run could write, and so must not find in a folder where no run has written it.
+# The files that a run could write, and so must not find in a folder where no run wrote them.
 POSSIBLE = (*ALWAYS, BOARD, MERGED, STAGING, "checkpoint-[0-9]*", *PRETRAINED)
 _WILD = "*?["
 
@@ -34,9 +34,9 @@ _WILD = "*?["
 
 
 def located(option: str, value: str) -> str:
-    """What an option names as an absolute path, where it names one; a preset or a name of the hub stays as it is.
+    """An option's path made absolute; the name of a preset or of a model on the hub stays as it is.
 
-    Every command asks here, and a run's record has the answer: the run is the same one from any working directory.
+    Every command uses this function, and a run's record has its result, so that the working directory does not matter.
     Raises: Problem for an output without a name.
     """
     if "\0" in value:
@@ -57,8 +57,10 @@ def located(option: str, value: str) -> str:
 
 
 def from_here(value: Any) -> Any:
-    """An absolute path below the working directory as a relative one, for comparing processes that each have their own;
-    every other value as it is."""
+    """An absolute path below the working directory as a relative path; every other value unchanged.
+
+    Processes of one run may have different working directories, so they compare relative paths.
+    """
     here = os.getcwd()
     return os.path.relpath(value, here) if isinstance(value, str) and value.startswith(here + os.sep) else value
 
@@ -74,7 +76,7 @@ def read_paths(options: Any) -> Iterator[tuple[str, Path]]:
         if os.path.exists(value):
             yield name, Path(value)
         elif name == "data":
-            # A pattern with ** finds what is written below its folder later; others read what they match now.
+            # A pattern with ** also finds files written below its folder later; other patterns read the files of now.
             parts = Path(value).parts
             if "**" in parts:
                 yield name, Path(*parts[: next(i for i, part in enumerate(parts) if any(c in part for c in _WILD))])
@@ -98,10 +100,10 @@ def check_apart(output: Path, options: Any) -> None:
 
 
 def _within(inner: Path, outer: Path) -> bool:
-    """Whether a path is another or lies in it, by whatever names the two go."""
+    """Whether `inner` is `outer` or lies in it, also through links."""
     inner = inner.resolve()
     for place in (inner, *inner.parents):
-        with contextlib.suppress(OSError):  # one of them is not there
+        with contextlib.suppress(OSError):  # one of the two does not exist
             if os.path.samefile(place, outer):
                 return True
     return False
@@ -111,7 +113,7 @@ def _within(inner: Path, outer: Path) -> bool:
 
 
 def read_record(output: Path) -> dict[str, Any]:
-    """The record of the run in a folder. Raises Problem where there is none that can be read."""
+    """The record of the run in a folder. Raises Problem if there is no readable record."""
     file = output / RECORD
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -125,32 +127,32 @@ def read_record(output: Path) -> dict[str, Any]:
 
 
 def record(output: Path, **facts: Any) -> None:
-    """Add facts to the record of a run, or begin it."""
+    """Add facts to the record of a run, or begin the record."""
     known = read_record(output) if (output / RECORD).exists() else {}
     write_json(output / RECORD, {**known, **facts})
 
 
 def is_closed(output: Path, step: int) -> bool:
-    """Whether the model and the plot in a run's folder are those of this step, its last."""
+    """Whether the model and the plot in a run's folder are from this step, the run's last."""
     return read_record(output).get("closed") == step
 
 
 def recorded_files(output: Path) -> set[str]:
-    """The names of the files in a folder that the record of its run lists; empty where there is no record."""
+    """The names of the files in a folder that the run's record lists; empty without a record."""
     try:
         found = read_record(output).get("files", [])
     except Problem:
         return set()
     names = {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
-    # A record that was tampered with must not lead out of the folder.
+    # A manipulated record must not lead out of the folder.
     return {name for name in names if name not in ("", ".", "..") and Path(name).name == name} | set(ALWAYS)
 
 
 def move_in(output: Path, staged: Path) -> None:
-    """Move finished files into a run's folder. The record lists them before the first is there."""
+    """Move finished files into a run's folder. The record lists the files before the first one is moved."""
     names = recorded_files(output)
     card = staged / "README.md"
-    if card.name not in names and (output / card.name).exists():  # PEFT's must not take the place of the user's own
+    if card.name not in names and (output / card.name).exists():  # PEFT's README must not replace the user's
         card.unlink(missing_ok=True)
     files = list(staged.iterdir())
     record(output, files=sorted((names | {file.name for file in files}) - set(ALWAYS)))
@@ -165,9 +167,9 @@ def move_in(output: Path, staged: Path) -> None:
 
 
 def check_room(output: Path, overwrite: bool) -> None:
-    """Raise a Problem where a new run would write over a file that is there, and may not.
+    """Raise a Problem if a new run would overwrite a file that it must keep.
 
-    Files of a recorded run may be deleted with --overwrite; files that no run wrote never are.
+    With --overwrite the files of a recorded run may be deleted. Files that no run wrote are never deleted.
     """
     own, foreign = _divide(output)
     if foreign:
@@ -190,12 +192,12 @@ def clear(output: Path) -> None:
 
 
 def _divide(output: Path) -> tuple[list[Path], list[Path]]:
-    """Of what a run could write, what is in a folder: files and folders of a recorded run, and those of others."""
+    """The entries of a folder that a run could write, in two lists: a recorded run's, and all others."""
     recorded = recorded_files(output)
     own, foreign = [], []
     found = {path for pattern in POSSIBLE for path in output.glob(pattern)}
     for path in sorted(found | {output / name for name in recorded if (output / name).exists()}):
-        if path.name == LOCK:  # held by this process, or left by one that was killed
+        if path.name == LOCK:  # this process holds the lock, or a killed process left the file
             continue
         if path.is_file() and path.name in recorded:
             own.append(path)
@@ -229,10 +231,10 @@ def _others(folder: Path) -> list[Path]:
 
 
 class Claim:
-    """A run's folder, held for one process: `with Claim() as claim: claim.take(output)`.
+    """A lock of a run's folder for one process: `with Claim() as claim: claim.take(output)`.
 
-    The system lets go of the lock when its process ends, however it ends: a killed run never blocks the next. Where
-    the system or the file system has no such locks, nothing is held.
+    The system releases the lock when the process ends, however it ends, so a killed run never blocks the next. On a
+    system or file system without such locks, nothing is locked.
     """
 
     def __init__(self) -> None:
@@ -244,12 +246,12 @@ class Claim:
 
     def __exit__(self, *_: object) -> None:
         if self.file is not None:
-            self.file.unlink(missing_ok=True)  # while it is locked: whoever waits for it sees that it is gone
+            self.file.unlink(missing_ok=True)  # while locked: who waits then sees the file gone
             os.close(self.handle)
             self.file = None
 
     def take(self, output: Path) -> None:
-        """Hold a folder that is there; once held, it stays so. Raises Problem where another process holds it."""
+        """Lock an existing folder; taking it again is no error. Raises Problem if another process has locked it."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -257,7 +259,7 @@ class Claim:
         while self.file is None:
             try:
                 handle = os.open(output / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError:  # there is no folder yet, or nothing can be written there, which is said elsewhere
+            except OSError:  # there is no folder yet, or it is not writable, which other checks report
                 return
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,7 +272,7 @@ class Claim:
             except OSError:
                 os.close(handle)
                 return
-            # A holder that has ended since may have deleted the file: then this lock guards nothing.
+            # The previous holder may have deleted the file when it ended: then this lock guards nothing.
             if not _same(handle, output / LOCK):
                 os.close(handle)
                 continue
@@ -281,7 +283,7 @@ class Claim:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a child process: the lock is its parent's, and must end with the parent."""
+        """Drop the lock in a child process: the lock belongs to the parent, and must end with the parent."""
         if self.file is not None:
             os.close(self.handle)
             self.file = None

@@ -1,6 +1,6 @@
 """`tigon inspect`: what `tigon.fuse` would replace in a model, and the memory of a training step, plain and fused.
 
-Everything comes from the configuration: model and step are on the meta device, where tensors have shapes and no memory.
+The command reads only the configuration: model and step are on the meta device, where tensors have no memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run would take of a GPU's memory, plain and fused, and whether a machine has as much."""
+"""How much of a GPU's memory a run would take, plain and fused, and whether a machine has enough."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from tigon.memory.estimate import StepMemory
 
 GIB = 2**30
-# GiB that the drivers report, by the names that their makers give the cards; in the order in which they are listed.
+# GiB that the drivers report, by the makers' names of the cards, in the order in which messages list them.
 GPUS = {
     "a10": 22.0, "a100 40gb": 39.4, "a100 80gb": 79.2, "b200": 178.0, "gh200 96gb": 94.5, "h100 80gb": 79.1,
     "h100 nvl": 93.1, "h200": 139.8, "l4": 22.0, "l40s": 44.4, "mi210": 63.9, "mi250x": 63.9, "mi300x": 191.5,
     "mi325x": 255.5, "mi355x": 287.5, "rtx 3090": 23.5, "rtx 4090": 23.5, "rtx 5090": 31.3, "rtx a6000": 47.4,
     "t4": 14.6, "v100 16gb": 15.8, "v100 32gb": 31.7,
 }  # fmt: skip
-# The CUDA context, the kernels that are loaded, and NCCL's buffers: of no tensor.
+# The CUDA context, the loaded kernels and NCCL's buffers, which belong to no tensor.
 CONTEXT = 1.0 * GIB
-# Above this share of what is left, blocks of fitting sizes run out before the bytes do.
+# Above this share of the remaining memory, blocks of fitting sizes run out before the bytes do.
 TIGHT = 0.95
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model would be trained: the options of `tigon train` of these names. gpus: that share the shards."""
+    """How you would train a model: the options of `tigon train` with these names. gpus: how many share the shards."""
 
     batch_size: int = 1
     seq_len: int = 2048
@@ -45,7 +45,7 @@ class Setup:
     lora_targets: str = "all-linear"
     attention: str | None = None
     gpus: int = 1
-    summed: bool = False  # the loss is a sum over tokens that the Trainer divides by their number
+    summed: bool = False  # the Trainer divides the loss, a sum over tokens, by their number
 
     def words(self) -> str:
         weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
@@ -92,7 +92,7 @@ class Sides:
         self.fusion: Any = None
 
     def memory(self) -> StepMemory:
-        """Of a step of the model as it is now. Raises tigon.memory.estimate.CannotEstimate."""
+        """The memory of a step of the model as it is now. Raises tigon.memory.estimate.CannotEstimate."""
         import torch
 
         from tigon.memory.estimate import step_memory
@@ -117,9 +117,9 @@ class Sides:
 
 
 def capacity_of(text: str | None) -> tuple[str, float] | None:
-    """A GPU's name and its bytes: of --gpu, a name or a number of GiB; without one, of this machine's first GPU.
+    """The name and the bytes of the GPU that --gpu gives, by name or in GiB; by default this machine's first GPU.
 
-    Raises: Problem for a name that is not in GPUS, or is several of them.
+    Raises: Problem for a name that matches none of GPUS, or several.
     """
     if text is None:
         import torch
@@ -153,7 +153,7 @@ def verdict(peak: float, capacity: float) -> str:
 
 
 def memory_of_host() -> float:
-    """Bytes of memory that this process may still have: what the machine has free, within its container's limit."""
+    """Bytes that this process may still allocate: the machine's free memory, within the container's limit."""
     free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(OSError):  # not on Linux
         available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
@@ -170,9 +170,9 @@ def memory_of_host() -> float:
 
 
 def standing(source: Source, setup: Setup, copies: int = 1) -> float:
-    """Bytes that a run takes whatever its batch is: weights (and further copies of them), gradients and states.
+    """Bytes that a run takes at any batch size: weights (and further copies of them), gradients and states.
 
-    Counted from the configuration, without building the model.
+    The configuration suffices to count these bytes: the model is not built.
     """
     sides = Sides(source, setup)
     from tigon.memory.estimate import OPTIMIZERS
@@ -192,9 +192,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) -> str | None:
-    """Before anything large is built: raise a Problem where a run plainly cannot fit, or return what to say about it.
+    """Raise a Problem if a run plainly cannot fit, before anything large is built; else return a remark or None.
 
-    On a GPU the step is estimated; on a CPU, whose allocations nobody has measured, only what stands at any batch.
+    On a GPU the whole step is estimated. A CPU's allocations were never measured, so there only the memory that every
+    batch size needs counts.
     """
     from tigon.memory.estimate import CannotEstimate
 
@@ -229,7 +230,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
             f"{gib(capacity)}{way_out}"
         )
     if options.task != "sft" or options.compile or kind == "tp":
-        return None  # TRL's losses, and what a compiler keeps, are not estimated
+        return None  # the estimate covers neither TRL's losses nor the activations that a compiler keeps
     sides = Sides(source, setup)
     try:
         if not options.plain:
@@ -245,7 +246,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
 
 
 def resolved(options: Any, use_cpu: bool) -> str:
-    """--precision with auto decided: bf16 where the GPU has it."""
+    """--precision with auto resolved: bf16 where the GPU supports bf16."""
     import torch
 
     if options.precision != "auto":

@@ -116,7 +116,7 @@ def _with_head(source: Source, any_head: bool) -> Source:
 
 
 def _class_of(config: PretrainedConfig, any_head: bool) -> Any:
-    """The class of transformers that builds a model with a language-model head, or None."""
+    """The transformers class that builds a model with a language-model head from this configuration, or None."""
     found = auto_class(config)
     if any_head and (found is None or config.is_encoder_decoder):
         from transformers import AutoModelForSeq2SeqLM

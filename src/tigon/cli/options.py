@@ -1,4 +1,4 @@
-"""The options of `tigon train`: their defaults, their checks, and the record of them that a resume goes by."""
+"""The options of `tigon train`: their defaults, their checks, and the record of them that a resume reads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
-RECOMPUTE = ("none", "product", "cheap", "mlp")  # tigon.memory.recompute.LEVELS, which needs torch
+RECOMPUTE = ("none", "product", "cheap", "mlp")  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
-# What differs from the defaults below: preferences and rewards want smaller steps, and rewards no held-out prompts.
+# Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
-# Above these NumPy takes no seed, and no library a number of steps, sequences or tokens.
+# NumPy accepts no larger seed, and the libraries no larger number of steps, sequences or tokens.
 SEEDS, COUNTS = 2**32 - 1, 2**31 - 1
-# The options that may name files.
+# The options whose values may be paths.
 PATHS = ("model", "data", "eval_data", "output", "tokenizer", "reward")
-# A resumed run may differ in these: they do not change what any step before the end computes.
+# A resumed run may change these options: they do not change what any step before the end computes.
 FREE = {
     "output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs", "merge",
     "no_memory_check",
 }  # fmt: skip
-# Peak learning rates: of all weights of a trained model, and of new weights (from scratch, or of adapters).
+# Peak learning rates: for all weights of a trained model, and for new weights (from scratch, or adapters).
 FINE_TUNE_LR, NEW_LR = 2e-5, 3e-4
 
 
@@ -84,7 +84,7 @@ class TrainOptions:
     tensorboard: bool = False
 
     def check(self) -> None:
-        """Raise a Problem for the first option that is out of its range."""
+        """Raise a Problem for the first option that is out of range."""
         one_of = (
             ("task", TASKS), ("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES),
             ("recompute", RECOMPUTE),
@@ -159,7 +159,7 @@ class TrainOptions:
                 )
 
     def check_model(self, source: Source) -> None:
-        """Raise a Problem for an option that the model cannot do."""
+        """Raise a Problem for an option that the model does not support."""
         limit = getattr(source.config, "max_position_embeddings", None)
         if limit is not None and self.seq_len > limit:
             raise Problem(f"--seq-len {self.seq_len} is beyond the {limit} positions of {self.model}")
@@ -176,7 +176,7 @@ class TrainOptions:
             raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")
 
     def settle_rate(self, source: Source) -> None:
-        """The learning rate where none was given: small steps for all of a trained model's weights."""
+        """Set the learning rate if the user set none: small steps for all weights of a trained model."""
         if self.lr is None:
             self.lr = FINE_TUNE_LR if source.weights and not self.lora else NEW_LR
 
@@ -186,9 +186,9 @@ class TrainOptions:
 
 
 def parallel_of(text: str) -> tuple[str, int | None]:
-    """What --parallel says: the kind, and the size of its groups where one is given.
+    """--parallel as its kind and the size of its groups; None without a size.
 
-    Raises: Problem for another kind, for a size that is none, and for one where there are no groups.
+    Raises: Problem for an unknown kind, for a malformed size, and for a size with a kind that has no groups.
     """
     kind, given, size = text.partition("=")
     if kind not in PARALLEL or (given and kind not in ("hsdp", "hpz", "tp")):
@@ -206,9 +206,9 @@ def flag(name: str) -> str:
 
 
 def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions:
-    """The options of this run: what was given, and the defaults, or with --resume those of the recorded run.
+    """The options of this run: the user's, then the defaults or, with --resume, the recorded run's options.
 
-    Raises: Problem for a missing or contradicting option, and for an output directory that another run is in.
+    Raises: Problem for a missing or contradicting option, and for an output directory that has another run.
     """
     given = {name: value for name, value in given.items() if value is not None}
     given["output"] = given.get("output", TrainOptions.output)
@@ -225,7 +225,7 @@ def settle(given: dict[str, Any], resume: bool, overwrite: bool) -> TrainOptions
                     f"{flag(name)} was {before} in the run in {output}, and a resumed run goes on with it; got {value}"
                 )
         options = dataclasses.replace(options, **given)
-        # A new limit of one kind replaces that of the other.
+        # A new limit of one kind replaces the recorded limit of the other kind.
         if "epochs" in given and "steps" not in given:
             options.steps = None
     else:
@@ -255,7 +255,7 @@ def _recorded(output: Path) -> TrainOptions:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of an option's type."""
+    """Whether a value from JSON has an option's type."""
     if kinds := get_args(kind):  # a union, or the words of a Literal
         return any(value == one if isinstance(one, str) else _is_a(value, one) for one in kinds)
     if kind in (int, float):

@@ -1,10 +1,10 @@
-"""How a run's model is spread over its processes, and the Trainer that lets it stay so: `--parallel`.
+"""`--parallel`: how a run's model is spread over its processes, and the Trainer for a model that is spread already.
 
 ddp     each process has the whole model
-fsdp    weights, gradients and optimizer sharded over all (FSDP2, a group for each layer)
-hsdp    sharded inside of a host or of N neighbours, with copies over the others
-hpz     as fsdp, with a second shard of the weights inside of a host or of N neighbours (tigon.distributed.hpz)
-tp=N    products split over N neighbours, and what is left of the weights sharded over the others
+fsdp    weights, gradients and optimizer sharded over all processes (FSDP2, a group for each layer)
+hsdp    sharded inside a host or a group of N neighbours, with a copy in each such group
+hpz     as fsdp, with a second shard of the weights inside a host or N neighbours (tigon.distributed.hpz)
+tp=N    products split over N neighbours, and each part of the weights sharded over such groups
 zero3   DeepSpeed's ZeRO-3
 """
 
@@ -34,13 +34,17 @@ from tigon.cli.options import TrainOptions, parallel_of
 from tigon.cli.problem import Problem, needs
 from tigon.cli.trainer import CheckpointedTrainer
 
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # the Trainer's names
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # the Trainer's file names
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """kind: of --parallel. group: neighbours that share something, by the kind. copies: of each batch."""
+    """How a model is spread.
+
+    kind: of --parallel. group: the number of neighbours that work together, if the kind has groups. copies: how many
+    processes get the same batch.
+    """
 
     kind: str
     group: int
@@ -48,7 +52,7 @@ class Layout:
 
     @staticmethod
     def of(options: TrainOptions, processes: int) -> Layout:
-        """Raises: Problem for a group that the processes cannot be divided into."""
+        """The Layout of these options. Raises: Problem if the processes cannot be divided into groups of that size."""
         kind, group = parallel_of(options.parallel)
         if kind != "ddp" and processes == 1:
             raise Problem(
@@ -71,7 +75,7 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether `spread` has anything to do; DDP and DeepSpeed are the Trainer's own."""
+        """Whether `spread` shards the model; the Trainer itself spreads it for DDP and DeepSpeed."""
         return self.kind not in ("ddp", "zero3")
 
     @property
@@ -80,11 +84,11 @@ class Layout:
 
     @property
     def readers(self) -> int:
-        """How many processes have a batch of their own."""
+        """How many different batches the processes read at a time."""
         return self.processes // self.copies
 
     def check(self, model: Any) -> None:
-        """Raises: Problem for a model that cannot be spread so. Before anything is written, deleted or sent."""
+        """Raise a Problem for a model that cannot be spread like this, before anything is written, deleted or sent."""
         if self.kind == "tp":
             from tigon.distributed.tp import check_heads, tensor_parallel_plan
 
@@ -95,7 +99,7 @@ class Layout:
                 raise Problem(f"--parallel tp={self.group}: {str(error).partition(': ')[2]}") from error
 
     def spread(self, model: Any, device: torch.device, precision: torch.dtype | None) -> DeviceMesh:
-        """Shard a model in place. precision: of products, where it is not the weights'."""
+        """Shard a model in place. precision: the products' dtype, if it is not the weights'."""
         model.to(device)
         across = self.processes // self.group
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=None if precision is None else torch.float32)
@@ -131,13 +135,13 @@ def _spread_hpz(model: nn.Module, mesh: DeviceMesh, group: int, options: dict[st
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The modules that transformers says are not to be split: the layers."""
+    """The model's layers: the modules that transformers says must not be split."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def deepspeed_config(clip: float) -> dict[str, Any]:
-    """What --parallel zero3 asks of DeepSpeed; the rest is the Trainer's."""
+    """The DeepSpeed settings of --parallel zero3; the Trainer fills in the rest."""
     return {
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         "gradient_clipping": clip, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
@@ -146,18 +150,18 @@ def deepspeed_config(clip: float) -> dict[str, Any]:
 
 
 class ZeroTrainer(CheckpointedTrainer):
-    """Trains a model that DeepSpeed spreads; checkpoints are of as many processes, but for their weights."""
+    """Trains a model that DeepSpeed spreads. A resume needs as many processes, except to read the weights."""
 
     def whole_weights(self) -> Any:
-        """On the first process, in the engine's dtype; on the others, which have to ask, too, nothing of use.
+        """The whole weights, in the engine's dtype, on the first process; the others must call too, for nothing.
 
-        The model's own are empty but for the smallest, here as well as on the others.
+        The model's own parameters will not do: on every process all but the smallest are empty.
         """
         return self.accelerator.get_state_dict(self.deepspeed)
 
 
 class SpreadTrainer(CheckpointedTrainer):
-    """Trains a model that is spread already. Its checkpoints are whole, as those of one process."""
+    """Trains a model that is spread already. Its checkpoints are whole, like a single process's."""
 
     def __init__(self, *args: Any, layout: Layout, mesh: DeviceMesh, **kwargs: Any) -> None:
         self.layout, self.mesh, self.copies = layout, mesh, layout.copies
@@ -166,10 +170,10 @@ class SpreadTrainer(CheckpointedTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
-        accelerator.prepare_model = lambda model, *_, **__: model  # it would put DDP around it
+        accelerator.prepare_model = lambda model, *_, **__: model  # the original would wrap the model in DDP
         accelerator.clip_grad_norm_ = lambda parameters, limit, norm_type=2: clip(list(parameters), float(limit))
         if self.layout.copies > 1:
-            accelerator.state.device_mesh = self.mesh  # by which batches are dealt out
+            accelerator.state.device_mesh = self.mesh  # Accelerate distributes batches by it
 
     def get_tp_size(self) -> int:
         return self.layout.copies
@@ -179,7 +183,7 @@ class SpreadTrainer(CheckpointedTrainer):
         return count if count is None else count * too_few(Trainer, self.layout.copies)
 
     def whole_weights(self) -> dict[str, Any]:
-        """On the first process; empty on the others, which have to ask, too. Of tied weights the first name alone."""
+        """The whole weights on the first process; the others must call too, for nothing. Tied weights have one name."""
         model: Any = self.model
         names = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
         return {name: t for name, t in get_model_state_dict(model, options=WHOLE).items() if name in names}
@@ -207,14 +211,14 @@ class SpreadTrainer(CheckpointedTrainer):
         self.lr_scheduler.load_state_dict(scheduler)  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Its weights were loaded before they were spread."""
+        """Do nothing: the weights were loaded before they were spread."""
 
 
 def too_few(trainer: type, copies: int) -> float:
-    """By how much a version's number of targets is too small, where each batch is there several times.
+    """The factor by which this version of transformers counts too few targets when several processes share a batch.
 
-    All processes' targets are counted, and the loss is multiplied by the number of processes. Some versions leave out
-    the copies in both, some in none, and some in one of them.
+    The Trainer counts all processes' targets, and multiplies the loss by the number of processes. Some versions leave
+    out the copies of a batch in both numbers, some in neither, and some in only one.
     """
     left_out = [
         "get_tp_size" in method.__code__.co_names
@@ -224,7 +228,7 @@ def too_few(trainer: type, copies: int) -> float:
 
 
 def clip(parameters: list[nn.Parameter], limit: float) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_, also of gradients on several meshes: what is split, and what is not."""
+    """torch.nn.utils.clip_grad_norm_ for gradients on several meshes, as split and whole parameters have them."""
     on: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for p in parameters:
         if p.grad is not None:

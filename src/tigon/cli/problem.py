@@ -1,4 +1,4 @@
-"""What goes wrong for a user, said in one sentence: a `Problem` is printed as `tigon: …`, without a traceback."""
+"""A `Problem` says in one sentence what went wrong for the user; it is printed as `tigon: …`, without a traceback."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Problem(Exception):
     """A command cannot go on, for a reason that the user can do something about.
 
     Args:
-        sentence: what is wrong and what would be right.
-        code: the exit status; 2 for what the user gave, 1 for a result that is not what it must be.
+        sentence: what is wrong, and what would be right.
+        code: the exit status; 2 for a wrong input, 1 for a wrong result.
     """
 
     def __init__(self, sentence: str, code: int = 2) -> None:
@@ -27,9 +27,9 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
     """Raise a Problem with the install line when a command's optional packages are missing.
 
     Args:
-        command: what needs them, as the user wrote it.
-        extra: the extra of tigon that brings them, or None for packages that no extra brings.
-        modules: their import names.
+        command: the command that needs the packages, as the user wrote it.
+        extra: the extra of tigon that installs the packages, or None if no extra does.
+        modules: the packages' import names.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -38,7 +38,7 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise a Problem when nothing could be written into a folder, which need not exist yet; leaves no trace."""
+    """Raise a Problem if a folder, which need not exist yet, would not be writable. Leaves no trace."""
     try:
         if folder.exists() and not folder.is_dir():
             raise Problem(f"{option} {folder}: there is a file of that name")
@@ -52,13 +52,13 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of an error that says something, for use inside a sentence."""
+    """The first line of an error's message that is not empty, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return (text if len(text) <= limit else text[:limit] + "…").rstrip(".")
 
 
-# What torch and safetensors say, in errors of their own, of a file that takes no more bytes.
+# torch's and safetensors' messages for a file that takes no more bytes; these errors are no OSError.
 _NO_ROOM = (
     "No space left", "File too large", "quota exceeded", "PytorchStreamWriter failed", "unexpected pos",
     "basic_ios::clear", "iostream error",
@@ -66,7 +66,7 @@ _NO_ROOM = (
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a disk that takes no more bytes: it is full, or fails."""
+    """Whether a disk that is full, or fails, caused this error, directly or through the error's causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             return True

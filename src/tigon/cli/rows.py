@@ -1,17 +1,17 @@
-"""The forms of rows that supervised fine-tuning takes, and the one that each is trained as.
+"""The forms of rows that supervised fine-tuning accepts, and the form that each is trained as.
 
 {"text"}                                a text
 {"messages": [{"role", "content"}]}     a conversation
 {"conversations": [{"from", "value"}]}  a conversation (ShareGPT): human, gpt, system, tool
 {"instruction", "input"?, "output"}     a conversation of two turns (Alpaca): the input follows the instruction
-{"prompt", "completion"}                loss on the completion alone (TRL); both texts, or both lists of messages
+{"prompt", "completion"}                loss on the completion only (TRL); both texts, or both lists of messages
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# ShareGPT's names, and those of its successors.
+# Names of the roles in ShareGPT and its successors.
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "model": "assistant", "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool",

@@ -62,13 +62,13 @@ def run(
     options: TrainOptions, source: Source, corpus: Corpus, checkpoint: Path | None, held: Corpus | None,
     overwrite: bool, claim: Claim,
 ) -> None:  # fmt: skip
-    """Train. Raises Problem for what cannot be done, and with status 130 or 143 when a signal ended the run."""
+    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended it."""
     quiet_transformers()
     output = Path(options.output)
     use_cpu = _on_cpu(options)
     join_again(use_cpu)
     state = PartialState(cpu=use_cpu)
-    # The first process has the store by which the others may still be making their group, and may have to end below.
+    # The first process holds the store by which the others make their group, and a Problem below may end it.
     state.wait_for_everyone()
     console = screen(quiet=not state.is_main_process)
     facts = read_record(output) if checkpoint else {}
@@ -100,7 +100,7 @@ def run(
     dtype = torch.bfloat16 if pure else torch.float32
     with _spinner(console) as bar:
         bar.add_task("loading the model" if source.weights else "building the model", total=None)
-        if checkpoint and layout.sharded:  # the whole weights; each process will keep its share
+        if checkpoint and layout.sharded:  # every process loads the whole weights, and keeps its share in `spread`
             model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype, **attention)
         elif source.weights:
             model = load_model(source, dtype, **attention)
@@ -120,7 +120,7 @@ def run(
     layout.check(model)
 
     arguments = _arguments(options, task, output, use_cpu, len(train_set), bool(eval_set), layout)
-    # Only a mixture of experts has parameters that a step may leave out; elsewhere the search for them is for nothing.
+    # Only a mixture of experts has parameters that a step may not use; other models need no search for them.
     arguments.ddp_find_unused_parameters = any("expert" in name for name, _ in model.named_modules())
     total = arguments.max_steps
     label = "loss, nats per token" if task is None else "loss"
@@ -139,10 +139,12 @@ def run(
         if overwrite:
             clear(output)
         elif not checkpoint:
-            check_room(output, overwrite)  # again: another run may have ended there meanwhile
-        # What a kill left half written must not get into a checkpoint of the same name.
+            check_room(
+                output, overwrite
+            )  # checked again: another run may have ended in this folder since the first check
+        # Files that a killed run left half written must not get into a checkpoint of the same name.
         shutil.rmtree(output / STAGING, ignore_errors=True)
-        # The record comes first: by it the files that follow are known to be a run's.
+        # The record comes first: it marks the files that follow as this run's.
         record(
             output, options=dataclasses.asdict(options), data=dataset.digest, processes=state.num_processes,
             versions=_versions(), closed=None,
@@ -184,7 +186,7 @@ def run(
                 fusion = fuse(model, recompute=options.recompute, offload=options.offload)
         trainer_class: Any = ZeroTrainer if layout.kind == "zero3" else CheckpointedTrainer
         if layout.sharded:
-            # What autocast would do, at the edges of the shards, and in the collectives.
+            # The sharding casts in place of autocast: at the edges of the shards, and in the collectives.
             mixed = torch.bfloat16 if arguments.bf16 else None
             arguments.bf16 = False
             trainer_class = partial(SpreadTrainer, layout=layout, mesh=layout.spread(model, arguments.device, mixed))
@@ -219,7 +221,7 @@ def run(
             if options.merge:
                 save_merged(trainer.model, tokenizer, output)
             conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
-    except BaseException as error:  # of an interruption too: the bar must give the terminal back
+    except BaseException as error:  # an interruption too: the progress bar must release the terminal
         metrics.close()
         if not disk_full(error):
             raise
@@ -352,7 +354,7 @@ def _arguments(
     )
     arguments = TrainingArguments(**settings) if task is None else task.arguments(settings)
     if layout.processes == 1:
-        # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one of them.
+        # Without a launcher the Trainer would spread a batch over all GPUs by DataParallel: slower than one GPU.
         arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Below this width a table's columns are cut until nothing can be read in them.
+# On a narrower terminal rich cuts a table's columns until they are unreadable.
 NARROW = 72
 
 
 def screen(**options: Any) -> Console:
-    """A console that prints what it is given: brackets and colons in the user's names are not markup."""
+    """A console that prints text unchanged: brackets and colons in the user's names are not markup."""
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 

@@ -1,4 +1,4 @@
-"""What a run says when it begins: the start line, and after the first step what Tigon replaced and what of it ran."""
+"""What a run prints when it begins: the start line and, after the first step, the report of what Tigon replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_line(
 ) -> str:
     """The model, how many of its parameters are trained, on what, by what, and in which steps.
 
-    trained: with LoRA fewer than all. readers: processes that have a batch of their own.
+    trained: the number of trained parameters; with LoRA not all. readers: how many different batches a step reads.
     """
     whole = model.num_parameters()
     share = "all trained" if trained == whole else f"{count(trained)} trained"
@@ -43,7 +43,7 @@ def start_line(
 
 
 def backend(options: TrainOptions, device: torch.device) -> str:
-    """By what the model's layers run."""
+    """The name of the backend that runs the model's layers."""
     if options.plain:
         return "plain, without Tigon"
     reason = why_not_triton(torch.empty(0, dtype=torch.float32, device=device))
@@ -55,7 +55,7 @@ def count(parameters: int) -> str:
 
 
 def told(report: Any) -> str:
-    """A report for the screen: of a trainer with several models the first one's in full, and of the others a line."""
+    """A report for the screen. With several models: the first model's report in full, and a line for each other."""
     models = getattr(report, "models", None)
     if not models:
         return str(report)
@@ -67,7 +67,7 @@ def told(report: Any) -> str:
 
 
 class FirstStep(TrainerCallback):
-    """Prints the report of a fusion when its counts are those of a step that ran."""
+    """Prints a fusion's report after the first step, when its counts are a real step's."""
 
     def __init__(self, console: Any, fusion: Any) -> None:
         self.console, self.fusion = console, fusion

@@ -1,4 +1,4 @@
-"""The tasks of `tigon train` that are TRL's: preferences (dpo) and rewards (grpo)."""
+"""The tasks of `tigon train` that TRL's trainers run: preferences (dpo) and rewards (grpo)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tigon.cli.trainer import Checkpointed
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Prompts and answers, as TRL's trainers take them.
+    """Prompts and answers in the form that TRL's trainers take.
 
-    Raises: Problem for rows that are no table: TRL's trainers take columns, each of one type.
+    Raises: Problem for rows that form no table: TRL's trainers take columns, each of one type.
     """
 
     def __init__(self, rows: list[dict[str, Any]], name: str) -> None:
@@ -51,10 +51,10 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 @dataclass
 class TaskTrainer:
-    """One of TRL's trainers: its classes, the options that are its own, and what a run says about it.
+    """One of TRL's trainers: its classes, its own options, and the words in which a run reports on it.
 
     count: how many of `unit` a micro-batch has.
-    sequences_per_example: of a step's sequences, how many come of one row of the data.
+    sequences_per_example: how many of a step's sequences come from one row of the data.
     shown: metrics that are printed beside the loss.
     """
 
@@ -70,7 +70,7 @@ class TaskTrainer:
     further: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, settings: dict[str, Any]) -> Any:
-        """Of the trainer: a run's settings and the task's own."""
+        """The trainer's arguments: a run's settings and the task's own."""
         try:
             return self.config(**settings, **self.options)
         except ValueError as error:
@@ -99,7 +99,7 @@ class TaskTrainer:
 
 
 def task_of(options: TrainOptions) -> TaskTrainer:
-    """TRL's trainer for --task. Raises Problem for a reward that cannot be had."""
+    """TRL's trainer for --task. Raises Problem for a reward that cannot be loaded."""
     trl: Any = importlib.import_module("trl")
     if options.task == "dpo":
         beta = 0.1 if options.beta is None else options.beta
@@ -114,7 +114,7 @@ def task_of(options: TrainOptions) -> TaskTrainer:
     }  # fmt: skip
     return TaskTrainer(
         "grpo", trl.GRPOConfig, own, trl.GRPOTrainer, "prompts", "completions", ("reward", "completions/mean_length"),
-        # The trainer is given prompts and generates whole micro-batches of completions.
+        # The trainer gets prompts, and generates whole micro-batches of completions.
         lambda _: options.batch_size, options.num_generations, {"reward_funcs": reward_of(str(options.reward))},
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def task_of(options: TrainOptions) -> TaskTrainer:
 
 
 def reward_of(reward: str) -> Callable[..., list[float]]:
-    """The function of `--reward`. Raises Problem for what is none."""
+    """The function that `--reward` names. Raises Problem if it names none."""
     where, _, name = reward.rpartition(":") if not reward.startswith("regex:") else ("regex", ":", reward[6:])
     if where == "regex":
         return _matches(name)
@@ -162,7 +162,7 @@ def _import(name: str) -> Any:
 def _load(file: Path) -> Any:
     if not file.is_file():
         raise FileNotFoundError("there is no such file")
-    name = f"tigon_reward_{file.stem}"  # not that of a module which others import
+    name = f"tigon_reward_{file.stem}"  # a name that no other module has
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError("it is not a Python file")

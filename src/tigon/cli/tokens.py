@@ -1,4 +1,4 @@
-"""From a corpus to blocks of token ids, and a tokenizer trained on the corpus where the model brings none."""
+"""Turns a corpus into blocks of token ids, and trains a tokenizer on the corpus if the model has none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 IGNORE = -100
-# For tokenizers that have none: a line with the role, the text, and the end-of-text token that ends a turn.
+# The chat template for tokenizers without one: a line with the role, the text, and the end-of-text token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
@@ -29,7 +29,7 @@ Advance = Callable[[int], None]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """A byte-level BPE tokenizer of at most vocab_size tokens, as JSON: any text has tokens, and decodes to itself."""
+    """A byte-level BPE tokenizer of at most vocab_size tokens, as JSON. It encodes any text, and decodes it exactly."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def trained_tokenizer(serialized: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of `train_tokenizer`, as transformers uses it."""
+    """The tokenizer of `train_tokenizer` as a transformers tokenizer."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def trained_tokenizer(serialized: str) -> PreTrainedTokenizerFast:
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Plain text as (n, seq_len) token ids; the labels are the ids, which the model shifts by one."""
+    """Plain text as (n, seq_len) token ids. The labels are the same ids, which the model shifts by one."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -76,7 +76,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Conversations(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Conversations as token ids and labels of their own lengths; padded when they are put into a batch."""
+    """Conversations as token ids and labels, each of its own length; a batch pads them."""
 
     def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
         self.rows = rows
@@ -97,7 +97,7 @@ class Conversations(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def collate(rows: list[dict[str, torch.Tensor]], pad: int) -> dict[str, torch.Tensor]:
-    """Stack rows, padded on the right; only rows of unequal lengths need an attention mask."""
+    """Stack rows, padded on the right. Only rows of unequal lengths get an attention mask."""
     lengths = {len(row["input_ids"]) for row in rows}
     if len(lengths) == 1:
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
@@ -117,7 +117,7 @@ def tokens_of(batch: dict[str, torch.Tensor]) -> int | torch.Tensor:
 
 
 def text_blocks(corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance) -> Blocks:
-    """Tokenize the texts, put the end-of-text token after each, and cut them into blocks; the rest is left."""
+    """Tokenize the texts, put the end-of-text token after each, and cut them into blocks; a last part is dropped."""
     ids: list[np.ndarray] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for piece, last in pieces(corpus.texts):
@@ -137,11 +137,11 @@ def text_blocks(corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance) 
 def conversation_rows(
     corpus: Corpus, tokenizer: Any, seq_len: int, advance: Advance
 ) -> tuple[Conversations, str | None]:
-    """Tokenize conversations with the tokenizer's chat template, with loss on the assistant's turns; and prompts with
-    their completions, with loss on the completions.
+    """Tokenize conversations by the tokenizer's chat template, with loss on the assistant's turns, and prompts with
+    completions, with loss on the completions.
 
-    Returns: the rows, and a sentence when the template does not say which tokens are the assistant's, so that the loss
-        is on all of them.
+    Returns: the rows, and a sentence if the template does not tell which tokens are the assistant's, so that the loss
+        is on all tokens.
     """
     rows, unmasked, cut = [], 0, 0
     examples: list[Any] = [*corpus.conversations, *corpus.pairs]
@@ -178,9 +178,9 @@ def conversation_rows(
 
 
 def completion_mask(prompt: Any, completion: Any, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of a prompt and its completion, and which of them are the completion's, as TRL makes them.
+    """Token ids of a prompt and its completion, and which ids are the completion's, as in TRL.
 
-    Texts are joined as they are, with the end-of-text token behind; conversations by the chat template.
+    Texts are joined unchanged, followed by the end-of-text token; the chat template joins conversations.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not isinstance(prompt, str):
@@ -195,10 +195,10 @@ def completion_mask(prompt: Any, completion: Any, tokenizer: Any) -> tuple[np.nd
 
 
 class Packed(Conversations):
-    """Conversations put together into sequences of one length, each with positions of its own.
+    """Conversations packed into sequences of one length. The positions begin anew at each conversation.
 
-    By the positions attention knows where a conversation begins, and none sees another; nor is the first token of one
-    predicted from the last of the one before. What is left of a sequence is padding without loss.
+    The positions tell attention where a conversation begins, so that no conversation sees another. No conversation's
+    first token is predicted from the conversation before. The rest of a sequence is padding without loss.
     """
 
     def __init__(self, rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad: int) -> None:
@@ -214,9 +214,9 @@ class Packed(Conversations):
 
 
 def best_fit(rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int) -> list[list[int]]:
-    """Which rows share a sequence: the longest first, each where it leaves the least room."""
+    """Which rows share a sequence: the longest row first, each in the sequence where it leaves the least room."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each sequence that has some, in ascending order, and its number
+    room: list[tuple[int, int]] = []  # (room, number) of each sequence that has room, in ascending order
     for i in sorted(range(len(rows)), key=lambda i: -len(rows[i][0])):
         size = len(rows[i][0])
         at = bisect.bisect_left(room, (size, -1))
@@ -242,7 +242,7 @@ def _joined(rows: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad: int) -
 
 
 def _assistant_mask(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """Token ids of a conversation, and which of them are the assistant's; None when the template hides it."""
+    """Token ids of a conversation, and which ids are the assistant's; None if the template does not tell."""
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         return np.asarray(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
@@ -260,7 +260,7 @@ def _assistant_mask(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[np.
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before, after = render(messages[:i], True), render(messages[: i + 1], False)
-            # Some templates rewrite earlier turns when later ones follow: then a prefix says nothing.
+            # Some templates rewrite earlier turns when later turns follow: then comparing prefixes tells nothing.
             if not (text.startswith(after) and after.startswith(before)):
                 return ids, None
             mask |= (starts >= len(before)) & (ends <= len(after)) & (ends > starts)

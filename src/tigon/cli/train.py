@@ -22,7 +22,8 @@ from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, 
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
-# Absent options are None, so that a resumed run takes them from its record; the defaults are shown, not passed.
+# Options that you leave out are None, so that a resumed run takes them from its record. The help shows the defaults,
+# but typer does not pass them.
 _RUN, _STEP, _MODEL, _MACHINE = "Run", "Optimization", "Model", "Machine"
 
 
@@ -105,7 +106,7 @@ def train(
         except Problem as error:
             problem = error
         agree({} if prepared is None else prepared.told(), problem)
-        if prepared is not None:  # else there was a problem, which agree has raised
+        if prepared is not None:  # None: `agree` has raised the problem
             from tigon.cli.run import run
 
             run(*prepared, overwrite, claim)
@@ -113,7 +114,7 @@ def train(
 
 
 class Prepared(NamedTuple):
-    """What a run needs, found before PyTorch is imported where one process runs, and before anything is written."""
+    """The inputs of a run, checked before anything is written and, with one process, before PyTorch is imported."""
 
     options: TrainOptions
     source: Source
@@ -122,7 +123,7 @@ class Prepared(NamedTuple):
     held: Corpus | None = None
 
     def told(self) -> dict[str, Any]:
-        """What all processes of a run must have alike, by its name for the user."""
+        """The values that all processes of a run must have alike, by the user's names for them."""
         files = sorted((p.name, p.stat().st_size) for p in Path(self.source.name).glob("*") if p.is_file())
         return {
             **versions(),
@@ -164,7 +165,7 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
 
 
 def _held(options: TrainOptions, corpus: Corpus) -> Corpus:
-    """What --eval-data names, which must be of the form of --data."""
+    """The corpus that --eval-data names, which must have the form of --data."""
     try:
         held = read_corpus(str(options.eval_data), options.task)
     except Problem as problem:

@@ -1,4 +1,4 @@
-"""What a run adds to a Trainer of transformers or TRL: checkpoints that are whole or absent, and a way to stop."""
+"""Additions to a Trainer of transformers or TRL: checkpoints that are whole or absent, and a way to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from tigon.cli.checkpoint import STAGING, prune, publish, seal
 from tigon.cli.metrics import Metrics
 
-# Over a Trainer, of transformers or of TRL; only the type checker needs to be told which methods it has.
+# The mixin goes over a Trainer of transformers or TRL; only the type checker needs a base class with the methods.
 if TYPE_CHECKING:
     _Base = Trainer
 else:
@@ -23,13 +23,13 @@ else:
 
 
 class Checkpointed(_Base):
-    """Over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics.
+    """A mixin over a Trainer: checkpoints that are whole or absent, and each step's loss handed to the metrics.
 
     Args:
         count: how many of the metrics' unit a micro-batch has: a number, or a tensor of one.
     """
 
-    copies = 1  # how many processes have the same batch
+    copies = 1  # how many processes get the same batch
 
     def __init__(
         self, *args: Any, metrics: Metrics, keep: int, count: Callable[[Any], int | torch.Tensor], **kwargs: Any
@@ -41,7 +41,7 @@ class Checkpointed(_Base):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         learning_rate = float(cast(Any, self.lr_scheduler).get_last_lr()[0])
-        count = self.count(inputs)  # before the step, which may change what it is given
+        count = self.count(inputs)  # before the step, which may change its inputs
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.metrics.add(loss, learning_rate, count)
         return loss
@@ -66,7 +66,7 @@ class Checkpointed(_Base):
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's trainers write one with every checkpoint, in place of the user's own."""
+        """Write none: TRL's trainers would overwrite the user's own model card with every checkpoint."""
 
 
 class CheckpointedTrainer(Checkpointed, Trainer):
@@ -93,7 +93,7 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def receive(self, number: int, _: Any) -> None:
-        # torchrun passes on the signal that the terminal has sent already: at once is not a second time.
+        # The terminal and torchrun both send the signal of one Ctrl-C: a repetition within a second does not count.
         if self.signal and number == signal.SIGINT and time.monotonic() - self.since > 1:
             raise KeyboardInterrupt
         if not self.signal:
@@ -103,13 +103,13 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.world_size > 1:
-            # All ranks must stop at the same step. The wait for one number is the price of it.
+            # All ranks must stop at the same step, which costs waiting for one number.
             flag = torch.tensor([self.signal], device=args.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
             self.signal = int(flag)
         if self.signal:
             control.should_save = control.should_training_stop = True
-            control.should_log = True  # what the trainer has gathered since its last log would end with the process
+            control.should_log = True  # else the metrics since the last log would be lost with the process
         if state.global_step >= state.max_steps:
             control.should_save = control.should_log = True
             control.should_evaluate = args.eval_strategy != "no"

@@ -1,4 +1,4 @@
-"""`tigon verify`: loss and gradients of a model, plain against fused; the plain one's rounding is the measure."""
+"""`tigon verify`: loss and gradients of a model, plain against fused, measured by the plain model's rounding."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-# A fused result may be this many times as far from the reference as the plain one is …
+# A fused result may be this many times as far from the reference as the plain result is …
 FACTOR = 2.0
 # … or this far, relative to its size: a plain result may be right by chance. In units of the dtype's epsilon.
 FLOOR = {"float32": 32.0, "bfloat16": 1.0, "float16": 2.0}
-# What a model without weights is shrunk to. A width is a width: 128 columns show what 4096 do.
+# The sizes that a model without weights is shrunk to. 128 columns show the same errors as 4096.
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -134,12 +134,12 @@ def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> An
         try:
             model = random_model(narrow)
         except Problem:
-            model = random_model(config)  # its widths depend on one another in a way of its own
+            model = random_model(config)  # its widths depend on one another, so shrinking fails
     else:
         model = random_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Scales of one and biases of zero, as models are initialized, would hide a wrong use of them.
+            # Scales of one and biases of zero, as initialized, would hide a wrong use of scales and biases.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.to(dtype).train()
@@ -151,7 +151,7 @@ def _fewer_layers(config: PretrainedConfig, layers: int) -> None:
         return
     config.num_hidden_layers = layers
     for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == before:  # a type for each layer
+        if isinstance(value, list) and len(value) == before:  # a list with an entry for each layer
             setattr(config, name, value[:layers])
 
 
@@ -188,7 +188,7 @@ def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
 def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any], floor: float) -> list[dict[str, Any]]:
     """A row for the loss and one for each group of parameters: the same parameter of all layers.
 
-    error is the distance to the fp64 result in the Euclidean norm, relative to its size; each row has its worst tensor.
+    error: the distance to the fp64 result in the Euclidean norm, relative to that result; a row shows its worst tensor.
     """
     groups: dict[str, list[str]] = {}
     for name in exact:
@@ -218,7 +218,7 @@ def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any],
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The largest, or NaN where one is: max() would lose it."""
+    """The largest value, or NaN if any value is NaN, which max() would lose."""
     found = list(values)
     return max(found, key=lambda v: math.inf if math.isnan(v) else v)
 
@@ -238,7 +238,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
     for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
         table.add_column(column, justify="right")
     for row in rows:
-        # In a narrow terminal the ends of the names are what tells them apart.
+        # A narrow terminal cuts names, and their ends tell them apart, so the common beginnings go.
         name = row["name"].removeprefix("model.").removesuffix(".weight").replace("layers.*.", "*.")
         if "missing" in row:
             table.add_row(name, str(row["tensors"]), "one side has no gradient", "", "", "", differs)
