@@ -77,7 +77,8 @@ def _tanh(z):
     e = tl.exp2(size * -2.8853900817779268)  # exp(-2 |z|): nothing overflows
     r = 1.0 / (1.0 + e)
     t = (1.0 - e) * r
-    # Near zero 1 - e has lost its digits: there tanh is its odd polynomial (Cephes' tanhf). Far from it 1 - t² has.
+    # Near zero 1 - e loses its digits: an odd polynomial (Cephes' tanhf) takes its place. Far from zero 1 - t² loses
+    # its digits: the slope comes from e.
     square = z * z
     p = -0.0537397156 + square * (0.0206390887 + square * -0.00570498873)
     p = z + z * (square * (-0.333332819 + square * (0.133314422 + square * p)))
@@ -109,7 +110,8 @@ def _dyt_bwd_kernel(
     dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, dalpha_ptr, M, N, P, stride_dym, stride_xm,
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A persistent grid of P programs a block of columns: nothing is summed along a row, so that any width is narrow.
+    # A persistent grid of P programs for each block of columns. Nothing is summed along a row, so that rows of any
+    # width can be cut into blocks.
     blocks = tl.cdiv(N, BLOCK_N)
     part = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,7 +134,7 @@ def _dyt_bwd_kernel(
             db += dy
         slope *= dy
         if dalpha_ptr is not None:
-            da += slope * x  # times weight, the same for every row: at the end
+            da += slope * x  # the weight, the same for every row, multiplies the sum at the end
         if dx_ptr is not None:
             dx = slope * alpha
             if w_ptr is not None:
@@ -154,7 +156,7 @@ def _dyt_bwd_kernel(
 
 
 def _columns(n: int) -> int:
-    """Columns a tile: the widest power of two, 1024 at most, that leaves little of the last tile of a row empty."""
+    """Columns of a tile: the largest power of two, up to 1024, that leaves little of a row's last tile empty."""
     for block in (1024, 512, 256):
         if 8 * cdiv(n, block) * block <= 9 * n:
             return block

@@ -91,7 +91,7 @@ def group_norm_reference(
 
 @triton.jit
 def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """What this program works on: slab, part, first block of channels and of space, blocks of space, tiles."""
+    """This program's slab and part, its first block of channels and of space, its blocks of space, and its tiles."""
     slab = tl.program_id(0) // (parts_c * parts_s)
     part = tl.program_id(0) % (parts_c * parts_s)
     first_c = part // parts_s * per_c
@@ -102,7 +102,7 @@ def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: 
 
 @triton.jit
 def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Channels within the group, and places, of a tile."""
+    """A tile's channels within the group, and its places in space."""
     c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = (first_s + tile % blocks_s) * BLOCK_S + tl.arange(0, BLOCK_S)
     return c, s
@@ -113,7 +113,7 @@ def _sums_about(
     x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(about, Σ (x − about), Σ (x − about)²) over a program's tiles, with `about` the mean of the first. That lies
+    """(about, Σ (x − about), Σ (x − about)²) over a program's tiles, with `about` the first tile's mean. That mean lies
     within sqrt(tiles) standard deviations of the mean of all, so that a difference of squares keeps its digits."""
     c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
     mask = (c < D)[:, None] & (s < S)[None, :]
@@ -137,7 +137,7 @@ def _group_norm_stats_kernel(
     x_ptr, part_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(mean, Σ (x − mean)², count) of each part of a slab, where several programs share one."""
+    """(mean, Σ (x − mean)², count) of each part of a slab, if several programs share a slab."""
     slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
     x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
     about, total, squares = _sums_about(
@@ -169,7 +169,7 @@ def _group_norm_fwd_kernel(
         mean = about + shift
         variance = tl.maximum(squares / count - shift * shift, 0.0)
     else:
-        # Chan's combination of the parts, about the mean of the first.
+        # The parts are combined by Chan's formula, about the first part's mean: no difference of large numbers.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         part_ptr += slab * parts_c * parts_s * 3
@@ -180,6 +180,7 @@ def _group_norm_fwd_kernel(
         mean = about + tl.sum((means - about) * counts, 0) / count
         variance = tl.sum(within + counts * (means - mean) * (means - mean), 0) / count
     rstd = tl.rsqrt(variance + eps)
+    # All parts of a slab have the same statistics: one of them stores.
     if part == 0:
         tl.store(stats_ptr + 2 * slab, mean)
         tl.store(stats_ptr + 2 * slab + 1, rstd)
@@ -203,8 +204,8 @@ def _group_norm_bwd_kernel(
     SUM: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """SUM: adds up dy and dy · xhat, by channel for dbias and dW, and weighted by slab for dx. Then dx, where there is
-    one to write. Where several programs share a slab these are two launches, and sums_ptr is between them."""
+    """With SUM, sum dy and dy · xhat: by channel for dbias and dW, and weighted by slab for dx. Then write dx, if it is
+    not None. If several programs share a slab, sums and dx are two launches, and sums_ptr carries the sums."""
     slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
     sample = slab // G
     group = slab % G * D
@@ -229,7 +230,8 @@ def _group_norm_bwd_kernel(
             products = tl.sum(dy * ((x.to(tl.float32) - mean) * rstd), 1)
             total = tl.sum(dy, 1)
             if NEED_DW or NEED_DB:
-                # A block of channels ends with the last of its blocks of space.
+                # Tiles go through a block of channels before the next: its sums start at its first block of space and
+                # are stored at its last.
                 keep = tl.where(tile % blocks_s == 0, 0.0, 1.0)
                 ends = (c < D) & (tile % blocks_s == blocks_s - 1)
                 dw = dw * keep + products
@@ -290,8 +292,9 @@ class _Cut(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 @functools.cache
 def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
-    """One program a slab; several where that would keep no more than a quarter of the device busy: cut by channels,
-    which needs no further sums, and by space where there are too few of them. Tiles of 16 KiB, two on their way."""
+    """One program a slab, or several if slabs alone would keep no more than a quarter of the device busy. Slabs are cut
+    by channels, which needs no further sums, and also by space if channels are too few. A tile has 16 KiB; two more
+    tiles are on their way."""
     numbers = 16384 // itemsize
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
@@ -301,7 +304,7 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     parts_c = cdiv(blocks_c, per_c)
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
-    # The forward's two sums of every place in the tile take too many registers of eight warps.
+    # The forward pass holds two sums for every place of the tile, more than the registers of eight warps.
     warps = 4 if block_c * block_s < 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)

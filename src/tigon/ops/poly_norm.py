@@ -26,7 +26,7 @@ from tigon.runtime import (
     use_triton,
 )
 
-# One tile holds a row up to this width; wider rows are read twice, block by block.
+# Up to this width one tile holds a row in registers; wider rows are read twice, block by block.
 MAX_TILE = 16384
 
 
@@ -98,7 +98,7 @@ def _row_sums(a, b, c, d, e, f, g):
 
 @triton.jit
 def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
-    """What a row's sums s_k = Σ dy·xᵏ and m_k = Σ x²ᵏ come to: the gradients of the three weights, and six factors of
+    """From a row's sums s_k = Σ dy·xᵏ and m_k = Σ x²ᵏ, the gradients of the three weights, and the six factors of
 
     dx = dy · (a + x·(b + x·c)) - x · (d + x²·(e + x²·f))
     """
@@ -136,6 +136,7 @@ def _poly_norm_bwd_kernel(
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW and db.
     cols = tl.arange(0, BLOCK_N)
     w0, w1, w2 = _weights(w_ptr)
+    # The weights are three numbers: a row's shares are numbers too, and no column sums are kept.
     dw0 = tl.zeros((BLOCK_M,), tl.float32)
     dw1 = tl.zeros((BLOCK_M,), tl.float32)
     dw2 = tl.zeros((BLOCK_M,), tl.float32)
@@ -264,8 +265,8 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
 
 @functools.cache
 def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages and programs a multiprocessor. The sums along a row keep a program waiting: others
-    run meanwhile, and each has its next two tiles on their way, where shared memory allows."""
+    """Rows, columns, warps, stages and programs a multiprocessor. The sums along a row make a program wait; other
+    programs run in the meantime, and each has its next two tiles on their way if shared memory allows."""
     block_n = next_power_of_2(n)
     block_m = max(1, 8192 // itemsize // block_n)
     tile_bytes = block_m * block_n * itemsize
@@ -277,8 +278,8 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
 
 
 def _wide_tile() -> tuple[int, int, int, int]:
-    """Columns, warps, stages and, backward, programs a multiprocessor: their rows are to be in the L2 cache still when
-    they are read again."""
+    """Columns, warps, stages and, for the backward pass, programs a multiprocessor: so few that their rows are still in
+    the L2 cache when they are read again."""
     return 2048, 8, 5, 2
 
 
@@ -318,7 +319,7 @@ def _poly_norm_bwd_fake(dy, x, weight, eps, need_dx, need_dw, need_db):
 def _poly_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the gradients of the weights and of the bias that are wanted, side by side."""
+    """dx, and side by side the gradients of the weights and of the bias, as far as they are needed."""
     sums = 3 * need_dw + need_db
     dx = x.new_empty(x.shape if need_dx else 0)
     if x.numel() == 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
 
-# A row up to this width stays in registers while its threshold is found; wider ones are read once a step.
+# Up to this width a row stays in registers while its threshold is computed; wider rows are read once a step.
 MAX_TILE = 32768
 
 
@@ -52,14 +52,15 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
     z = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
     if z.numel() == 0:
         return x.clone()
-    z = z - z.amax(-1, keepdim=True).detach()  # the projection does not see it, and sums of smaller numbers are exacter
+    # A shift leaves the projection as it is, and smaller numbers sum more exactly.
+    z = z - z.amax(-1, keepdim=True).detach()
     ordered = z.detach().sort(-1, descending=True).values
     k = torch.ones_like(ordered).cumsum(-1)  # an arange, but a DTensor where x is one
-    # At least one: a row of NaN has none.
+    # At least one element: a row of NaN has no support.
     size = (k * ordered > ordered.cumsum(-1) - 1).sum(-1, keepdim=True).clamp(min=1)
     support = z >= ordered.gather(-1, size - 1)
     tau = (torch.where(support, z, 0.0).sum(-1, keepdim=True) - 1) / size
-    nan = z.detach().amax(-1, keepdim=True)  # where the largest was no number, and 0 elsewhere
+    nan = z.detach().amax(-1, keepdim=True)  # NaN if the row's maximum was NaN or infinite, else 0
     return (torch.where(support, z - tau, 0.0) + nan).movedim(-1, dim).to(x.dtype)
 
 
@@ -74,13 +75,13 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     x = x - tl.max(x, 1)[:, None]
     nan = tl.sum(tl.where(x == x, 0.0, x), 1)
-    # The largest is 0, so that τ lies in [-1, 0): from -1 on the first S is already small.
+    # The maximum is now 0, so that τ lies in [-1, 0). The elements above -1 are a small first guess of the support.
     above = x > -1.0
     size = tl.sum(above.to(tl.float32), 1)
     total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
     dropped = 1
     while dropped > 0:
-        above = size[:, None] * x > total[:, None]  # x > τ without a rounded quotient: ties stay outside
+        above = size[:, None] * x > total[:, None]  # x > total / size without rounding a quotient: ties stay outside
         left = tl.sum(above.to(tl.float32), 1)
         sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
         dropped = tl.max((left < size).to(tl.int32), 0)
@@ -95,7 +96,8 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
 def _sparsemax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, stride_dym, stride_ym, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # One tile of a row at a time, the last one first: rows wider than a tile are read twice, narrow ones share it.
+    # A row wider than a tile is read twice, the second time from its end, which is still cached. Narrow rows share a
+    # tile.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -131,8 +133,8 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
         top = tl.maximum(top, x)
         nan += tl.where(x == x, 0.0, x)
     row_top = tl.max(top, 0)
-    bad = tl.sum(nan, 0) + (row_top - row_top)  # no row with an infinite maximum has an answer
-    # As above, the first S being what is above -1.
+    bad = tl.sum(nan, 0) + (row_top - row_top)  # NaN for a row whose maximum is infinite
+    # As in the kernel above: with size 1 and total -1 the first support is the elements above -1.
     size, total = 1.0, -1.0
     dropped = 1
     first = 1
@@ -162,7 +164,7 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows and columns a tile, and warps."""
     block_n = next_power_of_2(n)
-    # Few rows: a tile iterates until the last of them is done.
+    # Few rows a tile, since a tile iterates until the last of its rows is done.
     return (
         max(1, 1024 // block_n),
         block_n,

@@ -104,12 +104,12 @@ class Hpz:
         self.group_size = group_size
 
     def refresh(self) -> None:
-        """Gather over all ranks next time. To be called, on all ranks, after weights were changed unnoticeably."""
+        """Gather over all ranks next time. Call this on all ranks after a change of weights that leaves no trace."""
         for gather in self.gathers:
             gather.refresh()
 
     def release(self) -> None:
-        """Free the second shards, for whatever needs the memory between two steps; the next gathers make others."""
+        """Free the second shards, if you need their memory between two steps; the next gathers make new shards."""
         for gather in self.gathers:
             gather.release()
 
@@ -169,7 +169,7 @@ def _attach(model: nn.Module, mesh: DeviceMesh, size: int, check: bool) -> list[
     """Give every unit of the model its own NodeGather."""
     ranks, world = mesh.mesh.tolist(), mesh.get_group()
     first = mesh.get_local_rank() // size * size
-    # Only its members make a group, and one for all units: NCCL's communicators hold memory of their own.
+    # Each group is made by its members alone, once for all units: NCCL's communicators hold memory.
     node = dist.new_group(ranks[first : first + size], use_local_synchronization=True, group_desc="hpz_node")
     handle = getattr(torch, mesh.device_type)
     side = handle.Stream()
@@ -189,7 +189,7 @@ def _attach(model: nn.Module, mesh: DeviceMesh, size: int, check: bool) -> list[
 
 
 def _units(model: nn.Module) -> list[tuple[list[Any], list[tuple[nn.Module, str]]]]:
-    """What fully_shard gathers as a whole: its modules, and where its parameters are registered."""
+    """A unit that fully_shard gathers as a whole: its modules, and where its parameters are registered."""
     units: dict[int, tuple[list[Any], list[tuple[nn.Module, str]]]] = {}
 
     def walk(module: nn.Module, above: int | None) -> None:

@@ -1,17 +1,17 @@
 """The all-gather of one unit, over all ranks when its weights have changed and inside of the node otherwise.
 
-R = world / group rows of the first gather's result, of W, are copied to this rank's second shard. The ranks of a node
-hold all W between them, in their order, so that gathering the second shards gives the first gather's result again.
+After the first gather, of W rows, R = world / group rows are copied to this rank's second shard. The ranks of a node
+hold all W rows together, in their order, so that gathering the second shards gives the first gather's result again.
 
-Four things may not overtake each other, on three streams: FSDP2's of the copies into the gather, its gather's, and one
-aside for the second shard.
+Four orders have to hold between three streams: FSDP2's stream of the copies into the gather, its gather's stream, and a
+side stream for the second shard.
 
-    gather over all ranks   →  copy into the second shard       the aside stream follows the gather
+    gather over all ranks   →  copy into the second shard       the side stream follows the gather
     copy                    →  gather of the second shard       ZeRO++ leaves this one out: the race
     copy                    →  reuse of the memory copied from  the same event, waited for by the stream that allocates
-    gather of the shard     →  the next copy into it            the aside stream follows the gather
+    gather of the shard     →  the next copy into it            the side stream follows the gather
 
-All are events: the host waits for none.
+All orders are kept by events, for which the host does not wait.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NodeGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Gather into output_tensor, (W·n,), what input_tensor, (n,), is of this rank."""
+        """Gather every rank's input_tensor, (n,), into output_tensor, (W·n,)."""
         if group.group_name != self.world.group_name:  # of a smaller mesh: reshard_after_forward=8
             return _all_gather(output_tensor, input_tensor, group, async_op)
         current, weights = self.handle.current_stream(), self._weights()
@@ -85,7 +85,7 @@ class NodeGather:
         self.made_from = None
 
     def release(self) -> None:
-        # Allocated on the side stream, whose later work follows the last gather of it.
+        # Safe to free: the shards were allocated on the side stream, whose later work follows their last gather.
         self.made_from = self.shard = self.own = None
 
     @property
@@ -93,7 +93,7 @@ class NodeGather:
         return sum(x.nbytes for x in (self.shard, self.own) if x is not None)
 
     def _keep(self, output: Tensor, own: Tensor) -> None:
-        """Copy this rank's rows of the result, and its own weights, on the stream aside."""
+        """Copy this rank's rows of the result, and with `check` its weights, on the side stream."""
         numel = output.numel() // self.node.size()
         with self.handle.stream(self.side):
             if self.shard is None or self.shard.numel() != numel or self.shard.dtype != output.dtype:
@@ -105,7 +105,7 @@ class NodeGather:
             self.copied.record(self.side)
 
     def _after_copy(self, stream: Any) -> None:
-        """What is next on this stream comes after the copy into the second shard."""
+        """Work queued on this stream from now on comes after the copy into the second shard."""
         stream.wait_event(self.copied)
 
     def _side_follows(self, current: Any, work: Any) -> None:
@@ -116,13 +116,13 @@ class NodeGather:
                 work.wait()
 
     def _weights(self) -> tuple[Any, ...]:
-        """What changes with the weights: which tensors are registered, in which memory, and how often written into."""
+        """A fingerprint of the weights: the registered tensors, their memory, and their version counters."""
         found: list[Any] = []
         for module, name in self.parameters:
             p = module._parameters[name]
             assert p is not None
             local = p.to_local() if isinstance(p, DTensor) else p
-            # Writes into a DTensor count there alone, writes into its local tensor there alone.
+            # A write into a DTensor raises only its counter, a write into the local tensor only that tensor's.
             found += (id(p), p._version, local.data_ptr(), local._version)
         return tuple(found)
 

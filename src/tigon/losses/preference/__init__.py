@@ -478,7 +478,7 @@ def kto(
 
 
 def _pairs(name: str, x: Tensor, target: Tensor) -> int:
-    """How many there are."""
+    """The number of pairs; a ValueError unless x and target hold pairs."""
     if x.dim() != 3 or x.shape[0] % 2 or target.shape != x.shape[:2]:
         raise ValueError(
             f"{name}: x must be (2B, T, H), chosen sequences and then as many rejected ones, and target (2B, T), got "
@@ -493,7 +493,7 @@ def _check_logps(name: str, argument: str, t: Tensor, count: int) -> None:
 
 
 def _logps_of(name: str, argument: str, ref: Tensor | Hidden, count: int) -> tuple[Tensor, ...]:
-    """The reference's log-probabilities of sequences, where they are given."""
+    """(ref,) if ref holds log-probabilities of sequences, () if it is a Hidden."""
     if isinstance(ref, Hidden):
         return ()
     if not isinstance(ref, Tensor):
@@ -515,7 +515,7 @@ def _filled(x: Tensor, value: Tensor | float) -> Tensor:
 
 
 def _shares(x: Tensor, mask: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What `Pairs` wants of each sequence, 1 / pairs and 1 / tokens of its half, and (2,) tokens of the halves."""
+    """The first sides of `Pairs`, 1 / pairs and 1 / tokens of a sequence's half, and (2,) tokens of the halves."""
     S = x.shape[0]
     pair = _filled(x, 2 / max(2, S))
     counts = mask.sum(1).view(2, S // 2).sum(1)
@@ -524,7 +524,7 @@ def _shares(x: Tensor, mask: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def _token_weights(mask: Tensor, ld_alpha: float, dtype: torch.dtype) -> Tensor:
-    """1 for as many tokens of a completion as the other of its pair has, ld_alpha for those beyond."""
+    """Weights of tokens: 1 up to the length of the pair's shorter completion, ld_alpha for tokens beyond it."""
     nth, counts = mask.cumsum(1), mask.sum(1)
     shared = torch.minimum(*counts.chunk(2)).repeat(2).unsqueeze(1) if mask.shape[0] else counts.unsqueeze(1)
     ones = mask.to(dtype)

@@ -1,7 +1,7 @@
-"""What the preference losses do with the log-probabilities of whole sequences, in forms that are stable in fp32.
+"""The preference losses as functions of the log-probabilities of whole sequences, in forms that are stable in fp32.
 
-The walk of `tigon.losses.token_loss` hands them a part of the batch; each part returns its share of the loss, so the
-means over the batch are sums here, weighted by the shares that come in as the first sides.
+The walk of `tigon.losses.token_loss` passes a part of the batch at a time to a family, which returns the part's share
+of the loss. Means over the batch are therefore sums here, weighted by shares, which are the first side tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAIR_METRICS = (
 class Pairs(Family):
     """Chosen sequences, then as many rejected ones.
 
-    sides: of each sequence, first 1 / pairs, then 1 / how many tokens of the chosen (of the rejected) count.
+    sides: for each sequence, first 1 / pairs, then 1 / tokens that count in all chosen (or all rejected) sequences.
     """
 
     sums: tuple[str, ...] = PAIR_METRICS
@@ -35,7 +35,7 @@ class Pairs(Family):
         return 2
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen's and the rejected's of (S', ...): stacked in the whole batch, neighbours in a part of it."""
+        """The chosen and the rejected rows of (S', ...): two halves in the whole batch, neighbours in a part."""
         if self.together() == BATCH:
             return t[: t.shape[0] // 2], t[t.shape[0] // 2 :]
         return t[0::2], t[1::2]
@@ -117,7 +117,8 @@ def _aot(p: Pair) -> Tensor:
 
 def _discopop(p: Pair) -> Tensor:
     of = p.margin / p.tau
-    # exp(-margin) · sigmoid(of) as one exponential: far below 0 the first overflows where the product is 0.
+    # exp(-margin) · sigmoid(of) as one exponential: at margins far below 0 the first factor overflows although the
+    # product is 0.
     return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
 
 
@@ -181,7 +182,7 @@ def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(ratio)
     if divergence == "alpha_divergence" and abs(alpha - 1) >= 1e-6:
-        # As TRL has it: exp(80) is near fp32's largest number.
+        # The bound is TRL's: exp(80) is near fp32's largest number.
         return torch.expm1(((alpha - 1) * ratio).clamp(max=80.0)) / (alpha - 1)
     return ratio
 
@@ -207,7 +208,7 @@ class DPOFamily(Pairs):
         return BATCH if any(DPO_LOSSES[name].whole_batch for name in self.kinds[3:]) else 2
 
     def boost(self, sequences: int, tokens: int) -> float:
-        # "sft" divides by tokens as well: half-way between its slopes' size and the others'.
+        # "sft" also divides by tokens. The boost is the geometric mean of what "sft" and the other types need.
         if "sft" in self.kinds[3:]:
             return super().boost(sequences, tokens) * max(1, tokens) ** 0.5
         bounded = self.divergence == "reverse_kl" and all(DPO_LOSSES[k].bounded for k in self.kinds[3:])
@@ -257,7 +258,8 @@ def log1mexp(x: Tensor) -> Tensor:
 
     An x that rounds to 0, a probability of 1, counts as half a unit in the last place below.
     """
-    # So neither side's derivative is infinite where the other is taken, which torch.where would make NaN of.
+    # torch.where multiplies the derivative of the branch that is not taken by 0. The clamp keeps that derivative
+    # finite, since 0 · inf would be NaN.
     x = x.clamp(max=-torch.finfo(x.dtype).eps / 2)
     return torch.where(x < -math.log(2), torch.log1p(-torch.exp(x)), torch.log(-torch.expm1(x)))
 
