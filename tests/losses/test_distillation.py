@@ -550,7 +550,7 @@ def test_the_code_that_docstrings_replace(function):
 
 
 def test_docstrings_describe_every_argument():
-    for function in (distill, distill_topk):
+    for function in (module.distill, module.distill_topk):
         arguments = function.__doc__.partition("Args:\n")[2].partition("Returns: ")[0]
         described = re.findall(r"^        (\w+(?:, \w+)*): ", arguments, re.MULTILINE)
         words = set(itertools.chain.from_iterable(d.split(", ") for d in described))

@@ -19,34 +19,45 @@ def rows(fn):
 
 
 def accumulated(x, w):
-    return tigon.linear_cross_entropy(x, w, TARGET, main_grad=torch.zeros(V, H))
+    return tigon.linear_cross_entropy(x, w, TARGET.to(x.device), main_grad=torch.zeros(V, H, device=x.device))
 
 
 LOSSES = {
-    "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET),
-    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET, reduction="none").sum(),
+    "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET.to(x.device)),
+    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET.to(x.device), reduction="none").sum(),
     "main_grad": accumulated,
-    "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, TARGET).logprob.sum(),
-    "dpo": lambda x, w: dpo(x, w, TARGET, ref_chosen_logps=LOGPS, ref_rejected_logps=LOGPS)[0],
-    "orpo": lambda x, w: losses.orpo(x, w, TARGET)[0],
-    "cpo": lambda x, w: losses.cpo(x, w, TARGET)[0],
-    "simpo": lambda x, w: losses.simpo(x, w, TARGET)[0],
-    "kto": lambda x, w: kto(x, w, TARGET, LABEL, ref_logps=LOGPS.repeat(2), kl=0.1)[0],
-    "grpo": lambda x, w: grpo(x, w, TARGET, advantages=ADVANTAGES)[0],
-    "rloo": lambda x, w: rloo(x, w, TARGET, advantages=ADVANTAGES)[0],
-    "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), TARGET.flatten())[0]),
+    "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, TARGET.to(x.device)).logprob.sum(),
+    "dpo": lambda x, w: dpo(
+        x, w, TARGET.to(x.device), ref_chosen_logps=LOGPS.to(x.device), ref_rejected_logps=LOGPS.to(x.device)
+    )[0],
+    "orpo": lambda x, w: losses.orpo(x, w, TARGET.to(x.device))[0],
+    "cpo": lambda x, w: losses.cpo(x, w, TARGET.to(x.device))[0],
+    "simpo": lambda x, w: losses.simpo(x, w, TARGET.to(x.device))[0],
+    "kto": lambda x, w: kto(
+        x, w, TARGET.to(x.device), LABEL.to(x.device), ref_logps=LOGPS.to(x.device).repeat(2), kl=0.1
+    )[0],
+    "grpo": lambda x, w: grpo(x, w, TARGET.to(x.device), advantages=ADVANTAGES.to(x.device))[0],
+    "rloo": lambda x, w: rloo(x, w, TARGET.to(x.device), advantages=ADVANTAGES.to(x.device))[0],
+    "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), TARGET.to(x.device).flatten())[0]),
     "distill_topk": rows(
-        lambda x, w: distill_topk(x, w, TARGET.flatten()[:, None], -torch.ones(S * T, 1), TARGET.flatten())[0]
+        lambda x, w: distill_topk(
+            x,
+            w,
+            TARGET.to(x.device).flatten()[:, None],
+            -torch.ones(S * T, 1, device=x.device),
+            TARGET.to(x.device).flatten(),
+        )[0]
     ),
 }
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["learned", "frozen head"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_penalty_on_the_gradient_is_refused(name, frozen, backend):
+def test_a_penalty_on_the_gradient_is_refused(name, frozen, backend, device):
     """Also where no other way leads from the penalty to the parameter than through the loss."""
-    w, before = torch.randn(V, H).requires_grad_(not frozen), torch.randn(H, H, requires_grad=True)
-    h = torch.randn(S, T, H) @ before
+    w = torch.randn(V, H, device=device).requires_grad_(not frozen)
+    before = torch.randn(H, H, device=device, requires_grad=True)
+    h = torch.randn(S, T, H, device=device) @ before
     x = torch.tanh(h)
     loss = LOSSES[name](x, w)
     assert loss.grad_fn is not None
@@ -60,8 +71,9 @@ def test_a_penalty_on_the_gradient_is_refused(name, frozen, backend):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_create_graph_gives_the_same_gradient(name, backend):
-    w, x = torch.randn(V, H, requires_grad=True), torch.randn(S, T, H, requires_grad=True)
+def test_create_graph_gives_the_same_gradient(name, backend, device):
+    w = torch.randn(V, H, device=device, requires_grad=True)
+    x = torch.randn(S, T, H, device=device, requires_grad=True)
     loss = LOSSES[name](2 * x, w)
     (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
     loss += 1.0  # a loss may be written to: what leads back from it is another tensor

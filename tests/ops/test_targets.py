@@ -36,6 +36,12 @@ def divergence(fn):
 REFERENCE = {"ref_logps": torch.full((S,), -30.0), "kl": 0.1}
 PAIRS = {"ref_chosen_logps": torch.full((2,), -30.0), "ref_rejected_logps": torch.full((2,), -30.0)}
 TEACHER = torch.zeros(S * T, 1).long(), -torch.ones(S * T, 1)
+
+
+def on(x, options):
+    return {name: value.to(x.device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
 OPERATORS = {
     "cross_entropy": lambda x, w, t, **o: tigon.cross_entropy(logits_of(x, w), t.flatten(), **o),
     "logprob": lambda x, w, t, **o: tigon.logprob(logits_of(x, w), t.flatten(), **o).logprob.sum(),
@@ -44,19 +50,19 @@ OPERATORS = {
     "tvd": divergence(tigon.tvd),
     "linear_cross_entropy": linear_cross_entropy,
     "linear_logprob": lambda x, w, t, **o: linear_logprob(x, w, t, **o).logprob.sum(),
-    "dpo": lambda x, w, t, **o: flat.dpo(x, w, t, **PAIRS, **o)[0],
+    "dpo": lambda x, w, t, **o: flat.dpo(x, w, t, **on(x, PAIRS), **o)[0],
     "orpo": lambda x, w, t, **o: flat.orpo(x, w, t, **o)[0],
     "cpo": lambda x, w, t, **o: flat.cpo(x, w, t, **o)[0],
     "simpo": lambda x, w, t, **o: flat.simpo(x, w, t, **o)[0],
-    "kto": lambda x, w, t, **o: flat.kto(x, w, t, LABEL, **REFERENCE, **o)[0],
-    "grpo": lambda x, w, t, **o: flat.grpo(x, w, t, advantages=ADVANTAGES, **o)[0],
-    "rloo": lambda x, w, t, **o: flat.rloo(x, w, t, advantages=ADVANTAGES, **o)[0],
+    "kto": lambda x, w, t, **o: flat.kto(x, w, t, LABEL.to(x.device), **on(x, REFERENCE), **o)[0],
+    "grpo": lambda x, w, t, **o: flat.grpo(x, w, t, advantages=ADVANTAGES.to(x.device), **o)[0],
+    "rloo": lambda x, w, t, **o: flat.rloo(x, w, t, advantages=ADVANTAGES.to(x.device), **o)[0],
     "distill": lambda x, w, t, **o: distill(
         x.flatten(0, 1), w, 2 * x.flatten(0, 1).detach(), w.detach(), t.flatten(), hard_weight=0.5, **o
     )[0],
-    "distill_topk": lambda x, w, t, **o: distill_topk(x.flatten(0, 1), w, *TEACHER, t.flatten(), hard_weight=0.5, **o)[
-        0
-    ],
+    "distill_topk": lambda x, w, t, **o: distill_topk(
+        x.flatten(0, 1), w, *(t.to(x.device) for t in TEACHER), t.flatten(), hard_weight=0.5, **o
+    )[0],
 }
 EVERY = pytest.mark.parametrize("name", OPERATORS)
 LARGEST = {torch.int8: 128, torch.int16: V, torch.uint8: 256, torch.uint16: V, torch.int32: V}
@@ -70,16 +76,16 @@ def results(name, x, w, target, **options):
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 @EVERY
-def test_every_integer_dtype_means_the_same_classes(name, dtype, backend):
-    x, w, target = drawn(LARGEST[dtype])
+def test_every_integer_dtype_means_the_same_classes(name, dtype, backend, device):
+    x, w, target = (t.to(device) for t in drawn(LARGEST[dtype]))
     for ours, expected in zip(results(name, x, w, target.to(dtype)), results(name, x, w, target), strict=True):
         assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("ignore_index", [2**40, -(2**40), -(2**31) - 100], ids=str)
 @EVERY
-def test_an_ignore_index_beyond_the_dtype_ignores_nothing(name, ignore_index, backend):
-    x, w, target = drawn(V)
+def test_an_ignore_index_beyond_the_dtype_ignores_nothing(name, ignore_index, backend, device):
+    x, w, target = (t.to(device) for t in drawn(V))
     target[2] = 0  # what 2⁴⁰ is in 32 bits
     expected = results(name, x, w, target)
     for ours, theirs in zip(results(name, x, w, target.int(), ignore_index=ignore_index), expected, strict=True):

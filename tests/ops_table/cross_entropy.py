@@ -46,6 +46,7 @@ def _reduced(rows: Tensor, target: Tensor, weight: Tensor | None, reduction: str
     valid = target != ignore
     if divisor is None:
         divisor = valid.sum() if weight is None else weight[target[valid]].sum()
+        divisor = torch.where(valid.any(), divisor, 1.0)  # the mean over no row is 0
     return rows.sum() / divisor
 
 

@@ -39,7 +39,7 @@ def _public(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _reduced(rows: Tensor, input: Tensor, labels: Tensor | None, reduction: str) -> Tensor:
     if reduction in ("rows", "sum"):
         return rows if reduction == "rows" else rows.sum()
-    valid = rows.numel() if labels is None else (labels != -100).sum()
+    valid = max(1, rows.numel()) if labels is None else (labels != -100).sum().clamp(min=1)  # over no row: 0
     return rows.sum() / valid / (input.shape[-1] if reduction == "mean" else 1)
 
 

@@ -160,7 +160,9 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.mm(a, b, out=out)
         else:
             out.addmm_(a, b)
-    elif b.is_cuda or b.is_meta:
+    elif b.is_meta:
+        return  # there is nothing to compute, and before torch 2.13 no meta kernel of a product with an out_dtype
+    elif b.is_cuda:
         if first:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:

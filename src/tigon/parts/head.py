@@ -18,6 +18,7 @@ from tigon.logits.lazy import LazyLogits
 from tigon.logits.recipe import Recipe
 from tigon.logits.split import is_gathered, is_split
 from tigon.parts.sharded_rows import is_dtensor
+from tigon.runtime import is_exporting
 
 
 def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
@@ -81,7 +82,7 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         return plain(input)
     # Under torch.compile the lazy object is no tensor. Evaluation gathers logits, and the graph of torch.export
     # returns only tensors: both get real logits.
-    if transformed() or (compiling and (torch.compiler.is_exporting() or not torch.is_grad_enabled())):
+    if transformed() or (compiling and (is_exporting() or not torch.is_grad_enabled())):
         return plain(input)
     known = not is_split(self.weight) or (is_gathered(self) and not compiling)
     recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None

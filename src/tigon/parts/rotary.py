@@ -128,7 +128,8 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
             wide = wide[0][None], wide[1][None]
-        turned = turn.of(rotate or plain_rope, four, *wide, dim)
+        # Not `rotate or`: Dynamo before torch 2.13 takes no truth value of a function.
+        turned = turn.of(plain_rope if rotate is None else rotate, four, *wide, dim)
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:

@@ -24,6 +24,13 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in _PLAIN or _is_recorded()
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces the caller. Before torch 2.13 Dynamo takes torch's own function of this name for true
+    under torch.compile as well.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def can_look(x: Tensor) -> bool:
     """Whether there are numbers in x that the host may look at."""
     return not is_traced(x) and not x.is_meta and x.numel() > 0
