@@ -1,4 +1,4 @@
-"""What collectives a piece of code runs, over which ranks, in which pass, and how many bytes each rank gets by them.
+"""Which collectives a piece of code runs, over which ranks, in which pass, and how many bytes each brings to a rank.
 
 with count_traffic() as traffic:
     loss = model(**batch).loss
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of an operator of torch.ops.c10d: its name, and which argument is as large as what all ranks have together.
+# By operator of torch.ops.c10d: the collective's name, and the position of the argument that holds all ranks' data.
 WHOLE = {"_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1)}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. received: bytes that come to a rank from the others, each once: all but its own part."""
+    """One call. received: bytes that a rank gets from other ranks, each byte once: all but its own part."""
 
     name: str
     ranks: tuple[int, ...]
@@ -63,7 +63,7 @@ class Traffic(TorchDispatchMode):
 
 
 def count_traffic() -> Traffic:
-    """A context in which the gathers and reduce-scatters of this rank are counted: those of FSDP2, whoever runs them.
+    """A context that counts this rank's gathers and reduce-scatters of the kinds that FSDP2 runs, whoever runs them.
 
     Returns: Traffic. Gathers of lists of tensors, all-reduces and broadcasts are not counted.
     """

@@ -1,4 +1,4 @@
-"""The head that every fused-linear loss begins with: as users give it, what is asked of it, and its product with x."""
+"""The head that every fused-linear loss begins with: the argument that you pass, its checks, and its product with x."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Head(NamedTuple):
             also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
             dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
             bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
-            (sequence parallel), with its gradient as x is. The ranks have to call alike, and to replace or resize a
-            plain weight alike: its sizes are asked for when it is first seen. torch.compile leaves the call out.
+            (sequence parallel), with its gradient as x is. All ranks have to make the same calls. They also have to
+            replace or resize a plain weight together: they exchange its sizes when they first see it. torch.compile
+            leaves the call out.
         lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
             `tigon.linear_logprob` takes it, and no other loss.
     """
@@ -45,8 +46,8 @@ class Head(NamedTuple):
 class Hidden(NamedTuple):
     """Another model's hidden states x (..., H'), aligned with the policy's or the student's, and the head they enter.
 
-    A reference or a teacher: nothing of it gets a gradient, and of its logits one chunk exists at a time. Its width and
-    dtype may be others, its V classes are the same: cut padding off the longer of two vocabularies.
+    A reference or a teacher gets no gradient, and one chunk of its logits exists at a time. Its width and dtype may
+    differ; its V classes are the same, so cut padding off the longer of two vocabularies.
     """
 
     x: Tensor
@@ -54,7 +55,7 @@ class Hidden(NamedTuple):
 
 
 def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
-    """The head that was given in whatever form, or a sentence."""
+    """The argument as a Head, whatever its form; a ValueError if it is none."""
     if not isinstance(head, Head):
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
         if not plain and not isinstance(head, Tensor):
@@ -75,9 +76,9 @@ def check_head(
     """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
 
     Args:
-        name: the operator's. prefix: what is before x, weight and bias in its arguments' names.
+        name: the operator's name. prefix: the prefix of x, weight and bias in its arguments' names.
         x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
-        beside: other tensors that go into the products, each with its name before it.
+        beside: other tensors of the products, as pairs of name and tensor.
     """
     check_tensors(name, **{f"{prefix}x": x, f"{prefix}weight": weight, f"{prefix}bias": bias})
     if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
@@ -105,17 +106,17 @@ def check_head(
 
 
 def logits_dtype_of(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the logits: that of the products, or wider where it is asked for."""
+    """The dtype of the logits: that of the products, or the wider logits_dtype."""
     return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
 
 
 def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
-    """Of a logit and of its gradient, which has a place of its own where it is narrower."""
+    """Bytes of a logit, plus those of its gradient if that is narrower and has a buffer of its own."""
     return logits.itemsize + (compute.itemsize if logits != compute else 0)
 
 
 def take(t: Tensor, rows: Tensor | slice) -> Tensor:
-    """Rows of t: a range of them, or those whose numbers a tensor holds."""
+    """Rows of t: a range of rows, or the rows whose indices a tensor holds."""
     return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
 
 
@@ -141,9 +142,10 @@ def with_bias(weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
-    """The classes in the blocks that products take them in: all, or first as many as make rows of 16 bytes.
+    """The blocks of classes for the products: all classes, or first a multiple of 64 and then the rest.
 
-    Of GPT-2's 50257 classes, or of 200019, a product takes six times as long as of some fewer.
+    A product over 50257 classes (GPT-2), or 200019, takes up to six times as long as one over a few classes less: its
+    rows begin where no 16-byte load can.
     """
     if V * dtype.itemsize % 16 == 0 or V < 1024:
         return [slice(0, V)]
@@ -176,7 +178,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class Projection(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype; where it is needed, their `with_bias`."""
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `with_bias`, where needed."""
 
     x: Tensor
     weight: Tensor
@@ -188,7 +190,7 @@ class Projection(NamedTuple):
         x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
         both = None
         if bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute):
-            # PyTorch rounds a GPU's product before it adds a bias to it, unless the result is contiguous.
+            # Unless the result is contiguous, PyTorch rounds a GPU's product before it adds the bias, and then again.
             both = with_bias(weight, bias)
         return cls(x, weight, bias, both)
 
@@ -214,7 +216,7 @@ class Projection(NamedTuple):
 
     def input_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
         """out (n, H) ← dlogits W; out may be fp32."""
-        # The few classes of a second block come first: their sum is small, and so is what rounding it costs.
+        # The few classes of a second block come first: their sum is small, and so is the error of rounding it.
         for i, block in enumerate(reversed(class_blocks(self.weight.shape[0], dlogits.dtype))):
             product_into(out, dlogits[:, block], self.weight[block], first=i == 0)
         return out

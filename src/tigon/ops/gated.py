@@ -164,7 +164,7 @@ def _gated_fwd_kernel(
     y, _ = ACT(g)
     if PACKED:  # up follows gate in the same row
         y *= tl.load(g_ptr + width + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
-    elif u_ptr is not None:  # relu² alone has none
+    elif u_ptr is not None:  # relu² alone has no second factor
         y *= tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
     if multiplier is not None:
         y = y * multiplier
@@ -196,8 +196,9 @@ def _gated_bwd_kernel(
     elif u_ptr is not None:
         u = tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
     else:
+        # relu² alone has no second factor.
         u = 1.0
-    if y_ptr is not None:  # the product again, for a consumer that did not keep it; y may lie where dy did
+    if y_ptr is not None:  # the product again, for a linear layer that did not keep it; y may overwrite dy
         tl.store(y_ptr + row * stride_ym + cols, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
     if dg_ptr is not None:
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * u * da).to(dg_ptr.dtype.element_ty), mask=mask)
@@ -212,7 +213,7 @@ def _gated_bwd_kernel(
 
 
 def _tile(act: str, n: int) -> tuple[int, int]:
-    """Elements a program and warps."""
+    """Elements of a program, and warps. Where arithmetic is slow a thread takes twice the elements."""
     block = min(1024, max(256, next_power_of_2(n)))
     return block, max(1, block // (512 if ACTS[act].slow else 256))
 
@@ -221,7 +222,7 @@ def launch_gated(
     kernel: Any, tensors: tuple[Tensor | None, ...], N: int, act: str, gate_multiplier: float, multiplier: float,
     packed: bool,
 ) -> None:  # fmt: skip
-    """Launch a kernel over tensors of (..., N), or (..., 2N) where packed. Dense ones count as one long row."""
+    """Launch a kernel over tensors of (..., N), or (..., 2N) where packed. Dense tensors count as one long row."""
     if not packed and all(t is None or t.is_contiguous() for t in tensors):
         M, N = 1, tensors[0].numel()  # type: ignore[union-attr]
         strides = tuple([None if t is None else 0 for t in tensors])
@@ -231,7 +232,8 @@ def launch_gated(
         strides = tuple([None if t is None else t.stride(0) for t in tensors])
 
     def plan():
-        # Triton itself tells the compiler of multiples of 16; 8 elements of bf16 are 16 bytes already.
+        # 8 elements of bf16 are the 16 bytes of a wide load, but Triton tells the compiler only of multiples of 16. In
+        # units of 8 elements the compiler sees the others.
         unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
         block, warps = _tile(act, N)
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
@@ -282,7 +284,7 @@ def gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float,
     dgate: Tensor | None, dup: Tensor | None, y: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write the gradients that are given room, and y = act(gate) · up; y may be dy, where that is scratch."""
+    """Write dgate, dup and y = act(gate) · up, each unless it is None; y may be dy if dy is scratch memory."""
     if dy.numel():
         N = dy.shape[-1] if dy.dim() else 1
         tensors = (dy, gate, up, dgate, dup, y)

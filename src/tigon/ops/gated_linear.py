@@ -1,10 +1,10 @@
-"""A gated unit and the linear layer that consumes it, without keeping what passes between: y = (act(gate) · up) Wᵀ + b.
+"""A gated unit and the linear layer that consumes it, without keeping their product: y = (act(gate) · up) Wᵀ + b.
 
-The product act(gate) · up is the widest activation of a transformer layer, 3.5 times the hidden width in Llama, and is
-kept for one use: the gradient of W. It is computed again there, by the kernel that reads gate and up for their own
-gradients anyway. Memory falls by that tensor; the price is writing it once more.
+The product act(gate) · up is the widest activation of a transformer layer, 3.5 times the hidden width in Llama. PyTorch
+keeps the product for one use, the gradient of W. Here the backward pass computes it again, in the kernel that reads
+gate and up for their gradients anyway. That saves the tensor, at the price of writing it once more.
 
-    backward, inplace=True     dy W → scratch;  gate, up, scratch → dgate, dup, act(gate) · up, each over what it is of
+    backward, inplace=True     dy W → scratch;  gate, up, scratch → dgate, dup, act(gate) · up, in the same memory
 
 With `inplace` nothing else of that width exists beside gate, up and the scratch.
 """
@@ -140,10 +140,10 @@ def _write_gradients(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, dgate: Tensor | None, dup: Tensor | None,
     dw: Tensor | None, db: Tensor | None,
 ) -> None:  # fmt: skip
-    """Those that are given room. dgate and dup may be gate and up: an element is read before it is written."""
+    """Write the gradients that are not None. dgate and dup may be gate and up: elements are read before writes."""
     rows = dy.reshape(-1, weight.shape[0])
     if dgate is not None or dup is not None:
-        # Scratch of our own: the gradient of the product, which the kernel overwrites by the product.
+        # scratch is first the product's gradient. The kernel overwrites it by the product, which dW needs.
         scratch = torch.mm(rows, weight)
         gated_backward(scratch, gate, up, act, 1.0, 1.0, dgate, dup, None if dw is None else scratch)
     elif dw is not None:
@@ -165,7 +165,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    saved = ctx.saved_tensors  # once: activation checkpointing hands them out no second time
+    saved = ctx.saved_tensors  # read once: activation checkpointing raises on a second reading
     return *_gradients(ctx, dy, *saved), None, None
 
 
@@ -179,7 +179,7 @@ def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Te
         db = weight.new_empty(weight.shape[:1]) if needs[3] else None
         _write_gradients(dy, gate, up, weight, ctx.act, dgate, dup, dw, db)
         for t in (dgate, dup):
-            if t is not None:  # who saved it after all is told so
+            if t is not None:  # PyTorch then raises where another backward pass saved it
                 torch.autograd.graph.increment_version(t)
         grads = dgate, dup, dw, db
     present = (True, up is not None, True, True)
@@ -190,7 +190,7 @@ _gated_linear = differentiable(_gated_linear_fwd, _setup_context, _backward)
 
 
 class _SavedFirst(torch.autograd.Function):
-    """As `_gated_linear`, with what it saves saved before it computes."""
+    """As `_gated_linear`, but its inputs are saved before the forward computes."""
 
     @staticmethod
     def forward(
@@ -216,7 +216,7 @@ def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...
         )
     packed, unpack = ctx.packed, ctx.unpack
     if not graph_is_kept():
-        ctx.packed = ctx.unpack = None  # both, since the hook holds what the checkpoint began with
+        ctx.packed = ctx.unpack = None  # both: the hook holds the checkpoint's inputs
     if dy is None:
         return (None,) * 7
     saved: list[Any] = [t if t is None else unpack(t) for t in packed]

@@ -78,7 +78,8 @@ class MicroBatchSAM(Optimizer):
         self.backward = backward or Tensor.backward
         for group in optimizer.param_groups:
             group.setdefault("sam_rho", self.rho)
-        # Not Optimizer.__init__, which would make groups and state of its own: what unpickling calls makes the hooks.
+        # Optimizer.__init__ would make groups and state of its own. __setstate__, which unpickling calls, makes only
+        # the hooks.
         self.__setstate__({})
 
     def accumulate(self, closure: Closure, *, weight: float | Tensor = 1.0) -> Tensor:
@@ -87,8 +88,8 @@ class MicroBatchSAM(Optimizer):
         Args:
             closure: () → the loss of the shard, a scalar with its graph; called twice. It does not call backward, nor
                 fetch other data the second time.
-            weight: of this loss in the batch's: 1 / m, or the shard's share of its tokens. Leave it at 1 where the
-                closure divides.
+            weight: the weight of this loss in the batch's loss: 1 / m, or the shard's share of the tokens. Leave it at
+                1 if your closure divides.
         Returns: (), the loss before the perturbation, detached, without weight.
         Raises: ValueError if closure returns no scalar with a graph, or if two parameters share memory; RuntimeError if
             no parameter of the optimizer gets a gradient; TypeError for sparse gradients.
@@ -109,11 +110,12 @@ class MicroBatchSAM(Optimizer):
         return two_passes(run, params, rho, self.model, adaptive=self.adaptive, eta=self.eta)
 
     def step(self, closure: Closure | Sequence[Closure] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Step along p.grad; with closures, after each of them was accumulated with the weight 1 / their number.
+        """Step along p.grad; with n closures, after accumulating each with weight 1 / n.
 
         Args:
-            closure: one for each shard, as in `accumulate`; a single one is SAM. None: p.grad is there already.
-        Returns: (), the mean of their losses, or None without closures.
+            closure: one closure for each shard, as in `accumulate`; a single closure is SAM. None: you have filled
+                p.grad already.
+        Returns: (), the mean of the closures' losses, or None without closures.
         """
         losses = []
         closures = () if closure is None else (closure,) if callable(closure) else tuple(closure)
@@ -126,7 +128,7 @@ class MicroBatchSAM(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with a rho of their own if wanted.
+        """Add parameters, with their own rho if you set "sam_rho".
 
         Args:
             param_group: as torch's optimizers take it; its "sam_rho" is rho for these parameters.
@@ -134,14 +136,14 @@ class MicroBatchSAM(Optimizer):
         self.optimizer.add_param_group({"sam_rho": self.rho, **param_group})
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer, its groups with their "sam_rho"; there is no state besides."""
+        """The wrapped optimizer's state, whose groups have "sam_rho"; there is no other state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint of this optimizer, or of the wrapped one alone.
 
         Args:
-            state_dict: what `state_dict` of either returned.
+            state_dict: the result of `state_dict` of this optimizer or of the wrapped one.
         """
         self.optimizer.load_state_dict(state_dict)
         for group in self.optimizer.param_groups:
@@ -163,7 +165,7 @@ class MicroBatchSAM(Optimizer):
         return self.optimizer.defaults
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[float]]:
-        """Those that are trained, each once, and how far each is moved."""
+        """The parameters that are trained, each once, and each one's rho."""
         found = {
             id(p): (p, checked("sam_rho", group["sam_rho"]))
             for group in self.param_groups

@@ -81,7 +81,7 @@ def cross_entropy(
     inplace: bool = False,
     details: bool = False,
 ) -> Tensor | CrossEntropyDetails:
-    """Cross entropy that reads the logits once forward, and once more to write their gradient. They stay untouched.
+    """Cross entropy that reads the logits once forward, and once more to write their gradient. Logits stay untouched.
 
     Args:
         logits: (..., V), any float dtype.
@@ -89,19 +89,19 @@ def cross_entropy(
         weight: (V,) floats, one a class, as `torch.nn.functional.cross_entropy` takes them; no gradient. z-loss is not
             weighted.
         ignore_index: rows with this target have loss 0 and gradient 0.
-        reduction: "mean" over the rows that are not ignored (with `weight`, what is weighted is divided by the sum of
-            their targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0, with a gradient of
-            0, where torch has NaN: a rank or a micro-batch may be empty.
+        reduction: "mean" over the rows that are not ignored (with `weight`, the weighted loss is divided by the sum of
+            the targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0 with a gradient of 0,
+            where PyTorch has NaN: a rank or a micro-batch may be empty.
         label_smoothing: ε in [0, 1], spread evenly over the classes.
         z_loss: coefficient of lse², which keeps the logits from drifting.
         softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
         scale: multiplies the logits, before the softcap; positive.
-        divisor: with "mean", what the summed loss is divided by in place of the number of valid rows or their weight;
-            a number or a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
-        inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size: they are
-            lost then, leaves too, and a second backward pass raises torch's error. Ignored where it cannot be: under
-            torch.compile, without Triton, for logits whose rows overlap or have gaps between their columns.
-        details: also return z-loss, accuracy and predicted classes, found in the same reading of the logits.
+        divisor: with "mean", divides the summed loss in place of the number of valid rows or their weight; a number or
+            a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
+        inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size. The logits
+            are then lost, even if they are a leaf, and a second backward pass raises PyTorch's error. Ignored under
+            torch.compile, without Triton, and for logits whose rows overlap or have gaps between their columns.
+        details: also return z-loss, accuracy and predicted classes, from the same reading of the logits.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 logits); `CrossEntropyDetails` with `details`.
     Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives a NaN loss on the
         GPU, and a ValueError on the CPU or with TIGON_CHECKS=1.
@@ -198,9 +198,9 @@ def _check_weight(weight: Tensor, logits: Tensor) -> None:
 def inverse_divisor(
     target: Tensor, ignore_index: int, reduction: str, divisor: Tensor | float | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """1 / what the summed loss is divided by, as a 0-d tensor on the target's device; None for "sum" and "none".
+    """1 / the divisor of the summed loss, a 0-d tensor on the target's device; None for "sum" and "none".
 
-    Nothing here waits for the device. No valid row at all counts as one: the mean over nothing is 0.
+    The host does not wait for the device. Zero valid rows count as one, so that the mean over no row is 0.
     """
     if reduction != "mean":
         return None
