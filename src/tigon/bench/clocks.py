@@ -1,7 +1,7 @@
 """The clock and the power of a GPU while something runs, as nvidia-smi reports them.
 
-Two GPUs of one model differ by some per cent in speed, and one GPU between cold and hot. A long step runs at the power
-limit, where the clock is what gives way: beside a time it says whether two times can be compared.
+Two GPUs of one model differ by some per cent in speed, and so does one GPU between cold and hot. A long step runs at
+the power limit, where the GPU lowers its clock. So the clock beside a time tells whether two times can be compared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clocks:
             self.add(line)
 
     def add(self, line: str) -> None:
-        """Take note of one line of nvidia-smi, "1980, 687.51"; what is not supported, "[N/A]", is no sample."""
+        """Take note of one line of nvidia-smi, "1980, 687.51"; an unsupported value, "[N/A]", is no sample."""
         try:
             mhz, watts = map(float, line.split(","))
         except ValueError:

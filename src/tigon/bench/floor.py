@@ -1,11 +1,11 @@
-"""What no training step of a dense model can be faster than: its matrix products, its attention and its optimizer.
+"""The floor of a dense model's training step: no step is faster than its matrix products, attention and optimizer.
 
 Each is timed alone on random data of the step's sizes, in the same dtype and on the same device, as often as the step
 runs it: every linear layer forward, and backward for its input and its weight; SDPA forward and backward in every
 layer, also where the model has eager attention; one step of fused AdamW over all parameters. With checkpointing the
-layers' forward counts twice, but for the last product of each layer, whose result nobody saved. The head counts the
-tokens that are not masked, since a loss may leave out the others. Norms, activations, residual sums, the loss and the
-embedding are free.
+layers' forward counts twice, except the last product of each layer, whose result no backward pass needs. The head
+counts only the unmasked tokens, since a loss may leave out the others. Norms, activations, residual sums, the loss
+and the embedding count nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import nn
 
 from tigon.bench.training import Side, build
 
-ROUNDS = 4  # the first is not counted
+ROUNDS = 4  # the first round is not counted
 
 
 def linear_shapes(model: nn.Module, checkpointing: bool) -> Counter[tuple[tuple[int, ...], int]]:
-    """How many linear layers there are of each ((out, in), number of forward passes in a step), without the head."""
+    """How many linear layers have each ((out, in), number of forward passes in a step), without the head."""
     decoder = model.get_decoder()  # type: ignore[operator]
     found: Counter[tuple[tuple[int, ...], int]] = Counter()
     for layer in decoder.layers:
@@ -40,7 +40,7 @@ def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -
     """Milliseconds of a step's "matmul", "attention" and "optimizer"."""
     model = build(side.model, torch.device("meta"), getattr(torch, side.dtype), **overrides)
     tokens = side.batch * side.seq
-    # The first eighth is masked, and what is left predicts the token behind it.
+    # The first eighth is masked, and each remaining token predicts the next.
     valid = side.batch * (side.seq - max(1, side.seq // 8))
     head = tuple(model.get_output_embeddings().weight.shape)
     found = {"matmul": _products(head, valid, 1, 1, side, device)}

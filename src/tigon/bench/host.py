@@ -1,7 +1,8 @@
-"""What a call costs the host: Python, autograd and launches, on inputs so small that the device never holds them up.
+"""The host's time for a call: Python, autograd and launches, on inputs so small that the device never delays the host.
 
-Calls are issued in batches, without waiting inside of one; the device is waited for between batches, outside of what is
-timed, so that the queue never fills. Batches of all implementations take turns; the result is the median over batches.
+Calls are issued in batches, without waiting inside a batch. Between batches, outside of the timing, the host waits for
+the device, so that the queue never fills. Batches of all implementations take turns; the result is the median over
+batches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HELD_UP = 0.1
 
 @dataclass
 class HostRow:
-    """Microseconds of host time per call of one implementation; None is what was not measured."""
+    """Microseconds of host time per call of one implementation; None if not measured."""
 
     op: str
     shape: Shape
@@ -56,7 +57,7 @@ class HostSettings:
 
 @dataclass
 class _Timed:
-    """One closure and its batches so far."""
+    """One closure, and the times of its batches so far."""
 
     call: Callable[[], Any]
     us: list[float]
@@ -76,7 +77,7 @@ def run_host(
     settings = settings or HostSettings()
     implementations = choose(op, None, device) if implementations is None else implementations
     if "compile" in implementations:
-        torch._dynamo.reset()  # several operators share code that is compiled for each of them
+        torch._dynamo.reset()  # operators share code, which must be compiled anew for each
     inputs = op.make(op.tiny, dtype, device, 0.0)
     dtype_name = str(dtype).removeprefix("torch.")
     rows: dict[str, HostRow] = {}
@@ -95,7 +96,7 @@ def run_host(
                 run_once(fn, own)
             timed[name, "forward"] = _Timed(functools.partial(fn, **own.arguments), [], [])
             timed[name, "total"] = _Timed(functools.partial(run_once, fn, own), [], [])
-        except Exception as error:  # a peer may fail in any way, and its row says how
+        except Exception as error:  # a peer may fail in any way; its row then says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
             row.status, row.reason = "failed", one_line(error)
@@ -106,7 +107,7 @@ def run_host(
 
 
 def run_floor(device: torch.device, settings: HostSettings | None = None) -> list[HostRow]:
-    """What is below every operator: an allocation, an autograd.Function that does nothing else, one cached launch."""
+    """The cost below every operator: an allocation, an autograd.Function without further work, one cached launch."""
     settings = settings or HostSettings()
     shape = (8, 64)
     x = torch.randn(shape, device=device).requires_grad_()

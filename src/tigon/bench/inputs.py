@@ -1,4 +1,4 @@
-"""What goes into a benchmark case, and what must come out: random inputs from one seed, and the answer in fp64."""
+"""The inputs and the right outputs of a benchmark case: random inputs from one seed, and the answer in fp64."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Shape = tuple[int, ...]
 Expected = dict[str, list[tuple[Any, Tensor]]]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# ‖out − ref‖ / ‖ref‖ beyond which a result counts as wrong: a few roundings of the dtype (fp32 lets tf32 through).
+# A result counts as wrong above this ‖out − ref‖ / ‖ref‖: a few roundings of the dtype (fp32 lets tf32 through).
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3, torch.float64: 1e-9}
-# Elements that the fp64 reference holds at a time.
+# The number of elements that the fp64 reference holds at a time.
 REFERENCE_ELEMENTS = 1 << 24
 
 
 @dataclass
 class Inputs:
-    """Arguments of one case by name, which of them get gradients, and the upstream gradients (None: 1, of a loss)."""
+    """The arguments of one case by name, the names that get gradients, and upstream gradients (None: a loss's 1)."""
 
     arguments: dict[str, Any]
     wrt: tuple[str, ...]
@@ -30,7 +30,7 @@ class Inputs:
     grads: tuple[Tensor, ...] | None = None
 
     def clone(self) -> Inputs:
-        """The same values and strides in fresh memory, for implementations that overwrite what they are given."""
+        """The same values and strides in fresh memory, for implementations that overwrite their inputs."""
         arguments = {
             k: _clone(v).requires_grad_(k in self.wrt) if isinstance(v, Tensor) else v
             for k, v in self.arguments.items()
@@ -50,7 +50,7 @@ def _clone(t: Tensor) -> Tensor:
 
 @dataclass
 class Draw:
-    """Random tensors from one seed. Never zeros: they can run faster than data will, and hide unwritten outputs."""
+    """Random tensors from one seed. Never zeros, which can run faster than real data, and hide unwritten outputs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class Draw:
         return t if scale == 1.0 else t.mul_(scale)
 
     def loss_grads(self) -> tuple[Tensor, ...] | None:
-        """1 as from `loss.backward()`; in fp16 scaled as in training, or most of a gradient would be rounded to 0."""
+        """1, as in `loss.backward()`; in fp16 scaled as in training, or most gradients would round to 0."""
         return (torch.full((), 2.0**15, device=self.device),) if self.dtype == torch.float16 else None
 
     def uniform(self, *shape: int) -> Tensor:
@@ -91,10 +91,10 @@ def expect_rows(
 ) -> Callable[[Inputs], Expected]:
     """Expected values of an operator that works row by row (along the first dimension), by autograd in fp64.
 
-    Rows lie along the first dimension of what is named in `rowwise`, along the second of what is named in `second`.
+    Rows lie along the first dimension of the tensors named in `rowwise`, and along the second of those in `second`.
 
-    The first and the last chunk of rows are compared: offsets beyond 2³¹ go wrong in the last. Gradients in `summed`
-    add over all rows.
+    Only the first and the last chunk of rows are compared: offsets beyond 2³¹ would fail in the last. Gradients named
+    in `summed` add over all rows.
     """
 
     def expect(inputs: Inputs) -> Expected:
@@ -132,7 +132,7 @@ def expect_rows(
 def expect_loss(
     formula: Callable[..., Tensor], rowwise: tuple[str, ...], divisor: Callable[[Inputs], Any]
 ) -> Callable[[Inputs], Expected]:
-    """Expected values of a loss that is a sum over rows by a divisor: the loss in full, gradients of some rows."""
+    """Expected values of a loss that is a sum over rows, divided by a number: the loss, and some rows' gradients."""
 
     def expect(inputs: Inputs) -> Expected:
         first = inputs.arguments[rowwise[0]]

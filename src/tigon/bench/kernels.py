@@ -1,7 +1,7 @@
-"""Where the device's time goes in a training step: milliseconds by kind of kernel, told by the kernels' names.
+"""How a training step spends the device's time: milliseconds by kind of kernel, told by the kernels' names.
 
-The names say what was launched and not what for: a norm that eager code makes of six elementwise kernels counts as
-elementwise, and a fused kernel of torch.compile under the first kind whose operators its name has.
+A name says which kernel was launched, not for which operator. A norm that eager code runs as six elementwise kernels
+counts as elementwise. A fused kernel of torch.compile counts under the first kind whose operators its name has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# The first that matches counts. Names of Tigon's and Liger's Triton kernels, of Inductor's, cuBLAS's and PyTorch's.
+# The first pattern that matches counts. Names of Triton kernels (Tigon, Liger), Inductor, cuBLAS and PyTorch.
 _PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|attn|efficient_attention",
     "communication": r"nccl",
@@ -57,9 +57,9 @@ def by_kind(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Of two recordings the one that idled less. Empty on a device without kernels.
+    """The one of two recordings with less idle time. Empty on a device without kernels.
 
-    Emptying the profiler's own buffers can halt the device, for a tenth of a second, in one of them.
+    Emptying the profiler's buffers can halt the device for a tenth of a second in one of the recordings.
     """
     return min((recorded(step, device) for _ in range(2)), key=lambda ms: ms.get("idle", 0.0))
 

@@ -1,7 +1,7 @@
 """Results of `tigon bench` with one line per case and one column per implementation, as Markdown and as cells.
 
-Bold is what leads its line by more than NOISE, and by more than the two measurements scatter: speed and memory each for
-themselves, so that a line may have two, one or none.
+A value is bold if it leads its line by more than NOISE, and by more than the two measurements scatter. Speed and memory
+count separately, so that a line may have two bold values, one or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CAPTION = "Bold leads its line by more than 2 % and by more than the scatter of 
 
 
 def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:
-    """Markdown. Numbers to the right, what names a case to the left."""
+    """Markdown, with numbers aligned right and the names of cases aligned left."""
     return to_markdown(matrix(content, order))
 
 
@@ -31,7 +31,7 @@ def to_markdown(cells: Cells) -> str:
 
 
 def matrix(content: dict[str, Any], order: Sequence[str] = ()) -> Cells:
-    """Header and lines of a result of one of the kinds in MATRICES. What leads a line stands between asterisks.
+    """Header and lines of a result of one of the kinds in MATRICES. The leading value of a line is between asterisks.
 
     Args:
         order: implementations that come first; the others follow as they appear.
@@ -43,7 +43,7 @@ def matrix(content: dict[str, Any], order: Sequence[str] = ()) -> Cells:
 
 
 def cases_of(rows: Sequence[dict[str, Any]], by: str) -> list[By]:
-    """The rows by case, those of a case by implementation ("implementation") or side ("side")."""
+    """The rows grouped by case, each case's rows by implementation or side. by: "implementation" or "side"."""
     cases: dict[tuple[Any, ...], By] = {}
     for row in rows:
         cases.setdefault(case_of(row), {})[row[by]] = row
@@ -54,10 +54,10 @@ def cases_of(rows: Sequence[dict[str, Any]], by: str) -> list[By]:
 
 
 def leader(values: Mapping[str, float | None], scatter: Mapping[str, float] | None = None) -> str | None:
-    """Whose value is lowest, if it is so beyond noise; None where another is as good, or nobody else has one.
+    """The name with the lowest value, beyond noise; None if another value is as good, or there is no other.
 
     Args:
-        scatter: how far the measurements of each lie apart, as a share of the value.
+        scatter: the scatter of each name's measurements, as a share of the value.
     """
     known = sorted((value, name) for name, value in values.items() if value is not None)
     if len(known) < 2:
@@ -82,7 +82,7 @@ def scatter_of(row: dict[str, Any]) -> float:
 
 
 def leaders(by: By) -> tuple[str | None, str | None]:
-    """Who leads in time and who in memory, among those whose results are right."""
+    """The names that lead in time and in memory, among those with right results."""
     right = {name: row for name, row in by.items() if row["status"] == "ok" and name != "floor"}
     scatter = {name: scatter_of(row) for name, row in right.items()}
     memory = "peak_gib" if any("peak_gib" in row for row in right.values()) else "peak_mib"
@@ -128,7 +128,7 @@ def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
 
 
 def _models(names: list[str], cases: list[By]) -> Cells:
-    """Tokens/s and peak GiB, with what they are more or less than Hugging Face's; their means below."""
+    """Tokens/s and peak GiB, with the difference to Hugging Face's; the means below."""
     lines = [[*_model_and_size(next(iter(by.values()))), *_model_cells(names, by)] for by in cases]
     return ["model", "batch×seq", *names], [*lines, *_means(names, cases)]
 
@@ -160,10 +160,10 @@ def _change(row: dict[str, Any], plain: dict[str, Any] | None, key: str) -> str:
 
 
 def _means(names: list[str], cases: list[By]) -> list[list[str]]:
-    """A line for each set of models that some side has run, over all sides that have run the whole of it.
+    """A line of means for each set of models that some side has run, over all sides that have run the whole set.
 
-    Means over different models say nothing about each other: a side that ran two of five models has its mean beside
-    those of the others over the same two.
+    Means over different models cannot be compared. So a side that ran two of five models has its mean beside the other
+    sides' means over the same two.
     """
     plain = [by for by in cases if "hf" in by and by["hf"]["status"] == "ok"]
     sides = [name for name in names if name not in ("hf", "floor")]
@@ -193,7 +193,7 @@ def _percent(ratio: float) -> str:
 
 
 def _sequence(names: list[str], cases: list[By]) -> Cells:
-    """Tokens/s and peak GiB over the length, and the longest sequence of which a step was made."""
+    """Tokens/s and peak GiB over the length, and the longest sequence that a step succeeded with."""
     cases = sorted(cases, key=lambda by: next(iter(by.values()))["seq"])
     lines = [[f"{next(iter(by.values()))['seq']:,}", *_model_cells(names, by)] for by in cases]
     longest = [max((by[n]["seq"] for by in cases if n in by and by[n]["status"] == "ok"), default=0) for n in names]

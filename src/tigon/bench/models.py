@@ -1,8 +1,8 @@
 """One training step of a whole model: tokens/s, peak memory and the loss of each step, side by side.
 
 bf16 weights, AdamW with states in the weights' dtype (fused on a GPU), SDPA where the model has it, random weights and
-tokens from one seed, one eighth of each sequence masked out of the loss. Every side runs in a process of its own: Liger
-patches classes for the whole process, and one allocator's fragmentation is not the next one's.
+tokens from one seed, one eighth of each sequence masked out of the loss. Every side runs in its own process: Liger
+patches classes for the whole process, and no side may inherit another side's fragmented allocator.
 
     python -m tigon.bench.models --model llama-3-8b --batch 16 --seq 512 --output results
 
@@ -39,9 +39,9 @@ def run_model(
     say: Callable[[str], None] = lambda text: None,
     done: Callable[[list[Side]], None] = lambda rows: None,
 ) -> list[Side]:
-    """Train each side in a process of its own, one after another. A side that fails gets a row that says why.
+    """Train each side in its own process, one after another. A side that fails gets a row that says why.
 
-    `say` hears of every step; `done` gets the rows so far after each side.
+    say: called with a line for every step. done: called with the rows so far, after each side.
     """
     rows: list[Side] = []
     with Processes(len(sides)) as processes:

@@ -1,4 +1,4 @@
-"""Results of `tigon bench` as one HTML page that needs nothing beside it: charts as SVG, tables, light and dark."""
+"""Results of `tigon bench` as one HTML page that needs no other file: charts as SVG, tables, light and dark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tigon.bench import plots, report
 from tigon.bench.cases import KINDS
 from tigon.bench.matrix import LEFT, MATRICES, Cells, matrix
 
-# What a part of the page is called, in their order on it; a kind that is not here comes last, by its own name.
+# The titles of the page's parts, in their order; a kind that is missing here comes last, under its own name.
 TITLES = {
     "model": "Whole models",
     "sequence": "Memory over the length of a sequence",
@@ -33,7 +33,7 @@ READING = {
     "hpz": "A training step beside plain FSDP2's, and what a GPU gets by gathers in it.",
 }
 ORDER = ("floor", "hf", "tigon", "tigon-compile", "eager", "compile", "torch", "liger", "quack", "cce")
-CHART_CASES = 24  # more panels than that are no chart, and megabytes
+CHART_CASES = 24  # more panels are unreadable, and take megabytes
 _LEFT = {*LEFT, *report._TEXT_COLUMNS}
 
 STYLE = """
@@ -61,7 +61,7 @@ summary { cursor: pointer; margin: .5rem 0 }
 
 
 def page(contents: Sequence[dict[str, Any]], title: str = "Tigon benchmarks") -> str:
-    """The page of one or more result files (see report.result), by kind, those of one kind by device and date."""
+    """The page of one or more result files (see report.result), ordered by kind, device and date."""
     kinds = [*TITLES, *(kind for content in contents if (kind := content["kind"]) not in TITLES)]
     ordered = sorted(contents, key=lambda c: (kinds.index(c["kind"]), c["environment"]["device"], c["date"]))
     parts = [f'<section id="part-{number}">\n{_part(content)}</section>' for number, content in enumerate(ordered)]
@@ -99,7 +99,7 @@ def _part(content: dict[str, Any]) -> str:
 
 
 def _charts(content: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """What is drawn of a result, each with the kind of chart."""
+    """The contents to draw for a result, each with the kind of chart."""
     kind, rows = content["kind"], content["rows"]
     if kind == "ops":
         losses = {op.name for op in KINDS["Losses of a linear head"]}

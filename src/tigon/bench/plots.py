@@ -1,5 +1,8 @@
-"""Results of `tigon bench` as charts, PNG or SVG: multiples of the floor, microseconds of the host, tokens/s and memory
-of whole models as bars, a step's kinds of kernel as stacked ones; memory over the number of tokens as lines."""
+"""Results of `tigon bench` as charts, PNG or SVG.
+
+Bars show multiples of the floor, microseconds of the host, and tokens/s and memory of whole models. Stacked bars show
+a step's kinds of kernel. Lines show memory over the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 from tigon.bench.report import headline
 
-# One colour per implementation in every chart; ours stands out, the peers recede.
+# One colour per implementation in every chart: Tigon's stands out, the peers' recede.
 COLOURS = {
     "tigon": "#d9480f",
     "tigon-weight": "#f08c3a",
@@ -29,7 +32,7 @@ COLOURS = {
     "floor": "#dcdcdc",
 }
 OTHER = "#999999"
-# Kinds of kernel in the order of a stacked bar: what every side needs comes first.
+# Kinds of kernel in the order of a stacked bar: the kinds that every side needs come first.
 KERNELS = {
     "matmul": "#3b6ea5",
     "attention": "#6a9c78",
@@ -43,32 +46,32 @@ KERNELS = {
     "elementwise and copies": "#8a8a8a",
     "idle": "#dcdcdc",
 }
-# Stands for the colour of the text around an SVG: no chart draws with it otherwise.
+# A placeholder for the colour of the text around an SVG: no chart uses this colour otherwise.
 INK = "#010203"
-FAINT = "#555555"  # of a title on a white background
+FAINT = "#555555"  # titles on a white background
 # Bars of operators end at this multiple of the shortest, so that the slowest do not flatten the others.
 LONGEST = 6.0
 
 
 def plot(content: dict[str, Any], path: str | os.PathLike[str], kind: str | None = None) -> None:
-    """Draw a result (see report.result) to a PNG file. Rows that were not measured are left out.
+    """Draw a result (see report.result) to a PNG file, without the rows that were not measured.
 
     kind: "memory" for the peak memory of operators instead of their time, "profile" for the kinds of kernel of whole
-        models; default: what the content is.
+        models; by default the kind of the content.
     """
     _save(content, path, kind, 2, {}, headline(content), format="png", dpi=150)
 
 
 def svg(content: dict[str, Any], kind: str | None = None) -> str:
-    """The same as an <svg> element to stand in a page, on no background and in the colour of the page's text.
+    """The same chart as an <svg> element for a page, without background and in the colour of the page's text.
 
-    Its panels are in one column, so that it can be read on a phone.
+    The panels are in one column, so that a phone can show the chart.
     """
     return inline(lambda file: _save(content, file, kind, 1, {}, "", format="svg"))
 
 
 def inline(draw: Callable[[Any], object]) -> str:
-    """What `draw` saves into the file that it is given, as an <svg> element to stand in a page."""
+    """The chart that `draw` saves to the file passed to it, as an <svg> element for a page."""
     import matplotlib
 
     file = io.StringIO()
@@ -80,7 +83,7 @@ def inline(draw: Callable[[Any], object]) -> str:
     with matplotlib.rc_context(settings):
         draw(file)
     text = file.getvalue()
-    # Width and height in points would keep it from shrinking with the page; the viewBox says what they are.
+    # Width and height in points would keep the chart from shrinking with the page; the viewBox has both.
     text = re.sub(r' width="([\d.]+)pt" height="[\d.]+pt"', r' style="max-width: \1pt"', text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace("<svg ", '<svg stroke-linejoin="round" ', 1)
@@ -95,7 +98,7 @@ def _save(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # Names come from files; a dollar sign in one is not the beginning of a formula.
+    # Names come from files, where a dollar sign begins no formula.
     with matplotlib.rc_context({"text.parse_math": False, **settings}):
         figure = KINDS[kind or content["kind"]](content, plt, across)
         if title:
@@ -122,7 +125,7 @@ def _panels(
 def _bars(
     axis: Any, rows: list[dict[str, Any]], name: str, key: str, label: str, longest: float = math.inf, by: str = ""
 ) -> None:
-    """by: whose rows they are, where their names are not those of implementations."""
+    """Draw one bar per row. by: the implementation that all rows belong to, if their names are no implementations."""
     values = [row[key] for row in rows]
     names = [row[name] for row in rows]
     end = longest * min(values)
@@ -153,12 +156,12 @@ def _operators(content: dict[str, Any], plt: Any, across: int) -> Any:
 
 
 def tokens_of(row: dict[str, Any]) -> int:
-    """Of a loss of a linear head: all numbers of its shape but width and vocabulary."""
+    """The number of tokens of a linear head's loss: the product of its shape without width and vocabulary."""
     return math.prod(row["shape"][:-2])
 
 
 def over_tokens(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of one loss's rows those of the width, vocabulary and dtype with the most numbers of tokens; none below three."""
+    """One loss's rows with the width, vocabulary and dtype that have the most numbers of tokens; none below three."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         if row.get("peak_mib") and len(row["shape"]) > 2:
@@ -224,12 +227,12 @@ def _models(content: dict[str, Any], plt: Any, across: int) -> Any:
 
 
 def has_profile(content: dict[str, Any]) -> bool:
-    """Whether anything but floors was recorded by kind of kernel."""
+    """Whether a row other than a floor has times by kind of kernel."""
     return any(row.get("profile_ms") and row.get("side") != "floor" for row in content["rows"])
 
 
 def _profile(content: dict[str, Any], plt: Any, across: int) -> Any:
-    """One panel for each case: a bar a side, made of what its kernels were for."""
+    """One panel for each case, with a bar per side, stacked by kind of kernel."""
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         if row.get("profile_ms"):
@@ -284,7 +287,7 @@ def _sequence(content: dict[str, Any], plt: Any, across: int) -> Any:
 
 
 def _architectures(content: dict[str, Any], plt: Any, across: int) -> Any:
-    """What fusing gains, model by model: of both sides of a model, one bar."""
+    """The gain from fusing, model by model: one bar for both sides of a model."""
     sides: dict[str, dict[str, dict[str, Any]]] = {}
     for row in content["rows"]:
         if row["status"] == "ok" and row["step_ms"]:

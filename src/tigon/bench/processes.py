@@ -26,7 +26,7 @@ from tigon.bench.training import Side, measure_lengths, train_side
 
 
 class Processes:
-    """Processes that each do one thing and end, one after another: the next one imports while this one works.
+    """Processes that each do one thing and end, one after another; the next process imports while one works.
 
     Args:
         count: how many there will be.
@@ -62,7 +62,7 @@ class Processes:
         stop: Callable[[], str] = lambda: "",
         **request: Any,
     ) -> list[Side]:
-        """The rows that a task makes of this one; one with the reason when its process fails.
+        """The rows that a task makes of this row; a row with the reason if the process fails.
 
         Args:
             stop: asked several times a second for a reason to end the process before its time.
@@ -91,7 +91,7 @@ class Processes:
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                with contextlib.suppress(BrokenPipeError):  # it has died; its last words say why
+                with contextlib.suppress(BrokenPipeError):  # the process has died; its last output says why
                     process.stdin.write(json.dumps(message) + "\n")
                     process.stdin.close()
                 for line in process.stdout:
@@ -140,7 +140,7 @@ def _lengths(row: Side, device: torch.device, overrides: dict[str, Any], **optio
     return measure_lengths(row, device, overrides=overrides, **options)
 
 
-# What a process can be asked for, besides a function of a file, "FILE.py:FUNCTION", that is called like these.
+# The tasks of a process. A function of a file, "FILE.py:FUNCTION", is a task too, and is called like these.
 TASKS: dict[str, Callable[..., list[Side]]] = {
     "train": _train,
     "floor": lambda row, done, **options: _floor(row, **options),
@@ -155,7 +155,7 @@ def _task(name: str) -> Callable[..., list[Side]]:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look modules up there
     spec.loader.exec_module(module)
     found: Callable[..., list[Side]] = getattr(module, function)
     return found
@@ -168,7 +168,7 @@ def _serve() -> int:
     import tigon.fusion.model  # noqa: F401
 
     line = sys.stdin.readline()
-    if not line:  # whoever started this needs nothing more
+    if not line:  # the parent needs nothing more
         return 0
     request = json.loads(line)
     row, result = Side(**request.pop("row")), Path(request.pop("result"))
@@ -190,7 +190,7 @@ def _serve() -> int:
         rows = [replace(row, status="failed", reason=reason)]
     keep(rows)
     sys.stdout.flush()
-    # Not by sys.exit: what is left of a process group would wait for ranks that have failed.
+    # Not sys.exit: destroying a process group at exit would wait for ranks that have failed.
     os._exit(0)
 
 

@@ -3,7 +3,7 @@
     python -m tigon.bench.report results.json             the table
     python -m tigon.bench.report results.json --markdown  what the documentation shows
 
-Nothing here needs more than torch, so that a bare GPU machine can measure.
+This module needs only torch, so that a bare GPU machine can measure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-# Raised when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
+# Raise this when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
 # "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", Row of
 # benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition". The
@@ -44,7 +44,7 @@ PACKAGES = (
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Hardware and versions, as a result file records them. What is not there is None."""
+    """Hardware and versions, as a result file records them. Missing packages and devices are None."""
     from tigon import __version__
 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +71,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    if name == "torch":  # its metadata leaves out the build, and the build is the half of it
+    if name == "torch":  # torch's metadata lacks the build (+cu128), which matters as much
         return str(torch.__version__)
     try:
         return importlib.metadata.version(name)
@@ -80,7 +80,7 @@ def package_version(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, from where the kernel module tells it."""
+    """The NVIDIA driver's version, as the kernel module reports it."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
@@ -99,7 +99,7 @@ def _cpu_name() -> str:
 
 
 def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
-    """One result file as a dictionary: what was measured, on what, when, by which command."""
+    """One result file as a dictionary: the rows, the machine, the date and the command."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -112,7 +112,7 @@ def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None
 
 
 def command() -> str:
-    """How this process was called, without the paths of this machine."""
+    """The command line of this process, without this machine's paths."""
     first, *rest = (Path(word).name if os.path.isabs(word) else word for word in sys.argv)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if first == "__main__.py" and spec is not None:  # python -m PACKAGE: the file's name says nothing
@@ -121,9 +121,9 @@ def command() -> str:
 
 
 def file_name(content: dict[str, Any], what: str | None = None) -> str:
-    """What the file of a result is called in benchmarks/results: the device and what was measured on it.
+    """The name of a result's file in benchmarks/results: the device, and what was measured on it.
 
-    what: replaces what is told by the kind, and by the first row of whole models.
+    what: replaces the second part, which comes from the kind and, for whole models, from the first row.
     """
     device = content["environment"]["device"].lower().replace("nvidia", "").replace("amd", "")
     words = "".join(c if c.isalnum() else " " for c in device).split()
@@ -135,7 +135,7 @@ def file_name(content: dict[str, Any], what: str | None = None) -> str:
 
 
 def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write a result file whole or not at all: a run that is killed leaves the file of the case before."""
+    """Write a result file whole or not at all: a killed run leaves the file as it was after the previous case."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -143,12 +143,12 @@ def save(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-# What reading a field raises that is missing or of the wrong type.
+# The errors of reading a field that is missing or has the wrong type.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a result file. Raises ValueError with a sentence for anything that is not one of this schema."""
+    """Read a result file. Raises ValueError with a sentence for a file that does not have this schema."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -174,7 +174,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Result files of one kind, device and set of versions as one. Of a case in several of them the last counts.
+    """Result files of one kind, device and set of versions as one. If several files have a case, the last one counts.
 
     Floors stay those of the run that a row comes from, and every run keeps its date, command and ceilings in "runs".
     Raises ValueError for files that do not belong together.
@@ -200,9 +200,9 @@ def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def take(content: dict[str, Any], other: dict[str, Any], implementation: str) -> dict[str, Any]:
-    """The rows of one implementation from another run on the same device, in place of those that failed in this one.
+    """Replace one implementation's failed rows by its rows of another run on the same device.
 
-    Such a row says in "beside" what Tigon took in that run, in milliseconds. Its floor is that run's.
+    Such a row has Tigon's milliseconds in that run under "beside", and that run's floor.
     Raises ValueError for files that do not belong together.
     """
     together = merge([content, other])
@@ -217,7 +217,7 @@ def take(content: dict[str, Any], other: dict[str, Any], implementation: str) ->
 
 
 def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What the rows of one case have in common."""
+    """The fields that the rows of one case have in common."""
     return tuple(tuple(row[k]) if k == "shape" else row[k] for k in _CASE_KEYS if k in row)
 
 
@@ -241,7 +241,7 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _total(row: dict[str, Any]) -> str:
-    """The median, and half the range of the rounds in per cent of it; a single round has no range."""
+    """The median, and half the range of the rounds in per cent of the median; a single round has no range."""
     if row["total_ms"] is None:
         return "–"
     low, high = row["total_range_ms"]
@@ -267,7 +267,7 @@ def _power(value: float) -> str:
 
 
 def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
-    """The number, and by how much it is more or less than Hugging Face's in the same case."""
+    """The number, and its difference to Hugging Face's in the same case."""
     if row[key] is None:
         return "–"
     plain = row.get("plain") or {}
@@ -276,7 +276,7 @@ def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
 
 
 def _step(row: dict[str, Any]) -> str:
-    """The median step, and half the range of the timed ones in per cent of it."""
+    """The median step, and half the range of the timed steps in per cent of the median."""
     if row["step_ms"] is None or len(row["steps_ms"]) < 2:
         return _number(row["step_ms"])
     low, high = min(row["steps_ms"]), max(row["steps_ms"])
@@ -372,7 +372,7 @@ COLUMNS["counters"] = {
 
 
 def _quartiles(values: list[float]) -> str:
-    """Half of the distance of the quartiles, in per cent of the median."""
+    """Half of the distance between the quartiles, in per cent of the median."""
     if len(values) < 4:
         return "–"
     low, middle, high = statistics.quantiles(values)
@@ -408,7 +408,7 @@ COLUMNS["composition"] = {
     "remark": lambda r: "" if r["status"] == "ok" else "FAILED",
 }
 COLUMNS["vocabulary-parallel"] = {
-    "op": lambda r: r.get("op", ""),  # those of cross entropy alone do not say it
+    "op": lambda r: r.get("op", ""),  # rows of cross entropy have no "op"
     "shape": _shape,
     "by": lambda r: r["side"],
     "fwd+bwd ms": lambda r: _number(r["ms"]),
@@ -418,7 +418,7 @@ COLUMNS["vocabulary-parallel"] = {
     "of dW": lambda r: _number(r["errors"].get("dw")),
     "remark": _remark,
 }
-# Beside whom the others stand, in the kinds whose columns say so.
+# The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
@@ -426,7 +426,7 @@ _TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table. Columns that say nothing in any row are left out."""
+    """Header and rows of the table, without the columns that are empty in every row."""
     columns = COLUMNS.get(content["kind"]) or _as_it_is(content["rows"])
     plain = {case_of(row): row for row in content["rows"] if row.get("side") in PLAIN and row["status"] == "ok"}
     beside = [
@@ -439,7 +439,7 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _as_it_is(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """Columns of a kind that is not known here: what is a number or a word in any row."""
+    """Columns of an unknown kind: the fields that hold a number or a word in any row."""
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
 
     def column(key: str) -> Callable[[dict[str, Any]], str]:
@@ -486,7 +486,7 @@ def to_text(content: dict[str, Any]) -> str:
 
 
 def to_rich(content: dict[str, Any]) -> Any:
-    """One table per case, its remarks below: narrow enough for a terminal of 80 columns without losing a digit."""
+    """One table per case with remarks below, narrow enough for 80 columns without losing a digit."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -521,12 +521,12 @@ def to_markdown(content: dict[str, Any]) -> str:
 
 
 def source(content: dict[str, Any]) -> str:
-    """Where a table comes from: hardware, ceilings, versions and command, in Markdown."""
+    """The origin of a table: hardware, ceilings, versions and command, in Markdown."""
     return f"{headline(content)}. `{content['command']}`" + "".join(f" {line}" for line in provenance(content))
 
 
 def provenance(content: dict[str, Any]) -> list[str]:
-    """Of a file whose rows say when they were measured: a sentence for each run but the one that wrote the file."""
+    """A sentence for each run that the rows name, except the run that wrote the file."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in content["rows"]:
         if "date" in row and (row["date"], row["command"]) != (content["date"], content["command"]):

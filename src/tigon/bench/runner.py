@@ -1,9 +1,9 @@
 """How `tigon bench` measures: correctness against fp64, peak memory, then interleaved timing.
 
-Times are medians of CUDA events over a cold cache (`triton.testing.do_bench`), of a host clock on a CPU. All
-implementations of a case are timed once per round, round after round, so that a drift of the card's clocks meets all of
-them; the report is the median over the rounds and their range. The backward is the difference of the two measurements:
-timed alone it would need a retained graph, which several peers overwrite.
+Times are medians of CUDA events over a cold cache (`triton.testing.do_bench`); on a CPU, of a host clock. Each round
+times all implementations of a case once, so that a drift of the card's clocks meets all of them alike. The report has
+the median over the rounds and their range. The backward time is forward + backward less forward: timed alone, the
+backward would need a retained graph, which several peers overwrite.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tigon.bench.cases import Implementation, Op
 from tigon.bench.inputs import TOLERANCE, Expected, Inputs, Shape
 from tigon.runtime.dispatch import use_triton
 
-# Above this a cold cache no longer matters, and do_bench's calls before the measured ones would cost minutes.
+# For longer calls a cold cache does not matter, and do_bench's warm-up calls would cost minutes.
 LONG_MS = 20.0
 LONG_REPEATS = 5
 REFERENCE = "the PyTorch reference: no kernels on this device"
@@ -32,7 +32,7 @@ REFERENCE = "the PyTorch reference: no kernels on this device"
 
 @dataclass
 class Row:
-    """One implementation on one case. Milliseconds, MiB; NaN-free: what was not measured is None."""
+    """One implementation on one case, in milliseconds and MiB. A value that was not measured is None, never NaN."""
 
     op: str
     shape: Shape
@@ -45,14 +45,14 @@ class Row:
     backward_ms: float | None = None
     total_ms: float | None = None
     total_range_ms: tuple[float, float] | None = None
-    # Forward + backward replayed as a CUDA graph: the device's share, without the host's.
+    # Forward + backward replayed as a CUDA graph: the device's time without the host's.
     device_ms: float | None = None
     floor_ms: float | None = None
     times_floor: float | None = None
     rate: float | None = None
     rate_unit: str = ""
     peak_mib: float | None = None
-    # The very first forward + backward: compilation, tuning and the first launch of every kernel.
+    # The first forward + backward: compilation, tuning and the first launch of every kernel.
     first_s: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -68,8 +68,8 @@ class Row:
 class Settings:
     """How long to measure: rounds over all implementations, and milliseconds of warm-up and of repeats in each.
 
-    graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: calls that are timed of
-    what takes longer than repeat_ms.
+    graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: how many calls are timed
+    if one call takes longer than repeat_ms.
     """
 
     rounds: int = 3
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached in this run: a large copy (bytes read + written), and a square matrix product."""
+    """The device's best in this run: a large copy (bytes read + written), and a square matrix product."""
 
     copy_gbps: float
     matmul_tflops: float
@@ -127,7 +127,7 @@ def measure_ceilings(device: torch.device, settings: Settings | None = None) -> 
     settings = settings or Settings()
     on_gpu = device.type == "cuda"
     elements = 1 << (29 if on_gpu else 23)
-    if on_gpu:  # source and copy take a quarter of what is free at most
+    if on_gpu:  # source and copy take at most a quarter of the free memory
         elements = min(elements, torch.cuda.mem_get_info(device)[0] // 16)
     copy_gbps = _copy_gbps(elements, torch.bfloat16 if on_gpu else torch.float32, device, settings)
     _free(device)
@@ -146,9 +146,9 @@ def _copy_gbps(elements: int, dtype: torch.dtype, device: torch.device, settings
 
 
 def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[str, Implementation]:
-    """What to measure: all that runs here and needs no asking, or `tigon` with those named, and their variants.
+    """The implementations to measure: all that run here by default, or `tigon` and those named, with their variants.
 
-    Who is named gets a row also where it is not installed.
+    A named implementation gets a row even if it is not installed.
     """
     if names is None:
         return {
@@ -165,7 +165,7 @@ def choose(op: Op, names: Iterable[str] | None, device: torch.device) -> dict[st
 
 
 def left_out(op: Op, chosen: dict[str, Implementation], rows: Iterable[Row], device: torch.device) -> dict[str, str]:
-    """Peers of an operator that have no row where nobody was named, and why."""
+    """Peers of an operator without a row, if no peers were named, and why."""
     present = {row.implementation for row in rows if row.op == op.name}
     found = {name: "is not installed" for name in chosen if name not in present}
     for name, implementation in op.implementations.items():
@@ -189,11 +189,11 @@ def run_case(
     fresh: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Check and time every implementation of one operator on one shape. One that fails gets a row that says why.
+    """Check and time every implementation of one operator on one shape. A failing one gets a row that says why.
 
     Args:
-        checked: names of those whose results are compared with fp64; None: all.
-        fresh: compile anew, for this shape alone. Else what torch.compile made for earlier shapes serves where it can.
+        checked: names of the implementations whose results are compared with fp64; None: all.
+        fresh: compile anew, for this shape only. Otherwise code that torch.compile made for earlier shapes may serve.
     """
     settings = settings or Settings()
     implementations = choose(op, None, device) if implementations is None else implementations
@@ -234,7 +234,7 @@ def run_case(
             del values
             row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
             steps[name] = fn
-        except Exception as error:  # a peer may fail in any way, and its row says how
+        except Exception as error:  # a peer may fail in any way; its row then says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
             row.status, row.reason = "failed", one_line(error)
@@ -270,7 +270,7 @@ def run_once(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...]
 
 
 def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Row:
-    """One implementation against fp64, not timed."""
+    """Compare one implementation with fp64, without timing."""
     row = Row(op.name, shape, str(dtype).removeprefix("torch."), name)
     inputs = op.make(shape, dtype, device, 0.0)
     try:
@@ -283,7 +283,7 @@ def check(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, name: 
 
 
 def _first_run(row: Row, fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> dict[str, Tensor]:
-    """Outputs and gradients by name, and the seconds they took in the row."""
+    """Outputs and gradients by name; the seconds that they took go into the row."""
     start = time.perf_counter()
     outs, grads = run_once(fn, inputs)
     synchronize(device)
@@ -303,15 +303,15 @@ def _check(row: Row, values: dict[str, Tensor], expected: Expected, bounds: dict
 
 
 def _bounds(op: Op, inputs: Inputs, expected: Expected, dtype: torch.dtype) -> dict[str, float]:
-    """What an error may be: twice that of eager code on the same inputs, as in the tests, and at least a few roundings.
+    """Each error's bound: twice eager code's error on the same inputs, as in the tests, or at least a few roundings.
 
-    How far rounding alone puts a result off depends on the shape: a mean over few labels is a small sum of large terms.
-    Zeros, whose error is 1, pass nowhere.
+    The error of rounding depends on the shape: a mean over few labels is a small sum of large terms. A result of zeros,
+    whose error is 1, never passes.
     """
     least = TOLERANCE[dtype] * (op.slack if dtype.itemsize == 2 else 1.0)
     bounds = dict.fromkeys(expected, least)
     if expected and "eager" in op.implementations:
-        with contextlib.suppress(Exception):  # out of memory, for one: its own row says so
+        with contextlib.suppress(Exception):  # out of memory, say: eager's own row reports it
             outs, grads = run_once(op.implementations["eager"].load(), inputs.clone())
             errors = _errors(_named(inputs, outs, grads), expected)
             bounds |= {name: max(least, min(2 * error, 0.5)) for name, error in errors.items() if math.isfinite(error)}
@@ -366,7 +366,7 @@ def _device_ms(
     settings: Settings,
     estimate_ms: float,
 ) -> float | None:
-    """Milliseconds of forward + backward as one CUDA graph; None where that says nothing more or cannot be captured."""
+    """Milliseconds of forward + backward as one CUDA graph; None if a graph adds nothing or cannot be captured."""
     if device.type != "cuda" or estimate_ms >= LONG_MS:
         return None
     from triton.testing import do_bench_cudagraph
@@ -375,13 +375,13 @@ def _device_ms(
         inputs = inputs.clone()
     try:
         return float(do_bench_cudagraph(lambda: run_once(fn, inputs), rep=settings.graph_ms, return_mode="median"))
-    except Exception:  # a peer that waits for the device, or allocates in a way that a capture forbids
+    except Exception:  # a peer that waits for the device, or allocates as a capture forbids
         torch.cuda.synchronize(device)
         return None
 
 
 class _Floor:
-    """The least time that forward and backward can take here: bytes at the copy bandwidth, or GEMMs timed alone."""
+    """The least time of forward and backward on this device: bytes at the copy bandwidth, or GEMMs timed alone."""
 
     def __init__(
         self,
@@ -443,7 +443,7 @@ def _free(device: torch.device) -> None:
 
 
 def parse_shape(op: Op, text: str) -> Shape:
-    """'8192x4096' as numbers. Raises ValueError with a sentence for another number of them than the operator takes."""
+    """'8192x4096' as numbers. Raises ValueError with a sentence unless the operator takes as many numbers."""
     parts = text.lower().replace("×", "x").split("x")
     if len(parts) != len(op.shape_names) or not all(p.isdecimal() and int(p) > 0 for p in parts):
         example = "x".join(map(str, op.small[0]))

@@ -1,4 +1,4 @@
-"""One training step of a whole model: the sides of a comparison, what each does to the model, and how it is timed."""
+"""One training step of a whole model: the sides of a comparison, how each changes the model, and the timing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 3
 LEARNING_RATE = 1e-5
-WARM_LENGTH = 64  # of the step before the first that memory is measured in
-LONG_STEP_MS = 10e3  # of a step that needs no other before it to be timed
+WARM_LENGTH = 64  # tokens of the warm-up step before memory is measured
+LONG_STEP_MS = 10e3  # a first step this long counts, too
 
 
 @dataclass
 class Side:
-    """One side of the comparison: a key of SIDES, or "floor", what no side can be faster than (see floor.py)."""
+    """One side of the comparison: a key of SIDES, or "floor", the time that no side can beat (see floor.py)."""
 
     model: str
     side: str
@@ -47,10 +47,10 @@ class Side:
     times_floor: float | None = None
     # Milliseconds of the device in one step by kind of kernel, "idle" among them (see kernels.py).
     profile_ms: dict[str, float] = field(default_factory=dict)
-    # Median SM clock and power while the timed steps ran; None where nobody asked nvidia-smi.
+    # Median SM clock and power during the timed steps; None without nvidia-smi.
     sm_mhz: float | None = None
     watts: float | None = None
-    # When and by which command this row was measured; "" where that was not recorded.
+    # The date and the command of this row's measurement; "" if not recorded.
     date: str = ""
     command: str = ""
 
@@ -85,14 +85,14 @@ def _tigon_compile(model: PreTrainedModel) -> None:
     _compile(model)
 
 
-# What each side does to the plain model.
+# How each side changes the plain model.
 SIDES: dict[str, Callable[[Any], None]] = {
     "hf": _hf,
     "compile": _compile,
     "liger": _liger,
     "tigon": _tigon,
     "tigon-compile": _tigon_compile,
-    # Other levels of what is recomputed than the default.
+    # Fused models at other levels of recompute than the default.
     **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "mlp")},
     "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
 }
@@ -100,7 +100,7 @@ DEFAULT_SIDES = ("hf", "liger", "tigon")
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A preset with random weights, drawn on the device itself: eight billion of them take a second there."""
+    """A preset with random weights, drawn on the device, where eight billion weights take a second."""
     from tigon.presets import auto_class, preset_config
 
     config = preset_config(name, **overrides)

@@ -139,9 +139,7 @@ def run(
         if overwrite:
             clear(output)
         elif not checkpoint:
-            check_room(
-                output, overwrite
-            )  # checked again: another run may have ended in this folder since the first check
+            check_room(output, overwrite)  # again: another run may have ended there since the first check
         # Files that a killed run left half written must not get into a checkpoint of the same name.
         shutil.rmtree(output / STAGING, ignore_errors=True)
         # The record comes first: it marks the files that follow as this run's.
