@@ -1,5 +1,8 @@
 """A gradient of a fused loss may be taken with create_graph, and is not lost in silence where it is differentiated."""
 
+import functools
+import types
+
 import pytest
 import torch
 from flat import distill, distill_topk, dpo, grpo, kto, rloo
@@ -8,10 +11,19 @@ import tigon
 from tigon import losses
 
 S, T, H, V = 4, 5, 8, 33
-TARGET = torch.randint(0, V, (S, T), generator=torch.Generator().manual_seed(0))
-ADVANTAGES = torch.tensor([0.5, -1.0, 2.0, 0.3])
-LABEL = torch.tensor([True, False, True, False])
-LOGPS = torch.tensor([-3.0, -2.0])
+
+
+@functools.cache
+def on(device):
+    target = torch.randint(0, V, (S, T), generator=torch.Generator().manual_seed(0))
+    label, logps = torch.tensor([True, False, True, False]), torch.tensor([-3.0, -2.0])
+    given = {"target": target, "advantages": torch.tensor([0.5, -1.0, 2.0, 0.3]), "label": label, "logps": logps}
+    given["ones"] = -torch.ones(S * T, 1)
+    return types.SimpleNamespace(**{name: t.to(device) for name, t in given.items()})
+
+
+def of(x):
+    return on(x.device)
 
 
 def rows(fn):
@@ -19,33 +31,29 @@ def rows(fn):
 
 
 def accumulated(x, w):
-    return tigon.linear_cross_entropy(x, w, TARGET.to(x.device), main_grad=torch.zeros(V, H, device=x.device))
+    return tigon.linear_cross_entropy(x, w, of(x).target, main_grad=torch.zeros(V, H, device=x.device))
 
 
 LOSSES = {
-    "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET.to(x.device)),
-    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, TARGET.to(x.device), reduction="none").sum(),
+    "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, of(x).target),
+    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, of(x).target, reduction="none").sum(),
     "main_grad": accumulated,
-    "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, TARGET.to(x.device)).logprob.sum(),
-    "dpo": lambda x, w: dpo(
-        x, w, TARGET.to(x.device), ref_chosen_logps=LOGPS.to(x.device), ref_rejected_logps=LOGPS.to(x.device)
-    )[0],
-    "orpo": lambda x, w: losses.orpo(x, w, TARGET.to(x.device))[0],
-    "cpo": lambda x, w: losses.cpo(x, w, TARGET.to(x.device))[0],
-    "simpo": lambda x, w: losses.simpo(x, w, TARGET.to(x.device))[0],
-    "kto": lambda x, w: kto(
-        x, w, TARGET.to(x.device), LABEL.to(x.device), ref_logps=LOGPS.to(x.device).repeat(2), kl=0.1
-    )[0],
-    "grpo": lambda x, w: grpo(x, w, TARGET.to(x.device), advantages=ADVANTAGES.to(x.device))[0],
-    "rloo": lambda x, w: rloo(x, w, TARGET.to(x.device), advantages=ADVANTAGES.to(x.device))[0],
-    "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), TARGET.to(x.device).flatten())[0]),
+    "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, of(x).target).logprob.sum(),
+    "dpo": lambda x, w: dpo(x, w, of(x).target, ref_chosen_logps=of(x).logps, ref_rejected_logps=of(x).logps)[0],
+    "orpo": lambda x, w: losses.orpo(x, w, of(x).target)[0],
+    "cpo": lambda x, w: losses.cpo(x, w, of(x).target)[0],
+    "simpo": lambda x, w: losses.simpo(x, w, of(x).target)[0],
+    "kto": lambda x, w: kto(x, w, of(x).target, of(x).label, ref_logps=of(x).logps.repeat(2), kl=0.1)[0],
+    "grpo": lambda x, w: grpo(x, w, of(x).target, advantages=of(x).advantages)[0],
+    "rloo": lambda x, w: rloo(x, w, of(x).target, advantages=of(x).advantages)[0],
+    "distill": rows(lambda x, w: distill(x, w, 2 * x.detach(), w.detach(), of(x).target.flatten())[0]),
     "distill_topk": rows(
         lambda x, w: distill_topk(
             x,
             w,
-            TARGET.to(x.device).flatten()[:, None],
-            -torch.ones(S * T, 1, device=x.device),
-            TARGET.to(x.device).flatten(),
+            of(x).target.flatten()[:, None],
+            of(x).ones,
+            of(x).target.flatten(),
         )[0]
     ),
 }

@@ -61,7 +61,7 @@ OPERATORS = {
         x.flatten(0, 1), w, 2 * x.flatten(0, 1).detach(), w.detach(), t.flatten(), hard_weight=0.5, **o
     )[0],
     "distill_topk": lambda x, w, t, **o: distill_topk(
-        x.flatten(0, 1), w, *(t.to(x.device) for t in TEACHER), t.flatten(), hard_weight=0.5, **o
+        x.flatten(0, 1), w, *(k.to(x.device) for k in TEACHER), t.flatten(), hard_weight=0.5, **o
     )[0],
 }
 EVERY = pytest.mark.parametrize("name", OPERATORS)
