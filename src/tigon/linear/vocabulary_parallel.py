@@ -130,6 +130,7 @@ class InputGradient:
         if self._on_the_way is None:
             return
         sum_, rows, dx = self._on_the_way
+        # A wide sum is rounded once, here: shares that are rounded before they are added double the error of dx.
         here = sum_.wait()
         if isinstance(rows, Tensor):
             dx.index_copy_(0, rows, here.to(dx.dtype))

@@ -379,6 +379,7 @@ def _token_loss_fwd(
             for rows, _ in pieces if need_dx else ():
                 dx[rows] = 0.0
             continue
+        # Boosted here, in fp32: fp16 gradients of a mean over many tokens would underflow.
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
         # Backwards, because the last piece's logits are still in the buffer. A part of one piece, the usual case, is
         # therefore never computed twice.

@@ -91,6 +91,7 @@ def _embedding_fwd_kernel(
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < H)[None, :]
     ids = tl.load(ids_ptr + rows, mask=rows < M, other=0).to(tl.int64)
+    # An id out of range gives a row of NaN: raising would make the host wait for the device.
     known = (ids >= 0) & (ids < V)
     w_ptr += ids[:, None] * stride_w + cols[None, :]
     w = tl.load(w_ptr, mask=mask & known[:, None], other=float("nan"))
@@ -235,6 +236,7 @@ def _embedding_bwd_kernel(
     first = tl.load(starts_ptr + rows, mask=rows < V, other=0)
     length = tl.load(starts_ptr + rows + 1, mask=rows < V, other=0) - first
     short = length <= PIECE
+    # Long runs are summed in pieces, and _embedding_long_kernel writes their rows.
     length = tl.where(short, length, 0)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for i in range(tl.max(length, 0)):

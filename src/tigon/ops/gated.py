@@ -176,6 +176,7 @@ def _gated_bwd_kernel(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, N, stride_dym, stride_gm, stride_um, stride_dgm, stride_dum, stride_ym,
     gate_multiplier, multiplier, ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # The same flat grid as the forward pass: an element needs no other.
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -126,6 +126,7 @@ def _sums_about(
         c, s = _tile(tile, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+        # Masked places hold 0, not `about`: without the select each would add -about to the sums.
         x = tl.where(mask, x - about, 0.0)
         total += x
         squares += x * x
@@ -215,6 +216,7 @@ def _group_norm_bwd_kernel(
     rstd = tl.load(stats_ptr + 2 * slab + 1)
     if SUM:
         if NEED_DW or NEED_DB:  # (parts of space within samples, one or both of dW and dbias, C)
+            # One row of partial sums for each part of space; sum_rows adds them in a fixed order, without atomics.
             row = (sample * parts_s + part % parts_s).to(tl.int64)
             partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
         along = tl.zeros((BLOCK_C,), tl.float32)

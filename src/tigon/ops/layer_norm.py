@@ -351,6 +351,7 @@ def _layer_norm_wide_fwd_kernel(
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        # Masked columns hold 0, not `about`: without the select each would add -about to the sums.
         x = tl.where(cols < N, x - about, 0.0)
         total += x
         squares += x * x

@@ -207,6 +207,7 @@ def _poly_norm_wide_bwd_kernel(
     dw2 = tl.full((), 0.0, tl.float32)
     db = tl.full((), 0.0, tl.float32)
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
+        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
         s0 = tl.zeros((BLOCK_N,), tl.float32)
         s1 = tl.zeros((BLOCK_N,), tl.float32)
@@ -331,6 +332,7 @@ def _poly_norm_bwd(
     block_m, block_n, warps, stages, resident = (
         _bwd_tile(N, x.element_size(), x.device) if narrow else (1, *_wide_tile())
     )
+    # A persistent grid, so that there are as few partial sums as programs.
     programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
     partial = x.new_empty((programs, sums), dtype=torch.float32)
 

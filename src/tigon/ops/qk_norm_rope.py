@@ -397,6 +397,7 @@ def _qk_norm_rope_bwd(
     dyq, dyk = (dy if dy is None else unit_stride(dy) for dy in (dyq, dyk))
     D, half = q.shape[3], cos.shape[-1] // 2
     rows, most_heads, warps, stages, per_multiprocessor = _bwd_tile(half)
+    # A persistent grid, so that there are as few partial sums as programs.
     programs = min(1 + (q.numel() + k.numel()) // (D * rows), per_multiprocessor * multiprocessors(q.device))
     partial = q.new_empty((programs, need_dwq + need_dwk, D), dtype=torch.float32) if need_dwq or need_dwk else None
     outputs = dq if need_dq else None, dk if need_dk else None

@@ -328,6 +328,7 @@ def _rms_norm_wide_dw_kernel(
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for r in range(part, M, P):
+        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
         x_at = row // inner * stride_xo + row % inner * stride_xi
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
@@ -478,6 +479,7 @@ def _rms_norm_bwd(
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         inputs = 2 if ds is None else 3
         block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
+        # A persistent grid, so that there are as few partial sums as programs.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)

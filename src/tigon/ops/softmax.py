@@ -174,6 +174,7 @@ def _softmax_fwd_kernel(
         z = _scores(x, mask_ptr, at, seen, near, scale, SCALED or CAUSAL)
         # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
         e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2E)
+        # One division a row; elements are multiplied.
         y = e * (1.0 / tl.sum(e, 1))[:, None]
         tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -80,6 +80,7 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     size = tl.sum(above.to(tl.float32), 1)
     total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
     dropped = 1
+    # The support only shrinks. It is final once a step drops no element.
     while dropped > 0:
         above = size[:, None] * x > total[:, None]  # x > total / size without rounding a quotient: ties stay outside
         left = tl.sum(above.to(tl.float32), 1)

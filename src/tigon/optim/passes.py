@@ -52,9 +52,11 @@ def two_passes(
     # The model may have parameters of another optimizer: their gradients of the first pass are dropped too.
     in_model = (p for m in modules for p in m._parameters.values() if p is not None)
     touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
+    # Gradients of earlier shards are set aside: the first pass needs those of its own shard alone.
     gathered = [p.grad for p in touched]
     draws = _draws(params)
     buffers = list({id(b): b for m in modules for b in m._buffers.values() if b is not None}.values())
+    # The second pass updates running statistics once more. Buffers that the first pass wrote are put back afterwards.
     versions = [b._version for b in buffers]
     for p in touched:
         p.grad = None
@@ -67,6 +69,7 @@ def two_passes(
         for p, g in zip(touched, gathered, strict=True):
             p.grad = g
     _check(own)
+    # The second pass repeats the first pass's dropout. Random numbers then go on from where the first pass ended.
     after_first = _draws(params)
     tracked = _tracked(modules)
     written = [b for b, v in zip(buffers, versions, strict=True) if b._version != v or id(b) in tracked]

@@ -191,6 +191,7 @@ def differentiable(
     op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        # A missing upstream gradient stays None: a tensor of zeros would cost a pass over its memory.
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 

@@ -122,6 +122,7 @@ def _log2_sums(
     for part in range(world):
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS + TOP, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
+    # In the order of the devices: all of them get the same bits.
     for part in range(world):
         at = parts_ptr + (part * M + rows) * COLUMNS
         step = tl.maximum((tl.load(at + TOP, mask=inside, other=LOWEST) - top) * k, -1000.0)

@@ -54,6 +54,7 @@ def distill_rows(
     transforms = (softcap, scale, teacher_softcap, teacher_scale)
     branches = (mode, softcap != 0.0, teacher_softcap != 0.0, gradient)
     label = None if labels is None else labels.dtype
+    # Every number that the plan reads is in the key: a plan is kept for the next launch with the same key.
     key = (M, sizes, options, weights, branches, logits.dtype, teacher.dtype, label, factor is None)
     tensors = (logits, teacher, labels, soft, hard, factor)
 

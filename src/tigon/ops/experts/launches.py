@@ -166,6 +166,7 @@ def _moe_mlp_fwd(
     unit(z, h, routing, Options(*options))
     if not keep:
         z = x.new_empty((0,))
+    # room again: the experts' input rows have been multiplied, and nothing reads them any more.
     _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows)
     y = x.new_empty(x.shape)
     token_sum(room, routing, weights.contiguous(), y, K)
@@ -214,6 +215,7 @@ def _moe_mlp_bwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """reuse: dz may overwrite z. Never in a compiled graph, whose operators must not change their inputs."""
     routing = Routing(order, place, offsets, tiles)
+    # Room for a gradient is made when its turn comes: those of the weights are the largest tensors of the pass.
     gradient = _rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias)
     found = [x.new_empty(0) for _ in range(6)]
     (E, D, N), K = down.shape, index.shape[1]
@@ -233,6 +235,7 @@ def _moe_mlp_bwd(
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
             _rows_by_weight(room, _with_unit_stride(down), None, routing, dh, rows, transposed=True)
+        # weight · h overwrites dh, which the same kernel has read.
         h = None if not needs[3] else x.new_empty((S, N)) if dh is None else dh
         if need_dz:
             dz = z if reuse else _like(z)
