@@ -1,4 +1,4 @@
-"""Ten architectures at their real widths, plain and fused: the same loss, gradients as right, faster and smaller.
+"""Ten architectures at their real widths, plain and fused: checks loss and gradients, measures speed and memory.
 
     python benchmarks/architectures.py --output results
     python benchmarks/architectures.py --output results --only qwen3-8b,gpt-oss-20b --layers 4 --batch 4 --seq 2048
@@ -31,7 +31,7 @@ MODELS = (
     "llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "mistral-7b", "phi-4", "granite-3.1-8b", "olmo-2-7b",
     "gpt-oss-20b", "qwen2.5-vl-7b",
 )  # fmt: skip
-LAYERS = {"gemma-3-4b": 6}  # where the first two are not all kinds
+LAYERS = {"gemma-3-4b": 6}  # the first two layers are not of all kinds
 FACTOR = 2.0  # a fused gradient may be this many times as far from fp32 as the plain one is
 WARMUP, ROUNDS = 3, 4
 
@@ -68,7 +68,7 @@ def build(name: str, layers: int, device: torch.device, **overrides: Any) -> Any
     before = text.num_hidden_layers
     text.num_hidden_layers = min(layers, before)
     for key, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:  # a type for each layer
+        if isinstance(value, list) and len(value) == before:  # a list with an entry for each layer
             setattr(text, key, value[:layers])
     config.use_cache = False
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def compare(rows: dict[str, Side], model: Any, ids: torch.Tensor, labels: torch.
         found[name] = errors(mine, exact)
         row.error = max(found[name].values())
         del mine
-    # One rounding of bf16 is what a gradient of a few exact numbers may differ by.
+    # A gradient made of a few exact numbers may differ by one bf16 rounding.
     beyond = [n for n, e in found["tigon"].items() if not e <= max(FACTOR * found["hf"].get(n, 0.0), 2**-8)]
     ours, plain = rows["tigon"], rows["hf"]
     if beyond:

@@ -70,14 +70,14 @@ def measure_op(op: Op, shape: tuple[int, ...], device: torch.device, ceilings: C
 
 
 def compare_ops(options: argparse.Namespace, device: torch.device) -> tuple[list[Found], list[Any], list[str]]:
-    """What was found of each recorded case, the rows, and the cases for which there was no time."""
+    """The ratio now of each recorded case, the rows, and the cases for which there was no time."""
     start = time.monotonic()
     ceilings = measure_ceilings(device)
     print(f"copy {ceilings.copy_gbps:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s", flush=True)
     recorded = recorded_ops(options.recorded)
     names = options.only.split(",") if options.only else list(OPS)
     cases = [(OPS[name], shape) for name in names for shape in OPS[name].shapes if "tigon" in OPS[name].implementations]
-    # What memory bounds takes seconds, what products bound takes minutes: first everything that is quick.
+    # Operators bound by memory take seconds, those bound by matrix products minutes: the quick ones run first.
     cases.sort(key=lambda case: case[0].flops is not None)
     found, rows, left = [], [], []
     for op, shape in cases:

@@ -40,14 +40,14 @@ VOCABULARY = 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 IGNORE = -100
 
-# Sizes that differ from one another: an axis is known by its length (see Order).
+# All sizes differ, because `Order` recognises an axis by its length.
 WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, EXPERTS, EXPERT = 80, 4, 2, 16, 144, 6, 56
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": 2,
     "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "max_position_embeddings": 256,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False,
 }  # fmt: skip
-# Together they have all that fuse replaces; what ran in each stands in the record, as the calls of its runs.
+# Together the families have every part that fuse replaces; the record has the calls of each run.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},  # a norm of each head of q and k
@@ -62,14 +62,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": WIDTH // HEAD, "rotary_pct": 0.5},  # layer norms, biases, no gate
 }  # fmt: skip
 BATCHES = ("rows", "packed", "accumulated")
-# The model's own loss, divided by the number of tokens; and a loop that sums F.cross_entropy of the logits that the
-# model returns, and divides the gradients.
+# "labels": the model's own loss, divided by the number of tokens. "logits": a loop that sums F.cross_entropy of the
+# logits that the model returns, and divides the gradients.
 PATHS = ("labels", "logits")
 MICRO = 2  # batches whose gradients are accumulated
 
 LONG = {"steps": 300, "plain": 4, "batch": 8, "seq": 128}
-# A near tie in a router is decided by a rounding, and the run is another one from there on. In bf16 all runs part
-# early; in fp32 some orders do and others do not, and more of them show how many.
+# A rounding decides a near tie in a router, and from there on the run is a different one. In bf16 all runs diverge
+# early. In fp32 some orders diverge and others do not, and more plain runs show how many.
 PLAIN_ROUTED = 8
 SHORT = {"steps": 12, "plain": 4, "batch": 4, "seq": 48}
 RATE, WARMUP, CLIP = 1e-3, 10, 1.0
@@ -90,7 +90,7 @@ def build(family: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
 
 @functools.cache
 def lines() -> list[list[int]]:
-    """The text as token ids, line by line. The tokenizer is trained on it."""
+    """The text as token ids, line by line. The tokenizer is trained on the same text."""
     from tokenizers import Tokenizer
 
     from tigon.cli.tokens import train_tokenizer
@@ -101,7 +101,7 @@ def lines() -> list[list[int]]:
 
 
 class Text:
-    """Batches of the text: any step by its number, alike in every run."""
+    """Batches of the text: the batch of a step depends only on the step's number, in every run."""
 
     def __init__(self, batches: str, batch: int, length: int, device: torch.device) -> None:
         self.batches, self.batch, self.device = batches, batch, device
@@ -125,7 +125,7 @@ class Text:
         ids = self.ids[rows]
         inputs = {"input_ids": ids, "labels": ids.clone()}
         if self.batches == "packed":
-            # Every line is a document: its positions begin anew, it sees no other, and does not predict the next.
+            # Every line is a document: its positions begin anew, and it neither sees nor predicts another line.
             at = torch.arange(ids.shape[1]).expand_as(ids)
             starts = (self.positions[rows] == 0) | (at == 0)
             inputs["position_ids"] = at - torch.where(starts, at, 0).cummax(-1).values
@@ -188,7 +188,7 @@ class Order:
         self.draw = draw
 
     def of(self, name: str, value: Tensor, *, back: bool = False) -> Tensor:
-        """A parameter in this order, or (back) one of this order as it was."""
+        """A parameter permuted to this order; with `back`, from this order to the original."""
         for i, size in enumerate(value.shape):
             axis = self.axes.get(size)
             for end, (at, other) in self.named.items():
@@ -205,7 +205,7 @@ class Order:
                 p.copy_(self.of(name, p.detach()))
 
     def weights(self, model: nn.Module) -> Tensor:
-        """All parameters as one vector in fp32, in the order as it was."""
+        """All parameters as one vector in fp32, in the original order."""
         return torch.cat([self.of(n, p.detach(), back=True).float().flatten() for n, p in model.named_parameters()])
 
     def batches(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,13 +231,13 @@ def _blocks(order: Tensor, size: int) -> Tensor:
 
 
 def forward(model: nn.Module, inputs: dict[str, Any], path: str, items: int) -> Tensor:
-    """The loss of a micro-batch; with "logits" a sum, whose gradients are still to be divided."""
+    """The loss of a micro-batch; with path "logits" a sum, whose gradients the caller must divide."""
     if path == "labels":
         return model(**inputs).loss
     out = model(**{k: v for k, v in inputs.items() if k not in ("labels", "num_items_in_batch")})
     logits, target = out.logits[:, :-1].float().flatten(0, 1), inputs["labels"][:, 1:].flatten()
     loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
-    auxiliary = getattr(out, "aux_loss", None)  # of a router
+    auxiliary = getattr(out, "aux_loss", None)  # the router's auxiliary loss
     return loss if auxiliary is None else loss + items * model.config.router_aux_loss_coef * auxiliary
 
 
@@ -267,7 +267,7 @@ def train(
                 p.grad, q.grad = q.grad.to(p.dtype), None
         if path == "logits":
             torch._foreach_div_([p.grad for p in parameters], float(items))
-        # Apart from clip_grad_norm_, which rounds the norm to the gradients' dtype.
+        # Not the norm of clip_grad_norm_, which rounds it to the gradients' dtype.
         norm_of = [
             torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters
         ]
@@ -276,7 +276,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(torch.stack(parts).double().sum())
-    # Read once, at the end: nothing waits for the device in between.
+    # The losses are read once, at the end, so that no step waits for the device.
     return torch.stack(losses).tolist(), torch.stack(norms).double().tolist()
 
 
@@ -315,7 +315,7 @@ def run(row: Runs, plain: int, device: torch.device) -> Runs:
 
 
 def attempt(row: Runs, plain: int, device: str) -> Runs:
-    """`run`, or a row that says why there is none."""
+    """`run`, or a row with the reason why the run failed."""
     try:
         return run(row, plain, torch.device(device))
     except Exception as error:
@@ -325,7 +325,7 @@ def attempt(row: Runs, plain: int, device: str) -> Runs:
 
 
 def prepare() -> None:
-    """In each process: a run is bound by Python, not by products, and processes share the cores."""
+    """Limit each process to one thread: Python bounds a run, not products, and the processes share the cores."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="transformers")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""What stands in the way: hardware counters of the kernels that are furthest from their floors.
+"""What slows the kernels that are furthest from their floors: their hardware counters.
 
     python benchmarks/counters.py --output results
     python benchmarks/counters.py --output results --only "layer_norm 8192x16384 bf16 tigon"
@@ -69,7 +69,7 @@ class Row:
 
 
 def run(case: str) -> None:
-    """What ncu watches."""
+    """The passes that ncu profiles."""
     name, shape, dtype, by = case.split()
     op = OPS[name]
     inputs = op.make(parse_shape(op, shape), DTYPES[dtype], torch.device("cuda"), 0.0)

@@ -50,9 +50,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
-# An image that a chart takes the place of: it has its colours from the page.
+# An image that an inline chart replaces, since a chart takes its colours from the page.
 CHART = re.compile(r"!\[(?P<title>[^\]]*)\]\((?:\.\./)*charts/(?P<name>[^)]+)\.png\)")
-# Beyond this a chart of a whole file says nothing; the operators' own pages have theirs.
+# A chart of more cases is unreadable; the operators' own pages have charts.
 CHART_CASES = 24
 
 PAGE = """# {name}
@@ -122,7 +122,7 @@ def charts() -> dict[str, Callable[[], str]]:
 
 
 def drawn(image: re.Match[str]) -> str:
-    """A chart in the page itself, where it has the colours of the theme and text that can be read and searched for."""
+    """A chart inside the page, where it has the theme's colours, and text that you can search."""
     if image["name"] not in charts():
         return image[0]
     svg = re.sub(r"\s*\n\s*", " ", charts()[image["name"]]().strip())
@@ -207,7 +207,7 @@ def replaced(name: str) -> str:
     doc = inspect.getdoc(function(name)) or ""
     found = re.search(r"^Replaces[^\n]*::\n\n((?:    [^\n]*\n?|\n)+)", doc, re.MULTILINE)
     lines = [line.split("  #")[0].strip() for line in found[1].splitlines() if line.strip()] if found else []
-    # A call over several lines is one.
+    # A call over several lines counts as one line.
     while len(lines) > 1 and lines[-1].count(")") > lines[-1].count("("):
         lines[-2:] = [f"{lines[-2]} {lines[-1]}"]
     return lines[-1] if lines else ""
@@ -246,7 +246,7 @@ def reference(package: str) -> str:
 
 @functools.cache
 def written() -> set[str]:
-    """Names with an entry in a page that is written by hand."""
+    """Names that have an entry in a hand-written page."""
     found = set()
     for page in DOCS.rglob("*.md"):
         text = page.read_text()
@@ -308,7 +308,7 @@ def engines(pattern: str) -> str:
 
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each error the largest, beside that of the plain model in the same case."""
+    """The largest of each error, beside the plain model's in the same case."""
     by_loss, by_gradient = (max(rows, key=lambda row: row[f"{name}_error"]) for name in ("loss", "gradient"))
     return {
         **rows[0], "side": "", "world": ", ".join(str(n) for n in sorted({row["world"] for row in rows})),

@@ -30,7 +30,7 @@ from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, run_case
 
 SMALL = Settings(1, 5.0, 20.0, 2.0)
-# For the shapes beyond those of the tables that are quoted.
+# For shapes that no quoted table has.
 EXTRA = Settings(3, 10.0, 30.0, 5.0)
 
 
@@ -39,7 +39,7 @@ class Case:
     op: Op
     shape: Shape
     dtype: str = "bf16"
-    # Of the tables that are quoted: everybody is checked against fp64, and compiled for this shape alone.
+    # A case of the quoted tables: all implementations are checked against fp64, and compiled for this shape only.
     main: bool = True
 
     @property
@@ -55,14 +55,14 @@ def record(kind: str) -> list[Case]:
             continue
         cases += [Case(op, shape) for shape in op.shapes]
         cases += [Case(op, shape, main=False) for shape in op.extra]
-        # Products in fp32 take ten times as long: the smallest shape will do for them, and bf16 for what has no other.
+        # Products in fp32 take ten times as long, so only the smallest shape is measured in other dtypes.
         at = op.shapes[:1] if op.flops is None else sorted(op.extra, key=op.flops)[:1]
         cases += [Case(op, shape, dtype, main=False) for shape in at for dtype in ("fp16", "fp32")]
     return cases
 
 
 def part_of(cases: list[Case], part: str) -> list[Case]:
-    """'2/3': the second of three parts that take about as long. An operator's cases stay together: they share code."""
+    """'2/3': the second of three parts of about equal time. An operator's cases stay together, as they share code."""
     index, _, count = part.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise SystemExit(f"h200.py: --part must be I/N with 1 ≤ I ≤ N, got {part!r}")
@@ -148,13 +148,13 @@ def run_cases(options: argparse.Namespace) -> None:
         f"copy {ceilings.copy_gbps:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s ({ceilings.matmul})",
         flush=True,
     )
-    # Shapes and dtypes of one operator in one process; at the limit torch.compile would give up.
+    # One process compiles all shapes and dtypes of an operator; at the default limit torch.compile would give up.
     torch._dynamo.config.recompile_limit = 64
     rows: list[Any] = []
     late: list[str] = []
     content = None
     compiling, compiled = 0.0, ""
-    # What is quoted comes first: a budget that is too small leaves out the further shapes.
+    # Quoted cases come first, so that a budget that is too small leaves out only further shapes.
     for case in sorted(cases_of(options, done), key=lambda case: not case.main):
         began = time.monotonic()
         title = f"{case.op.name} {'×'.join(map(str, case.shape))} {case.dtype}"

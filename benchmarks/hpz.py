@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Before CUDA: cuBLAS reads it once.
+# Set before CUDA starts: cuBLAS reads the variable once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -166,7 +166,7 @@ class Trial:
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), handle
 
     def step(self, model: Any, optimizer: Any, draw: torch.Generator, batch: int) -> torch.Tensor:
-        """Losses of the micro-steps; gradients are left to be looked at, and set to none by the next step."""
+        """Losses of the micro-steps. The gradients stay until the next step sets them to None."""
         optimizer.zero_grad()
         losses = []
         for micro in range(self.options.micro_steps):
@@ -191,7 +191,7 @@ class Trial:
         a side differs, a second fsdp2 tells whether the first one could have been repeated.
         """
         torch.use_deterministic_algorithms(True, warn_only=True)
-        with sdpa_kernel(SDPBackend.MATH):  # the others' backward passes add in any order, where that only warns
+        with sdpa_kernel(SDPBackend.MATH):  # other backends' backward passes add in any order, and warn_only lets them
             marks = {side: self.trained_bits(side) for side in ("fsdp2", "event", "host")}
             plain = marks.pop("fsdp2")
             same = {side: self.everywhere(torch.equal(x, plain)) for side, x in marks.items()}
@@ -227,7 +227,7 @@ class Trial:
         trained = {side: (*self.start(side, link), self.draw()) for side in SIDES}
         times: dict[str, list[float]] = {side: [] for side in SIDES}
         for i in range(WARMUP + options.steps):
-            # Whoever goes first in a round, and behind whom, changes.
+            # The order of the sides changes from round to round.
             for side in SIDES[i % len(SIDES) :] + SIDES[: i % len(SIDES)]:
                 model, optimizer, _, draw = trained[side]
                 with self.ordered(side), self.slow(link):
@@ -338,7 +338,7 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cycles_per_second(device: torch.device) -> float:
-    """Of torch.cuda._sleep."""
+    """How many cycles of torch.cuda._sleep the device runs in a second."""
     if device.type != "cuda":
         return 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -42,7 +42,7 @@ TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT, ROWS, BATCH = 12, 8192, 256
 LEARNING_RATES = (0.025, 0.05, 0.1, 0.2)
 RHOS = (0.1, 0.2, 0.4, 0.8)
-# Name, shards of a batch, how many times as many steps.
+# Name, shards of a batch, factor of the number of steps.
 METHODS = (
     ("SGD", 0, 1),
     ("SGD, twice as long", 0, 2),
@@ -50,7 +50,7 @@ METHODS = (
     ("mSAM, 4 shards", 4, 1),
     ("mSAM, 8 shards", 8, 1),
 )
-BAR = 2.05  # times the step without
+BAR = 2.05  # times the step without SAM
 
 # -------------------------------------------------------------------------------------------------------------- study
 
@@ -150,7 +150,7 @@ def lambda_max(
         below.append(float(w.norm()))
         matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
         matrix += torch.diag(torch.tensor(below[:-1], dtype=torch.float64), -1)
-        values, vectors = torch.linalg.eigh(matrix)  # of the lower triangle
+        values, vectors = torch.linalg.eigh(matrix)  # eigh reads only the lower triangle
         value = float(values[-1])
         residual = below[-1] * abs(float(vectors[-1, -1])) / max(abs(value), 1e-30)
         if residual < tolerance or below[-1] < 1e-12:
@@ -179,7 +179,7 @@ def plan(seeds: int, steps: int) -> list[list[Run]]:
 
 
 def attempt(run: Run, device: str) -> Run:
-    """`train`, or a row that says why there is none."""
+    """`train`, or a row with the reason why the run failed."""
     try:
         return train(run, torch.device(device))
     except Exception as error:
@@ -188,7 +188,7 @@ def attempt(run: Run, device: str) -> Run:
 
 
 def finished(runs: list[Run], device: str, jobs: int) -> Iterator[Run]:
-    """Each run when it is there; several GPUs take turns."""
+    """Each run when it has finished; several GPUs take turns."""
     count = torch.cuda.device_count() if device == "cuda" else 0
     devices = [f"cuda:{i}" for i in range(count)] or [device]
     if jobs == 1:
@@ -421,7 +421,7 @@ def alone(row: Cost, params: list[Tensor], device: torch.device) -> None:
     rho = [0.05] * len(mine)
 
     def fused() -> None:
-        # The gradients' memory has the old weights after the first time, as good as any other numbers.
+        # After the first call the gradients' memory holds the old weights, which do as well for a timing.
         restore(mine, perturb(mine, grads, squared_norm(mine, grads), rho))
 
     def foreach() -> None:
@@ -439,7 +439,7 @@ def alone(row: Cost, params: list[Tensor], device: torch.device) -> None:
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of the device, of all ranks from where the last of them begins."""
+    """Milliseconds of the device, for all ranks from the moment when the last rank begins."""
     if dist.is_initialized():
         dist.barrier()
     if device.type != "cuda":

@@ -24,7 +24,7 @@ from tigon.bench import report
 from tigon.bench.processes import Processes
 from tigon.bench.training import Side
 
-# Levels of what is recomputed, and the highest with activations in host memory: where --sides asks for them.
+# The levels of recompute, and the highest level with activations in host memory; only --sides selects them.
 LEVELS = ("tigon-none", "tigon-product", "tigon-mlp", "tigon-offload")
 ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
 
@@ -166,7 +166,7 @@ def ordered(rows: list[Side]) -> list[Side]:
 
 def save(options: argparse.Namespace, kind: str, rows: list[Side], device: torch.device) -> None:
     content = report.result(kind, rows, device=device)
-    # The rows of one case are called like those of many: what is resumed later has the same name.
+    # The file of one case has the same name as the file of many, so that a later run can resume it.
     name = options.name or report.file_name(content, "models" if kind == "model" else None)
     report.save(options.output / name, content)
 

@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Ranks:
-    """What the ranks tell each other: which sides to run, whether to begin the next, and that one of them failed."""
+    """The ranks' messages to each other: which sides to run, whether to begin the next, and that a rank failed."""
 
     def __init__(self) -> None:
         self.rank, self.local, self.world = (
@@ -62,7 +62,7 @@ class Ranks:
         )
         self.host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self.port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else _free_port()
-        # torchrun's own store is there already.
+        # torchrun runs a store already.
         hosts = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(
             self.host, self.port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=1200)
@@ -81,10 +81,10 @@ class Ranks:
         return self.store.get(f"{cell} failed").decode() if self.store.check([f"{cell} failed"]) else ""
 
     def fail(self, cell: str, reason: str) -> None:
-        self.store.compare_set(f"{cell} failed", "", reason)  # of several reasons the first
+        self.store.compare_set(f"{cell} failed", "", reason)  # keeps the first of several reasons
 
     def wait(self) -> None:
-        """Until all have come here: the store lives in rank 0, where torchrun has none."""
+        """Wait for all ranks, because the store lives in rank 0 if torchrun has none."""
         self.store.add("ended", 1)
         while self.rank == 0 and self.store.add("ended", 0) < self.world:
             time.sleep(0.05)
@@ -150,7 +150,7 @@ def row_of(model: str, side: str, options: argparse.Namespace, world: int) -> Si
 
 
 def missing(options: argparse.Namespace, world: int, rows: list[Side]) -> list[tuple[str, str]]:
-    """Models and sides to be measured, in the order in which that is done."""
+    """Models and sides to measure, in the order of the measurements."""
     names = options.only.split(",") if options.only else list(CASES)
     for what, asked, known in (("--only", names, CASES), ("--sides", options.sides.split(","), SIDES)):
         if unknown := [name for name in asked if name not in known]:

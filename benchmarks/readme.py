@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RAISED = "¹²³⁴⁵⁶⁷⁸⁹"
 
-# What a line is called, and the case that it is.
+# The name of a line, and its case.
 LOSSES = {
     "`linear_cross_entropy`, 32,768 tokens": ("linear_cross_entropy", (32768, 4096, 128256)),
     "the same, half of the labels ignored": ("linear_cross_entropy-ignored50", (32768, 4096, 128256)),
@@ -42,7 +42,7 @@ TITLES = {
     "tigon": "Tigon", "liger": "Liger", "quack": "QuACK", "trl": "TRL", "compile": "compiled", "eager": "eager",
     "transformers": "`grouped_mm`",
 }  # fmt: skip
-# What a reader has to know of a peer's figure: (operator, implementation).
+# Remarks on peers' figures, by (operator, implementation).
 REMARKS = {
     ("grpo", "liger"): "By its default, `chunk_size=1`, Liger takes one sequence at a time, and 4,096 classes of it.",
 }
@@ -148,7 +148,7 @@ def runs(content: dict[str, Any]) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------ the first chart
 
 CHARTS = ROOT / "docs" / "images"
-# GitHub shows a page in the theme of its reader, and an image in a theme of its own: one picture for each.
+# GitHub shows a page in the reader's theme, but an image cannot follow it: there is one picture for each theme.
 INKS = {
     "light": {"ink": "#1f2328", "faint": "#59636e", "liger": "#3b6ea5", "tigon": "#d9480f"},
     "dark": {"ink": "#f0f6fc", "faint": "#9198a1", "liger": "#6f9fd0", "tigon": "#ff8a50"},

@@ -216,7 +216,7 @@ def cut_cross_entropy(p: Problem, x: Tensor, target: Tensor) -> Result:
 
 @contextlib.contextmanager
 def replaced(**functions: Any) -> Iterator[None]:
-    """Other methods of Shards."""
+    """Inside, Shards has these methods in place of its own."""
     before = {name: getattr(Shards, name) for name in functions}
     for name, function in functions.items():
         setattr(Shards, name, function)
@@ -233,7 +233,7 @@ class Nothing:
 
 
 def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
-    """Every device takes its own statistics for the others', and its share of dx for the sum."""
+    """The walk without collectives: every device takes its own statistics for all, and its share of dx for the sum."""
 
     def gather(self: Shards, own: Tensor) -> Arriving:
         return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Nothing())
@@ -243,7 +243,7 @@ def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
 
 
 class Collectives:
-    """What `sharded` sends, in its order; called, sends the same again."""
+    """Records the collectives that `sharded` runs, in order; a call runs the same ones again."""
 
     def __init__(self, p: Problem) -> None:
         self.sent: list[tuple[Any, Tensor]] = []
@@ -291,7 +291,7 @@ def errors_of(p: Problem, side: Side) -> dict[str, float]:
     errors = {}
     for name, mine, theirs, right in zip(("loss", "dx", "dw"), found, base, exact, strict=True):
         size = float(right.abs().mean()) if right.numel() else 0.0
-        # The loss of either is right to fp32: of 0-d numbers the ratio would be luck.
+        # Both losses are right to fp32, so the ratio of two tiny errors would be luck.
         floor = 1e-5 * size if name == "loss" else torch.finfo(torch.bfloat16).eps / 2 * size
         error, allowed = float((mine.double() - right).abs().mean()), float((theirs.double() - right).abs().mean())
         assert size > 0, f"{name} is zero"
@@ -308,7 +308,7 @@ class Clock:
     def __call__(self, run: Callable[[], Any]) -> list[float]:
         cuda = self.device.type == "cuda"
         times = []
-        for sample in range(-2, self.samples):  # two to warm up: kernels compile, libraries choose
+        for sample in range(-2, self.samples):  # two samples of warm-up: kernels compile, libraries choose theirs
             self.wait()
             if cuda:
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -350,7 +350,7 @@ def measure(p: Problem, clock: Clock, sides: list[str]) -> list[Row]:
             row.samples_ms = clock(functools.partial(side, p, p.x, p.target))
             row.peak_gib = None if before is None else peak(p.device, before)
         except ImportError as error:
-            row.status, row.reason = "skipped", error.msg.partition(" (")[0]  # without the place on this machine
+            row.status, row.reason = "skipped", error.msg.partition(" (")[0]  # without this machine's path
             continue
         row.ms = statistics.median(row.samples_ms)
         if max(row.errors.values()) > 2:
@@ -447,7 +447,7 @@ def main() -> int:
         if options.output is not None:
             content = report.result("vocabulary-parallel", rows, device=device, gpus=world)
             name = "h200" if "H200" in content["environment"]["device"] else device.type
-            more = "" if "cross_entropy" in options.losses else "-distill"  # beside the other record, not over it
+            more = "" if "cross_entropy" in options.losses else "-distill"  # beside the other record, never over it
             report.save(options.output / f"{name}-vocabulary-parallel{more}.json", content)
     dist.destroy_process_group()
     return int(any(row.status == "wrong" and row.side.startswith("tigon") for row in rows))

@@ -1,4 +1,4 @@
-"""The page of the families: the transformers-*.json beside this file, written by `make sweep`, as Markdown."""
+"""The page of the families: the transformers-*.json beside this file, which `make sweep` writes, as Markdown."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 _MODULES = ("chunked_loss", "functional")
 
 _NO_KERNEL = "Tigon has no kernel for it"
-# What Liger has and Tigon does not, with what to do about it.
+# Names of Liger that Tigon lacks, with what you can use instead.
 MISSING = {
     "LigerExpertParallelFusedMoe": _NO_KERNEL,
     "LigerFusedNeighborhoodAttention": _NO_KERNEL,
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
 
 
 def absent(name: str, module: str) -> str:
-    """The sentence about a name that is not there."""
+    """The error's sentence about a name that Tigon lacks."""
     if name.startswith("Liger") and name.endswith("OutputWithPast"):
         return f"{module} has no {name}: a fused model returns what it returned before."
     if name in MISSING:

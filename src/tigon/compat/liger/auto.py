@@ -24,7 +24,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        # With output_loading_info=True it comes with that.
+        # With output_loading_info=True transformers returns (model, loading info).
         _apply_liger_kernel_to_instance(loaded[0] if isinstance(loaded, tuple) else loaded, **flags)
         return loaded
 

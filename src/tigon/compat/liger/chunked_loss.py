@@ -47,9 +47,9 @@ def __getattr__(name: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------------ preferences
 #
-# Of pairs: x is (2B, T, H), B chosen sequences and then the rejected ones, target (2B, T). They return the loss and
-# chosen_logps (B,), rejected_logps (B,), the means of the chosen's and of the rejected's logits (over all positions),
-# the chosen's negative log-likelihood, chosen_rewards (B,), rejected_rewards (B,).
+# The losses of pairs take x (2B, T, H), B chosen sequences and then the rejected ones, and target (2B, T). They return
+# the loss and chosen_logps (B,), rejected_logps (B,), the means of the chosen's and of the rejected's logits (over all
+# positions), the chosen's negative log-likelihood, chosen_rewards (B,), rejected_rewards (B,).
 
 
 def liger_fused_linear_dpo(
@@ -257,7 +257,8 @@ class LigerFusedLinearKTOLoss(Options):
 
 # ----------------------------------------------------------------------------------------------------- distillation
 #
-# They return the loss, or with return_soft_hard_loss also the soft and the hard one: means over targets that count.
+# These losses return the loss, or with return_soft_hard_loss also the soft and the hard loss: means over targets that
+# count.
 
 
 def liger_fused_linear_jsd(
@@ -309,7 +310,7 @@ def _distill(
     if not parts:
         return loss
     hard_loss = found.get("hard_loss")
-    if hard_loss is None:  # asked for, although it has no weight
+    if hard_loss is None:  # the caller wants the hard loss, although its weight is 0
         with torch.no_grad():
             count = (target != ignore_index).sum().clamp(min=1)
             hard_loss = linear_cross_entropy(x, head, target, ignore_index=ignore_index, divisor=count)

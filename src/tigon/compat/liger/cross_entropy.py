@@ -117,7 +117,7 @@ def head_cross_entropy(
             label_smoothing=label_smoothing, softcap=softcap, details=True,
         )  # fmt: skip
         z = torch.zeros_like(loss)
-        if lse_square_scale:  # by itself, since class weights and their sum are none of its business
+        if lse_square_scale:  # computed apart, since class weights do not apply to the z-loss
             z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)
         if use_token_scaling:
             p = logprob(logits.detach(), target, ignore_index=ignore_index, softcap=softcap).logprob.exp()

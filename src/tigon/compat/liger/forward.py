@@ -9,7 +9,7 @@ from torch import Tensor
 
 _LOSS = "call LigerForCausalLMLoss, or tigon.linear_cross_entropy, with the model's hidden states and its head's weight"
 _ROWS = "tigon.linear_logprob has is_top1 for each token"
-# What each argument is by default, and how to have what it asks for.
+# Each argument's default, and how you get the result that the argument asks for.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "lse_square_scale": (0.0, _LOSS),
     "label_smoothing": (0.0, _LOSS),

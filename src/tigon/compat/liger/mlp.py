@@ -17,7 +17,7 @@ from tigon.ops.experts import moe_mlp
 from tigon.ops.gated import geglu, swiglu
 
 SILU = ACTS["silu"].aliases
-# Liger takes "gelu" for the tanh formula too.
+# Liger runs "gelu" by the tanh formula too.
 GELU = ("gelu", *ACTS["gelu_tanh"].aliases)
 
 
@@ -148,7 +148,7 @@ class LigerFalconH1SwiGLUMLP(_Gated):
     def forward(self, x: Tensor) -> Tensor:
         if getattr(self.down_proj, "bias", None) is None:
             return super().forward(x)
-        # With a bias the multiplier has to come after it.
+        # With a bias the multiplier has to come after the bias.
         y = swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=self.gate_multiplier)
         return self.down_proj(y) * self.down_multiplier
 

@@ -17,7 +17,7 @@ from torch import nn
 from tigon.compat.liger.forward import check_forward_arguments
 from tigon.fusion.model import Fusion, fuse
 
-# Liger's flags, and what they are in tigon.fuse.
+# Liger's flags, with the options of tigon.fuse that they stand for.
 FLAGS: dict[str, tuple[str, ...]] = {
     "rope": ("rotary",),
     "cross_entropy": ("head",),
@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, str] = {
     "pixtral": "rope rms_norm swiglu model",
     "qwen2_vl": _SWIGLU.replace("rms_norm", "rms_norm layer_norm"),
 }  # fmt: skip
-# Model types that have another family's function.
+# Model types that use another family's function.
 OTHER_TYPES = {"llama4_text": "llama4", "mllama_text_model": "mllama"} | {
     f"{family}_text": family
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
@@ -110,7 +110,7 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
             f"{name}: rms_norm and layer_norm must be both on or both off, since tigon.fuse has one flag for norms, "
             f"got {' and '.join(f'{flag}={value}' for flag, value in norms.items())}."
         )
-    # Both kinds of cross entropy are the head: its loss builds no logits, and who looks at them finds them.
+    # Both cross-entropy flags switch the head: its loss builds no logits, but code that reads the logits gets them.
     kinds = [flag for flag in ("cross_entropy", "fused_linear_cross_entropy") if flag in names]
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
@@ -118,7 +118,7 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
     options: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
     present = vars(model).get("_tigon_fusion")
     if present is not None:
-        # A second call adds to the first in Liger: what either of them switches on is on.
+        # In Liger a second call adds to the first: a part is on if either call switches it on.
         options = {part: on or options.get(part, True) for part, on in present._options.items() if part in _PARTS} | {
             name: value for name, value in present._options.items() if name not in _PARTS
         }
@@ -155,7 +155,7 @@ def _function(family: str, arguments: str) -> Callable[..., Fusion]:
 
 
 globals().update({f"apply_liger_kernel_to_{family}": _function(family, ARGUMENTS[family]) for family in ARGUMENTS})
-# Other libraries import this table to see which types of models there is a function for.
+# Other libraries import this table to see which model types have a function.
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Fusion]] = {
     model_type: globals()[f"apply_liger_kernel_to_{family}"]
     for model_type, family in ({family: family for family in ARGUMENTS} | OTHER_TYPES).items()
