@@ -1,4 +1,4 @@
-"""Every class of transformers with a language head: fused beside plain, one step each, and what was left and why.
+"""Every class of transformers with a language head: one step plain and one fused, and the parts left, with reasons.
 
     python benchmarks/families/sweep.py --json benchmarks/families    all classes, in a process of its own that may die
     python benchmarks/families/sweep.py --only LlamaForCausalLM       one, with its traceback
@@ -39,7 +39,7 @@ SECONDS = 240  # for one class
 
 
 def classes() -> dict[str, dict[str, Any]]:
-    """Names of all classes, in order, with the tasks and the model types that they are listed under."""
+    """Names of all classes, in order, with the tasks and the model types that transformers lists them under."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,7 @@ def classes() -> dict[str, dict[str, Any]]:
 
 
 def examine(name: str) -> dict[str, Any]:
-    """The record of one class: see the keys that are set here."""
+    """The record of one class, with the keys that this function sets."""
     import torch
 
     import tigon
@@ -75,7 +75,7 @@ def examine(name: str) -> dict[str, Any]:
         plain = _step(model, inputs)
         hooked = {
             n: set(vars(m)) - before.get(n, set()) for n, m in model.named_modules()
-        }  # what the model adds by itself
+        }  # attributes that the model itself adds
         if not torch.isfinite(plain[0]) or not plain[1]:
             return {"status": "not run", "why": "its loss is not finite, or has no gradient"}
         if not _same(_step(model, inputs), plain):
@@ -142,7 +142,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _moved(model: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
-    """Loss and gradients with every weight one unit in the last place away."""
+    """Loss and gradients with every weight moved by one unit in the last place."""
     import torch
 
     kept = [p.detach().clone() for p in model.parameters()]
@@ -182,13 +182,13 @@ def _differences(fused: Any, plain: Any, moved: Any) -> list[str]:
 
 
 def work() -> None:
-    """The process that may die: a name a line in, a record a line out."""
+    """The process that may die: reads a class's name per line, and writes a record per line."""
     warnings.filterwarnings("ignore")
     import transformers
 
     transformers.logging.set_verbosity_error()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints, prints elsewhere
+    os.dup2(2, 1)  # only records may go to the standard output
     for line in sys.stdin:
         out.write(json.dumps(examine(line.strip())) + "\n")
         out.flush()
@@ -196,7 +196,7 @@ def work() -> None:
 
 
 class Worker:
-    """One process of work(), begun again when a class has ended it or has taken too long."""
+    """One process of work(), started anew when a class has killed it or has taken too long."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -245,7 +245,7 @@ def one_line(name: str, row: dict[str, Any]) -> str:
 
 
 def write(path: Path, versions: dict[str, str], rows: dict[str, Any]) -> None:
-    """One class a line, so that two files can be compared line by line."""
+    """Write one class per line, so that two files can be compared line by line."""
     if path.is_dir():
         path = path / f"transformers-{versions['transformers']}.json"
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())

@@ -1,8 +1,8 @@
 """Any class of transformers as a tiny random model, without a file for it: its configuration, shrunk by field names.
 
 A configuration is built again from its own defaults with every size in `SIZES` replaced, its sub-configurations
-likewise, one layer of each kind that its lists of layers name. What this does not reach is in `EXCEPTIONS`, one row a
-model type. Nothing is fetched from a hub.
+likewise, with one layer of each kind that its lists of layers name. `EXCEPTIONS` has the fields that these rules do
+not reach, one row for each model type. Nothing is fetched from a hub.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 131
-WORDS = range(3, 90)  # ids of ordinary words; those above are left to special tokens
+WORDS = range(3, 90)  # ids of ordinary words; larger ids are special tokens
 WIDTH, HEADS, HEAD = 64, 4, 16
 MOST_PARAMETERS = 110_000_000
 
@@ -63,7 +63,7 @@ NAMES = (
 )  # fmt: skip
 SIZES: dict[str, Any] = {name: value for value, names in NAMES for name in names.split()} | {"eos_token_id": 2}
 
-# What the names do not say: fields of one model type, in any configuration of that type.
+# Values that field names do not tell: fields of one model type, in any configuration of that type.
 _MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8},
@@ -125,7 +125,7 @@ def tiny_config(config_class: type, default: Any = None) -> Any:
     default = config_class() if default is None else default
     fields = _fields(config_class)
     sizes = {k: v for k in fields if k in SIZES and isinstance(v := _given(default, k), (int, float))}
-    # What is off in the default, of size zero, stays off; True is no size.
+    # A part that the default switches off by a size of zero stays off; True is no size.
     changes = {k: SIZES[k] for k, v in sizes.items() if v and v != SIZES[k] and (v is True) == (SIZES[k] is False)}
     # None is no size, except where models read what their configuration leaves open.
     changes |= {k: SIZES[k] for k in ("pad_token_id", "bos_token_id", "eos_token_id", "head_dim") if k in fields}
@@ -153,7 +153,7 @@ def _fields(config_class: type) -> list[str]:
 def _given(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # one value a layer: those of the configuration are in its `__dict__`
+    except Exception:  # a field with one value per layer raises; its list is in the configuration's `__dict__`
         return vars(config).get(name)
 
 
@@ -170,7 +170,7 @@ def _differs(config_class: type, kept: dict[str, Any]) -> bool:
 
 
 def _key_value_heads(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
-    """As many as heads where the default has as many, else half."""
+    """Set as many key-value heads as heads if the default has as many, else half."""
     for name in fields:
         if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"):
             value = _given(default, name)
@@ -180,7 +180,7 @@ def _key_value_heads(default: Any, fields: list[str], changes: dict[str, Any]) -
 
 
 def _tokens(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
-    """Special tokens of their own, inside the vocabulary, that no text has."""
+    """Give the special tokens distinct ids inside the vocabulary, which no text has."""
     at = WORDS.stop
     for name in fields:
         value = _given(default, name)
@@ -277,7 +277,7 @@ def tiny_model(model_class: Any, seed: int = 0) -> nn.Module:
             if not torch.isfinite(p).all():  # allocated, never initialised
                 nn.init.normal_(p, std=0.1)
             elif p.numel() > 1 and bool((p == p.flatten()[0]).all()):
-                # All ones or zeros: an offset or a missing weight would not show, nor what a zero gate closes off.
+                # All ones or zeros would hide an offset, a missing weight, and everything behind a gate of zero.
                 p.add_(0.2 * torch.randn_like(p))
     return model
 
@@ -286,7 +286,7 @@ _OPTIONAL = inspect.Parameter("optional", inspect.Parameter.KEYWORD_ONLY, defaul
 
 
 def tiny_inputs(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
-    """Text of 2 × 19 words, of which some are ignored."""
+    """Text of 2 × 19 words; the labels of some words are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(WORDS.start, WORDS.stop, (2, 19), generator=generator)
     labels = ids.clone()

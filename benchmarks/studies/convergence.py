@@ -1,19 +1,19 @@
 """Are fused runs of a training among the plain ones? What benchmarks/converge.py records, judged, as table and charts.
 
-Plain runs of one training differ by the order of their sums alone. Of each run, one number a measure says how far it
-stands from the plain runs, in units of what these are from one another:
+Plain runs of one training differ only by the order of their sums. For each measure a run has one number: its distance
+from the plain runs, in units of the plain runs' distance from one another:
 
     loss, norm    the largest, over the steps, of ‖x − plain‖ / ‖plain − plain‖, both the root mean square over runs and
                   over neighbouring steps; x is the loss, or the logarithm of the gradient norm before clipping
     weights       the same of the final weights in the Euclidean norm
 
-A plain run is left out of the plain runs that it is compared with. What plain runs score is the measured distribution;
-its limit is where one more run from it would come out with a chance of CHANCE in a whole file. All rows of a family and
-dtype give one limit a measure: the more plain runs, the sharper it is. Families differ: routing to experts jumps.
+A plain run is compared with the other plain runs. The plain runs' scores are the measured distribution. Its limit is
+the score that one more plain run would exceed with a chance of CHANCE in a whole file. All rows of a family and dtype
+give one limit per measure: the more plain runs, the sharper the limit. Families differ: routing to experts jumps.
 
-A fused run beyond the limit is wrong, with one exception. Another order does not show an error that all plain runs
-share, as that of a softcap in bf16. So below fp32 one more run computes in fp32 from the same bf16 weights; a fused run
-that is nearer to it than plain runs are on average is right where it leaves them.
+A fused run beyond the limit is wrong, with one exception. Other orders do not show an error that all plain runs share,
+such as the error of a softcap in bf16. So below fp32 an exact run computes in fp32 from the same bf16 weights. A fused
+run that is nearer to the exact run than plain runs are on average is right, even beyond the limit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor
 from tigon.bench import plots, report
 
 MEASURES = ("loss", "norm", "weights")
-CHANCE = 1e-3  # that one file of sound runs has a run beyond a limit
-# A difference of two numbers in fp32 is known to about a rounding, which is 2⁻²⁴ of them.
+CHANCE = 1e-3  # the chance that a file of sound runs has a run beyond a limit
+# A difference of two fp32 numbers is exact to about one rounding, 2⁻²⁴ of the numbers.
 ROUNDING = 2.0**-24
 COLOURS = {"labels": "#d9480f", "logits": "#3b6ea5", "exact": "#2b8a3e"}
 PLAIN = "#9a9a9a"
@@ -127,7 +127,7 @@ class Runs:
         return [s for s, run in zip(self.scores[measure], self.runs, strict=True) if run["side"] == side]
 
     def nearer(self, measure: str, i: int) -> bool:
-        """Whether run i is nearer to the exact run than the plain ones are on average."""
+        """Whether run i is nearer to the exact run than the plain runs are on average."""
         errors = self.errors.get(measure)
         plain = sum(run["side"] == "hf" for run in self.runs)
         return errors is not None and errors[i] < fmean(errors[:plain])
@@ -151,7 +151,7 @@ def scores(curves: Tensor, plain: int, floor: float) -> list[float]:
     Args:
         curves: (runs, steps), the plain ones first.
         plain: how many of them are plain, at least three.
-        floor: what rounding adds to each distance, as an error of its own: squares add up.
+        floor: the error that rounding adds to each distance; the squares add up.
     """
     apart = (curves[:, None] - curves[None, :plain]).square()
     return scores_of(smoothed(apart, reach(curves.shape[1])), plain, floor)
@@ -169,7 +169,7 @@ def scores_of(apart: Tensor, plain: int, floor: float) -> list[float]:
 
 
 def reach(steps: int) -> int:
-    """Over how many steps before and behind each distances are averaged: a single one may be small by chance."""
+    """The number of steps before and after each step to average distances over: one step's may be small by chance."""
     return max(4, steps // 20)
 
 
@@ -178,22 +178,22 @@ def smoothed(values: Tensor, reach: int) -> Tensor:
     sums = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
     steps = torch.arange(values.shape[-1])
     low, high = (steps - reach).clamp(min=0), (steps + reach + 1).clamp(max=values.shape[-1])
-    return ((sums[..., high] - sums[..., low]) / (high - low)).clamp(min=0)  # a difference of sums may fall below
+    return ((sums[..., high] - sums[..., low]) / (high - low)).clamp(min=0)  # rounding can go below
 
 
 def limit(plain: Sequence[float], comparisons: int) -> float:
-    """Where one more score of the kind of `plain` is found with a chance of CHANCE / comparisons.
+    """The score that one more score like those in `plain` exceeds with a chance of CHANCE / comparisons.
 
     Scores are taken to be lognormal, with mean and deviation as measured: Student's prediction limit, its quantile by
     the approximation of Wallace 1959, Annals of Mathematical Statistics 30.
     """
     if not all(math.isfinite(score) for score in plain):
-        return math.nan  # a plain run that diverges measures nothing: no run is within
+        return math.nan  # a diverging plain run measures nothing, so no run is within the limit
     logs = [math.log(score) for score in plain]
     free = len(logs) - 1
     z = NormalDist().inv_cdf(1 - CHANCE / comparisons)
     t = math.sqrt(free * math.expm1((z * (8 * free + 3) / (8 * free + 1)) ** 2 / free))
-    # Three scores that differ much say nothing, in a number that a float cannot hold.
+    # Three scores that differ much give a limit too large for a float.
     return math.exp(min(700.0, fmean(logs) + t * stdev(logs) * math.sqrt(1 + 1 / len(logs))))
 
 
@@ -281,7 +281,7 @@ def plot(content: dict[str, Any], path: str | os.PathLike[str], picture: str, dt
     size = 4.0 * len(kinds), 1.7 * len(models) + 0.6
     figure, axes = plt.subplots(len(models), len(kinds), figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
-        axis.set_visible(False)  # until a row comes for it: a file may have part of them
+        axis.set_visible(False)  # shown when a row uses the panel: a file may lack rows
     for row in rows:
         axis = axes[models.index(row["model"])][kinds.index(row["batches"])]
         axis.set_visible(True)
@@ -302,7 +302,7 @@ def _draw_losses(axis: Any, row: dict[str, Any]) -> None:
     for run in row["runs"]:
         name, colour = _named(run)
         line = middle + curve(run["loss"])
-        wide = run["side"] == "hf"  # what lies over it stays visible
+        wide = run["side"] == "hf"  # wide, so that lines drawn over a plain run leave it visible
         axis.plot(line, color=colour, linewidth=3.0 if wide else 0.8, label=None if name in named else name)
         named.add(name)
 
