@@ -369,3 +369,16 @@ def test_more_than_two_to_the_31_elements(device, triton_backend):
     last = logits[-2:].detach().clone().requires_grad_()
     tigon.cross_entropy(last, target[-2:], reduction="sum").backward()
     assert torch.equal(logits.grad[-2:], last.grad)
+
+
+def test_no_classes_at_all_and_a_head_without_columns(device):
+    """Plain code takes them: an empty rank of an empty vocabulary, a head over no features."""
+    nothing, none = torch.zeros(0, 0, device=device), torch.zeros(0, dtype=torch.long, device=device)
+    assert tigon.cross_entropy(nothing, none) == 0
+    assert tigon.logprob(nothing, none).logprob.shape == (0,)
+    x, weight = (torch.zeros(n, 0, device=device, requires_grad=True) for n in (3, 5))
+    target = torch.arange(3, device=device)
+    loss = tigon.linear_cross_entropy(x, weight, target)
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(x, weight), target))
+    loss.backward()
+    assert x.grad.shape == (3, 0)

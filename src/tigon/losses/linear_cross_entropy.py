@@ -96,7 +96,8 @@ def linear_cross_entropy(
     compute = check_head(name, x, weight, bias)
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
     target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
-    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).contiguous()
+    labels = target.reshape(-1).contiguous()
+    rows = x.reshape(labels.numel(), x.shape[-1])  # not -1: of hidden states of width 0 torch could not tell
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     loss_dtype = torch.promote_types(compute, torch.float32)

@@ -100,7 +100,8 @@ def logprob_reference(
     p = logp.exp()
     # A class of probability 0 adds nothing, also to the gradient: 0 · -inf would add NaN.
     entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
-    results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= z.amax(-1), mean
+    top = z.amax(-1) if z.shape[-1] else of_target  # no classes, so no rows
+    results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= top, mean
     return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
 
 

@@ -295,7 +295,7 @@ def _distill(
     widest = student.widest
     if target is not None:
         target = checked_target(name, target, x.shape[:-1], student.classes, ignore_index, x.device)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
     if shards is not None and labels is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED

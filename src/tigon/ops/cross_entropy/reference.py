@@ -30,7 +30,8 @@ def loss_and_z_reference(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A row's cross entropy and, if there is one, its z-loss: both (...)."""
     z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
-    rows, labels = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
+    labels = target.reshape(-1).long()
+    rows = z.reshape(labels.numel(), z.shape[-1])
     weight = None if weight is None else weight.to(rows.dtype)
     loss = F.cross_entropy(
         rows, labels, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
