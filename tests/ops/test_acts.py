@@ -16,7 +16,7 @@ from tigon.ops.gated import gated_unit
 from tigon.ops.gated_linear import gated_linear
 from tigon.parts.experts import recognize_experts
 from tigon.parts.mlp import recognize_mlp
-from tigon.runtime import HAS_TRITON, triton
+from tigon.runtime import HAS_TRITON, jit
 from tigon.tiles.act import silu
 
 FUNCTIONS = {
@@ -28,7 +28,7 @@ FUNCTIONS = {
 }
 
 
-@triton.jit
+@jit
 def _twice_silu(g):
     value, slope = silu(g)
     return 2.0 * value, 2.0 * slope

@@ -89,7 +89,13 @@ def verify(
     wrong = [row["name"] for row in rows if not row["equal"]]
     reason = _no_kernels(ids, getattr(torch, dtype))
     if json:
-        found = {"model": source.name, "dtype": dtype, "device": place, "rows": rows, "report": report.to_dict()}
+        found: dict[str, object] = {
+            "model": source.name,
+            "dtype": dtype,
+            "device": place,
+            "rows": rows,
+            "report": report.to_dict(),
+        }
         found["kernels"] = reason is None
         print(encoder.dumps(found, indent=2))
     else:

@@ -10,7 +10,8 @@ from torch import Tensor
 from tigon.runtime import autocast_dtype, check_tensors
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Head(NamedTuple):

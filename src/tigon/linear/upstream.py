@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.linear.weight_gradient import narrowed
-from tigon.runtime import cdiv, graph_is_kept, is_traced, launch, tl, triton, use_triton
+from tigon.runtime import cdiv, graph_is_kept, is_traced, jit, launch, tl, use_triton
 
 
 def scaled_gradients(
@@ -31,7 +31,7 @@ def scaled_gradients(
     ]
 
 
-@triton.jit
+@jit
 def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     # The host does not know the factor and must not wait for it, so the kernel decides. At the end of a graph the
     # factor is 1: in place, each program then loads one number and exits.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.linear.head import class_blocks, product_into
-from tigon.runtime import cdiv, is_traced, launch, tl, triton, use_triton
+from tigon.runtime import cdiv, do_not_specialize, is_traced, jit, launch, tl, use_triton
 
 BLOCK = 4096
 
@@ -90,7 +90,8 @@ def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool 
 
 
 # `start` differs at every launch. Unspecialised, one compiled kernel serves all of them.
-@triton.jit(do_not_specialize=["start"])
+@jit
+@do_not_specialize("start")
 def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
     # int64 before the product: V · H of a large head exceeds 2³¹ elements.
     at = (start + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -24,12 +24,13 @@ from tigon.runtime import (
     INTERPRET,
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     next_power_of_2,
     rows_of,
     tl,
-    triton,
     use_triton,
 )
 
@@ -220,12 +221,12 @@ try:
     from triton.language.target_info import is_cuda
 except ImportError:
 
-    @triton.jit
+    @jit
     def is_cuda():
         return False
 
 
-@triton.jit
+@jit
 def log2_of_normal(x):
     """log₂ x of a normal number, to 2⁻²² near 1: by NVIDIA's hardware, where tl.log2 is twenty instructions."""
     if INTERPRETED:
@@ -237,7 +238,7 @@ def log2_of_normal(x):
     return y
 
 
-@triton.jit
+@jit
 def _sides(lq, lp, beta, KIND: tl.constexpr):
     """The loss, q, and u. A class of probability 0 adds nothing, also where its logarithm is -inf. NaN stays NaN."""
     if KIND == "kl":
@@ -272,12 +273,12 @@ def _sides(lq, lp, beta, KIND: tl.constexpr):
     return terms, q, u
 
 
-@triton.jit
+@jit
 def _half_sign(q, p):
     return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
 
 
-@triton.jit
+@jit
 def _fold(x, top, total, k):
     """Fold blocks of logits into a lane's maximum and sum. Also returns the old sum's factor, and the exponentials."""
     new = tl.maximum(top, tl.max(x, 0))
@@ -286,14 +287,15 @@ def _fold(x, top, total, k):
     return new, total * shrink + tl.sum(e, 0), shrink, e
 
 
-@triton.jit
+@jit
 def _split(lse):
     """A row's log-sum-exp, kept in fp64, as two fp32: rounded to one it would put every probability of the row off."""
     high = lse.to(tl.float32)
     return high, (lse - high.to(tl.float64)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _divergence_fwd_kernel(
     input_ptr, target_ptr, labels_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, ignore_index, beta, k,
     KIND: tl.constexpr, FORM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -373,7 +375,8 @@ def _divergence_fwd_kernel(
         tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _divergence_bwd_kernel(
     drows_ptr, input_ptr, target_ptr, labels_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm,
     ignore_index, beta, k, KIND: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,

@@ -15,6 +15,8 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
@@ -22,7 +24,6 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -70,7 +71,7 @@ def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _tanh(z):
     """tanh(z) and its derivative 1 - tanh(z)², each to a few roundings of its own size, however small that is."""
     size = tl.abs(z)
@@ -86,7 +87,8 @@ def _tanh(z):
     return tl.where(near, p, tl.where(z < 0, -t, t)), tl.where(near, 1.0 - p * p, 4.0 * e * r * r)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _dyt_fwd_kernel(
     x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -105,7 +107,8 @@ def _dyt_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "P"])
+@jit
+@do_not_specialize("M", "P")
 def _dyt_bwd_kernel(
     dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, dalpha_ptr, M, N, P, stride_dym, stride_xm,
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,

@@ -20,12 +20,13 @@ from tigon.runtime import (
     cdiv,
     check_tensors,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     next_power_of_2,
     rows_of,
     tl,
-    triton,
     use_triton,
 )
 
@@ -82,7 +83,8 @@ def embedding_reference(input: Tensor, weight: Tensor, *, padding_idx: int | Non
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _embedding_fwd_kernel(
     ids_ptr, w_ptr, y_ptr, M, V, H, stride_w, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -98,7 +100,7 @@ def _embedding_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
 
 
-@triton.jit
+@jit
 def _key(ids_ptr, at, M, V, padding_idx):
     """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
@@ -106,13 +108,15 @@ def _key(ids_ptr, at, M, V, padding_idx):
     return tl.where(counts, ids, V).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["M", "padding_idx"])
+@jit
+@do_not_specialize("M", "padding_idx")
 def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(keys_ptr + at, _key(ids_ptr, at, M, V, padding_idx), mask=at < M)
 
 
-@triton.jit(do_not_specialize=["M", "padding_idx"])
+@jit
+@do_not_specialize("M", "padding_idx")
 def _embedding_rank_kernel(
     ids_ptr, keys_ptr, order_ptr, M, V, padding_idx, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -138,7 +142,8 @@ def _embedding_rank_kernel(
     tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
 
 
-@triton.jit(do_not_specialize=["M", "STEPS"])
+@jit
+@do_not_specialize("M", "STEPS")
 def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.constexpr):
     """starts[v]: how many sorted keys are below v, by bisection, for v up to V."""
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +158,7 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
     tl.store(starts_ptr + v, low, mask=v <= V)
 
 
-@triton.jit
+@jit
 def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Σ of the rows order[first:last] of dy, in fp32. BLOCK_M rows are loaded at a time."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -166,7 +171,8 @@ def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: t
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _embedding_pieces_kernel(
     dy_ptr, keys_ptr, order_ptr, starts_ptr, partial_ptr, M, V, H, stride_dy,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -198,7 +204,8 @@ def _embedding_pieces_kernel(
             tl.store(out_ptr + H, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _embedding_long_kernel(
     partial_ptr, keys_ptr, starts_ptr, dw_ptr, M, V, H,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -224,7 +231,7 @@ def _embedding_long_kernel(
             tl.store(dw_ptr + row.to(tl.int64) * H + cols, dw, mask=mask)
 
 
-@triton.jit
+@jit
 def _embedding_bwd_kernel(
     dy_ptr, order_ptr, starts_ptr, dw_ptr, V, H, stride_dy,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.acts import ACTS, Act, checked_act
-from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.runtime import cdiv, differentiable, jit, launch, launcher, next_power_of_2, rows_of, tl, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -146,7 +146,7 @@ def gated_reference(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _gated_fwd_kernel(
     g_ptr, u_ptr, y_ptr, N, stride_gm, stride_um, stride_ym, gate_multiplier, multiplier,
     ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -171,7 +171,7 @@ def _gated_fwd_kernel(
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _gated_bwd_kernel(
     dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, N, stride_dym, stride_gm, stride_um, stride_dgm, stride_dum, stride_ym,
     gate_multiplier, multiplier, ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,

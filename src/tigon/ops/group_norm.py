@@ -20,13 +20,14 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
     next_power_of_2,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -89,7 +90,7 @@ def group_norm_reference(
 # them, less at the edges. Tiles are walked backwards the second time: the last ones read are still in the cache.
 
 
-@triton.jit
+@jit
 def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """This program's slab and part, its first block of channels and of space, its blocks of space, and its tiles."""
     slab = tl.program_id(0) // (parts_c * parts_s)
@@ -100,7 +101,7 @@ def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: 
     return slab, part, first_c, first_s, blocks_s, blocks_s * tl.minimum(per_c, tl.cdiv(D, BLOCK_C) - first_c)
 
 
-@triton.jit
+@jit
 def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """A tile's channels within the group, and its places in space."""
     c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -108,7 +109,7 @@ def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.c
     return c, s
 
 
-@triton.jit
+@jit
 def _sums_about(
     x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
@@ -133,7 +134,8 @@ def _sums_about(
     return about, tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(squares, 1), 0)
 
 
-@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+@jit
+@do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_stats_kernel(
     x_ptr, part_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
@@ -152,7 +154,8 @@ def _group_norm_stats_kernel(
     tl.store(part_ptr + 2, count)
 
 
-@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+@jit
+@do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, part_ptr, y_ptr, stats_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s, eps,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
@@ -198,7 +201,8 @@ def _group_norm_fwd_kernel(
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["parts_c", "parts_s", "per_c", "per_s"])
+@jit
+@do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, sums_ptr, dx_ptr, partial_ptr,
     G, D, S, stride_dyb, stride_dyc, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,

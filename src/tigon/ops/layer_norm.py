@@ -14,6 +14,8 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
@@ -21,7 +23,6 @@ from tigon.runtime import (
     row_groups,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -83,13 +84,14 @@ def layer_norm_reference(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _sum2(a, b):
     """Row sums of two tiles, in one exchange between warps instead of two."""
     return tl.split(tl.sum(tl.join(a, b), 1))
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -121,18 +123,18 @@ def _layer_norm_fwd_kernel(
         tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit
+@jit
 def _fold(wide, narrow):
     """narrow plus the pieces of wide of its length: a row in two parts, added within threads before warps exchange."""
     return tl.sum(tl.reshape(wide, (wide.shape[0] // narrow.shape[0], narrow.shape[0])), 0) + narrow
 
 
-@triton.jit
+@jit
 def _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, cols, mask, mean, rstd):
     # The eviction policy makes this load differ from the first. The compiler would merge two equal loads, and keep the
     # row in registers in between.
@@ -145,7 +147,8 @@ def _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, cols, mask, mean, rstd):
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_row_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -182,7 +185,8 @@ def _layer_norm_row_fwd_kernel(
         _scale_and_shift(x_ptr, w_ptr, b_ptr, y_ptr, rest, rest < N, mean, rstd)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
@@ -231,7 +235,7 @@ def _layer_norm_bwd_kernel(
         tl.store(partial_ptr + NEED_DW * N, tl.sum(db, 0), mask=col_mask)
 
 
-@triton.jit
+@jit
 def _row_terms(dy_row, x_row, w_ptr, cols, mask, mean, rstd):
     dy = tl.load(dy_row + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_row + cols, mask=mask, other=0.0).to(tl.float32)
@@ -241,7 +245,7 @@ def _row_terms(dy_row, x_row, w_ptr, cols, mask, mean, rstd):
     return dy * xhat, dy
 
 
-@triton.jit
+@jit
 def _row_gradients(
     dy_row, x_row, w_ptr, dx_ptr, cols, mask, mean, rstd, along, shift, dw, db,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
@@ -262,7 +266,8 @@ def _row_gradients(
     return dw, db
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_row_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
@@ -334,7 +339,8 @@ def _layer_norm_row_bwd_kernel(
             tl.store(partial_ptr + NEED_DW * N + rest, db_rest, mask=rest < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_wide_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_N: tl.constexpr,
@@ -370,7 +376,8 @@ def _layer_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_wide_dx_kernel(
     dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
@@ -403,7 +410,8 @@ def _layer_norm_wide_dx_kernel(
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _layer_norm_wide_dw_kernel(
     dy_ptr, x_ptr, stats_ptr, partial_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,

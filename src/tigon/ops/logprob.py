@@ -18,7 +18,17 @@ from torch import Tensor
 
 from tigon.ops.cross_entropy.kernels import LN2, LOWEST, _cap
 from tigon.ops.targets import checked_target
-from tigon.runtime import differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.runtime import (
+    differentiable,
+    do_not_specialize,
+    jit,
+    launch,
+    launcher,
+    next_power_of_2,
+    rows_of,
+    tl,
+    use_triton,
+)
 
 
 class LogProb(NamedTuple):
@@ -143,7 +153,7 @@ def _gradient_reference(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _row_moments(
     logits_ptr, V, softcap, unit, k,
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -187,7 +197,8 @@ def _row_moments(
     return row_top, tl.sum(total * shrink, 0), row_along, row_z
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _logprob_fwd_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
     V, stride_m, ignore_index, softcap, unit, k,
@@ -243,7 +254,8 @@ def _logprob_fwd_kernel(
         tl.store(stats_ptr + 3 * row + 2, entropy)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _logprob_bwd_kernel(
     logits_ptr, target_ptr, dlogprob_ptr, dentropy_ptr, stats_ptr, dlogits_ptr,
     V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,

@@ -15,6 +15,8 @@ from torch import Tensor
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
@@ -22,7 +24,6 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -77,12 +78,12 @@ def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float =
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _weights(w_ptr):
     return tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _row_sums(a, b, c, d, e, f, g):
     """The sums along axis 1 of seven tiles as one reduction: one exchange between the warps instead of seven."""
     stacked = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, g)))
@@ -96,7 +97,7 @@ def _row_sums(a, b, c, d, e, f, g):
     return a, b, c, d, e, f, g
 
 
-@triton.jit
+@jit
 def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
     """From a row's sums s_k = Σ dy·xᵏ and m_k = Σ x²ᵏ, the gradients of the three weights, and the six factors of
 
@@ -109,7 +110,8 @@ def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
     return dw0, dw1, dw2, a, 2 * b, 3 * c, d, 2 * e, 3 * f
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _poly_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -128,7 +130,8 @@ def _poly_norm_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _poly_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, M, N, stride_dym, stride_xm, eps,
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -167,7 +170,7 @@ def _poly_norm_bwd_kernel(
         tl.store(partial_ptr + out + 3 * DW, tl.sum(db, 0))
 
 
-@triton.jit
+@jit
 def _poly_norm_wide_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, N, stride_xm, eps, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
 ):
@@ -196,7 +199,8 @@ def _poly_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, (x * (a + x * (b + x * c)) + bias).to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _poly_norm_wide_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, partial_ptr, M, N, stride_dym, stride_xm, eps,
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,

@@ -31,12 +31,13 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
     next_power_of_2,
     tl,
-    triton,
     use_triton,
 )
 
@@ -121,7 +122,8 @@ def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@jit
+@do_not_specialize("T", "tokens")
 def _qk_norm_rope_fwd_kernel(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D, eps, offset,
     stride_cb, stride_ct, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
@@ -176,7 +178,7 @@ def _qk_norm_rope_fwd_kernel(
         tl.store(y_at + rest, y3.to(y_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@jit
 def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
     y = x * rstd
     if ROUND:
@@ -184,7 +186,7 @@ def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def _bwd_heads(
     dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, T, heads, D, eps, offset, stride_cb, stride_ct,
     stride_dyb, stride_dyt, stride_dyh, stride_xb, stride_xt, stride_xh, stride_dxb, stride_dxt, stride_dxh,
@@ -254,12 +256,13 @@ def _bwd_heads(
             tl.store(dw_ptr + rest, _sum_tile(dw3), mask=rest < D)
 
 
-@triton.jit
+@jit
 def _sum_tile(x):
     return tl.sum(tl.sum(x, 0), 0)
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@jit
+@do_not_specialize("T", "tokens")
 def _qk_norm_rope_bwd_kernel(
     q_ptr, k_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dyq_ptr, dyk_ptr, dq_ptr, dk_ptr, dw_ptr,
     tokens, T, heads_q, heads_k, D, eps, offset, stride_cb, stride_ct,

@@ -15,7 +15,9 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
     empty_rows,
+    jit,
     launch,
     launcher,
     memory_order,
@@ -24,7 +26,6 @@ from tigon.runtime import (
     row_groups,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -152,13 +153,14 @@ def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dt
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _sum2(a, b):
     """Row sums of two tiles, in one exchange between warps instead of two."""
     return tl.split(tl.sum(tl.join(a, b), 1))
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _rms_norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
     eps, offset, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -189,7 +191,8 @@ def _rms_norm_fwd_kernel(
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _rms_norm_bwd_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner_ds,
     stride_dso, stride_dsi, inner, stride_xo, stride_xi, eps, offset,
@@ -248,7 +251,7 @@ def _rms_norm_bwd_kernel(
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
-@triton.jit
+@jit
 def _rms_norm_wide_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
     eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -286,7 +289,7 @@ def _rms_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def _rms_norm_wide_dx_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
     stride_dsi, inner, stride_xo, stride_xi, offset, BLOCK_N: tl.constexpr,
@@ -318,7 +321,8 @@ def _rms_norm_wide_dx_kernel(
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _rms_norm_wide_dw_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
     ROUND: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -15,7 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, tl, triton, use_triton
+from tigon.runtime import (
+    cdiv,
+    differentiable,
+    do_not_specialize,
+    jit,
+    launch,
+    launcher,
+    next_power_of_2,
+    tl,
+    use_triton,
+)
 
 
 def rope(
@@ -160,7 +170,7 @@ def rope_reference(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def load_pairs(
     at, here, stride_plane, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECOND: tl.constexpr, THIRD: tl.constexpr,
@@ -187,7 +197,7 @@ def load_pairs(
     return x1, x2
 
 
-@triton.jit
+@jit
 def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
     dtype = at.dtype.element_ty
     if INTERLEAVED:
@@ -200,7 +210,7 @@ def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INT
         tl.store(at + HALF + pair, y2.to(dtype), mask=mask)
 
 
-@triton.jit
+@jit
 def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
     """The rotation of pairs. INVERSE: the transposed rotation, for the gradient."""
     if INVERSE:
@@ -210,7 +220,7 @@ def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
     return y1, y2
 
 
-@triton.jit
+@jit
 def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.constexpr):
     """The rotation with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
     a1, a2 = (x1 * c1).to(dtype).to(tl.float32), (x2 * c2).to(dtype).to(tl.float32)
@@ -221,7 +231,8 @@ def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.cons
     return y1, y2
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@jit
+@do_not_specialize("T", "tokens")
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr, tokens, T, heads_q, heads_k, D, stride_cp, stride_cb, stride_ct,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,

@@ -28,7 +28,7 @@ from tigon.ops.cross_entropy.kernels import HEAD, LN2, LOWEST, _cap, _row_loss
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _row_moments, _units
-from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton, use_triton
+from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
 
 # Labels of a device count from its own first class. Negative ones mean: another device's class, an ignored target, a
 # target out of range.
@@ -103,7 +103,7 @@ def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _shard_statistics_kernel(
     logits_ptr, label_ptr, out_ptr, V, stride_m, softcap, unit, k,
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, IGNORED: tl.constexpr, DEPTH: tl.constexpr,
@@ -132,7 +132,7 @@ def _shard_statistics_kernel(
         tl.store(out_ptr + 3 + ALONG, sum_z)
 
 
-@triton.jit
+@jit
 def _merged_rows(
     parts_ptr, rows, inside, labels, M, world, k, ALONG: tl.constexpr, SUM: tl.constexpr, OUTSIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,7 +163,8 @@ def _merged_rows(
     return top, log2_sum, z_target, (log2_sum - along / total) * LN2, sum_z
 
 
-@triton.jit(do_not_specialize=["M", "world"])
+@jit
+@do_not_specialize("M", "world")
 def _merge_cross_entropy_kernel(
     parts_ptr, label_ptr, loss_ptr, stats_ptr, M, world, classes, smoothing, z_loss, scale, k,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -183,7 +184,8 @@ def _merge_cross_entropy_kernel(
     tl.store(stats_ptr + HEAD + 2 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "world"])
+@jit
+@do_not_specialize("M", "world")
 def _merge_logprob_kernel(
     parts_ptr, label_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, M, world, classes, unit, k,
     SOFTCAP: tl.constexpr, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,

@@ -13,6 +13,8 @@ from torch import Tensor
 from tigon.runtime import (
     cdiv,
     differentiable,
+    do_not_specialize,
+    jit,
     launch,
     launcher,
     multiprocessors,
@@ -20,7 +22,6 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
     tl,
-    triton,
     use_triton,
 )
 
@@ -120,13 +121,13 @@ def softmax_reference(
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@jit
 def _causal(cols, last, inside):
     """The columns that a query sees, and those to the end of the memory sector: loads stay 16 bytes a thread."""
     return inside & (cols <= last), inside & (cols // 16 <= last // 16)
 
 
-@triton.jit
+@jit
 def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
     """scale · x + mask in fp32, and -inf at columns that are not seen. HIDE: x may not be -inf at those columns."""
     z = x.to(tl.float32) * scale
@@ -137,7 +138,7 @@ def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
     return z
 
 
-@triton.jit
+@jit
 def _again(x):
     """x in fp32, for a second use. A compiler would merge equal conversions and keep one: twice the registers."""
     if x.dtype == tl.bfloat16:
@@ -145,14 +146,15 @@ def _again(x):
     return x.to(tl.float32)
 
 
-@triton.jit
+@jit
 def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
     """Where these rows' mask begins. The mask has up to three row dimensions; a stride is 0 where it is broadcast."""
     k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
     return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
 
 
-@triton.jit(do_not_specialize=["M", "T", "D1", "D2"])
+@jit
+@do_not_specialize("M", "T", "D1", "D2")
 def _softmax_fwd_kernel(
     x_ptr, mask_ptr, y_ptr, M, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -179,7 +181,8 @@ def _softmax_fwd_kernel(
         tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "T"])
+@jit
+@do_not_specialize("M", "T")
 def _softmax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, T, stride_dym, stride_ym, scale,
     CAUSAL: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -210,7 +213,7 @@ def _softmax_bwd_kernel(
     tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _statistics(
     x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -235,7 +238,7 @@ def _statistics(
     return row_top, tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
 
 
-@triton.jit
+@jit
 def _write_softmax(
     x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, row_top, inverse,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -251,7 +254,7 @@ def _write_softmax(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """Σ dy · y from start to stop of a row."""
     products = tl.zeros((BLOCK,), tl.float32)
@@ -265,7 +268,7 @@ def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: 
     return tl.sum(products, 0)
 
 
-@triton.jit
+@jit
 def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK: tl.constexpr):
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
@@ -277,7 +280,7 @@ def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, B
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit
+@jit
 def _last(row, N, T, CAUSAL: tl.constexpr):
     """The last column that a row sees."""
     last = N - 1
@@ -286,7 +289,8 @@ def _last(row, N, T, CAUSAL: tl.constexpr):
     return last
 
 
-@triton.jit(do_not_specialize=["T", "D1", "D2", "P"])
+@jit
+@do_not_specialize("T", "D1", "D2", "P")
 def _softmax_wide_fwd_kernel(
     x_ptr, mask_ptr, y_ptr, partial_ptr, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, P, width,
@@ -323,7 +327,8 @@ def _softmax_wide_fwd_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["T", "P"])
+@jit
+@do_not_specialize("T", "P")
 def _softmax_wide_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, partial_ptr, N, T, stride_dym, stride_ym, scale, CAUSAL: tl.constexpr,
     P, width, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,

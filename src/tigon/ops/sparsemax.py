@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, differentiable, launch, launcher, next_power_of_2, rows_of, tl, triton, use_triton
+from tigon.runtime import (
+    cdiv,
+    differentiable,
+    do_not_specialize,
+    jit,
+    launch,
+    launcher,
+    next_power_of_2,
+    rows_of,
+    tl,
+    use_triton,
+)
 
 # Up to this width a row stays in registers while its threshold is computed; wider rows are read once a step.
 MAX_TILE = 32768
@@ -67,7 +78,8 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
@@ -93,7 +105,8 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit
+@do_not_specialize("M")
 def _sparsemax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, stride_dym, stride_ym, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -121,7 +134,7 @@ def _sparsemax_bwd_kernel(
         tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm

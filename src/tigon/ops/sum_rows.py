@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.runtime import cdiv, launch, tl, triton
+from tigon.runtime import cdiv, jit, launch, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _sum_rows_kernel(
     partial_ptr, first_ptr, second_ptr, P, N, stride_p, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip

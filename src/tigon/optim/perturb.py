@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, launch, tl, triton, use_triton
+from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl, use_triton
 
 
 def squared_norm(
@@ -158,7 +158,7 @@ def _size(p: Tensor, eta: float) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _find(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, BLOCK: tl.constexpr):
     """The tensor of this program, its block's first element, and how many elements the tensor has."""
     block = tl.program_id(0)
@@ -168,12 +168,12 @@ def _find(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, BLOCK: tl.constexpr):
     return t, start, tl.load(sizes_ptr + t)
 
 
-@triton.jit
+@jit
 def _pointer(addresses_ptr, index, start, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     return tl.multiple_of(tl.load(addresses_ptr + index).to(tl.pointer_type(DTYPE)), ALIGN) + start
 
 
-@triton.jit
+@jit
 def _squares_of(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
     other = None if mask is None else 0.0
     g = tl.load(g_ptr, mask=mask, other=other).to(tl.float32)
@@ -182,7 +182,8 @@ def _squares_of(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
     return tl.sum(g * g, 0)
 
 
-@triton.jit(do_not_specialize=["T", "eta"])
+@jit
+@do_not_specialize("T", "eta")
 def _squared_norm_kernel(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, partial_ptr, T, eta,
     P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, ADAPTIVE: tl.constexpr, BLOCK: tl.constexpr,
@@ -199,7 +200,7 @@ def _squared_norm_kernel(
     tl.store(partial_ptr + tl.program_id(0), squares)
 
 
-@triton.jit
+@jit
 def _move(p_ptr, g_ptr, kept_ptr, mask, step, eta, ADAPTIVE: tl.constexpr):
     other = None if mask is None else 0.0
     p = tl.load(p_ptr, mask=mask, other=other)
@@ -217,7 +218,8 @@ def _move(p_ptr, g_ptr, kept_ptr, mask, step, eta, ADAPTIVE: tl.constexpr):
     tl.store(p_ptr, (p32 + e).to(p.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "eta"])
+@jit
+@do_not_specialize("T", "eta")
 def _perturb_kernel(
     addresses_ptr, sizes_ptr, owner_ptr, first_ptr, rho_ptr, squares_ptr, T, eta,
     P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, ADAPTIVE: tl.constexpr, BLOCK: tl.constexpr,

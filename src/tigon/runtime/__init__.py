@@ -1,5 +1,6 @@
 """The tools of every kernel file: choosing a backend, making a launch an operator, launching kernels.
 
+language    what a kernel is written in: `tl`, and the decorators `jit` and `do_not_specialize`
 dispatch    Triton kernels or the torch reference, decided per call
 autograd    a launch function as a torch.library op and as an autograd.Function
 launches    launching a compiled kernel without Triton's dispatch
@@ -26,14 +27,12 @@ from tigon.runtime.device import can_describe, describe, has_copy_engine, multip
 from tigon.runtime.dispatch import (
     BACKENDS,
     DTYPES,
-    HAS_TRITON,
     INTERPRET,
-    tl,
-    triton,
     use_backend,
     use_triton,
     why_not_triton,
 )
+from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.runtime.launches import launch
 from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of
 
@@ -52,12 +51,14 @@ __all__ = [
     "describe",
     "differentiable",
     "differentiable_directly",
+    "do_not_specialize",
     "empty_rows",
     "first_order",
     "graph_is_kept",
     "has_copy_engine",
     "is_exporting",
     "is_traced",
+    "jit",
     "launch",
     "launcher",
     "memory_order",

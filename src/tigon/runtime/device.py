@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.dispatch import TensorDescriptor
+from tigon.runtime.language import TensorDescriptor
 
 
 @functools.cache

@@ -14,34 +14,11 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # macOS, Windows and CPU-only installs: the torch reference serves every call
-
-    class _NoTriton:
-        """Lets a kernel file be imported without Triton. Its kernels are never launched."""
-
-        @staticmethod
-        def jit(fn: Any = None, **_: Any) -> Any:
-            return fn if fn is not None else lambda f: f
-
-        @staticmethod
-        def constexpr(value: Any) -> Any:
-            return value
-
-    triton = tl = _NoTriton()
-    TensorDescriptor = None
-    HAS_TRITON = False
-else:
-    HAS_TRITON = True
-
+from tigon.runtime.language import HAS_TRITON
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BACKENDS = ("triton", "torch")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.dispatch import stands_for_gpu, triton
+from tigon.runtime.dispatch import stands_for_gpu
+from tigon.runtime.language import triton
 
 # (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).
 _plans: dict[tuple, tuple[Any, Any, Any, int, tuple]] = {}

@@ -5,10 +5,10 @@ A kernel that needs the value alone drops the derivative, and the compiler remov
 
 from __future__ import annotations
 
-from tigon.runtime import tl, triton
+from tigon.runtime import jit, tl
 
 
-@triton.jit
+@jit
 def silu(g):
     """g · sigmoid(g)."""
     # From exp(-|g|): 1 - s would lose all digits where s is near 1, and the factor g would magnify the error.
@@ -19,7 +19,7 @@ def silu(g):
     return g * s, s + g * ds
 
 
-@triton.jit
+@jit
 def gelu_tanh(g):
     """0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³)))."""
     # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
@@ -33,7 +33,7 @@ def gelu_tanh(g):
     return g * s, s + g * ds
 
 
-@triton.jit
+@jit
 def gelu(g):
     """g Φ(g), Φ the normal distribution."""
     s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
@@ -41,14 +41,14 @@ def gelu(g):
     return g * s, s + g * ds
 
 
-@triton.jit
+@jit
 def relu(g):
     """max(g, 0); its derivative at 0 is 0, as torch has it."""
     # By a comparison: maximum would turn NaN into 0.
     return tl.where(g <= 0, 0.0, g), tl.where(g <= 0, 0.0, 1.0)
 
 
-@triton.jit
+@jit
 def relu2(g):
     """max(g, 0)²."""
     r = tl.where(g <= 0, 0.0, g)

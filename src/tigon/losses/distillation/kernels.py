@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tigon.ops.cross_entropy.kernels import _cap
 from tigon.ops.divergence import _fold, _sides
-from tigon.runtime import tl, triton
+from tigon.runtime import do_not_specialize, jit, tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -24,7 +24,7 @@ LEAST_NORM = tl.constexpr(1e-8)
 LEAST_REST = tl.constexpr(1e-7)
 
 
-@triton.jit
+@jit
 def _logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
     x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
@@ -37,20 +37,20 @@ def _logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     return z, slope
 
 
-@triton.jit
+@jit
 def _fold_at_one(z, before, top, total):
     """A lane's sum at temperature 1, relative to the maximum at the temperature, which went from before to top."""
     return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
 
 
-@triton.jit
+@jit
 def _hard_loss(z_target, label, top, log2_sum, V):
     """A row's cross entropy, and log₂ Σ exp(z − max). Both are NaN for a label out of range, which reads no logit."""
     log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
     return (top - z_target) + log2_sum * LN2, log2_sum
 
 
-@triton.jit
+@jit
 def _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """Results of a row that does not count: losses and gradient are 0."""
     tl.store(soft_ptr + row, 0.0)
@@ -64,7 +64,8 @@ def _skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK:
             tl.store(logits_ptr + start + lane, zeros, mask=start + lane < V)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _distill_kernel(
     logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
     V, stride_m, stride_tm, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale, teacher_softcap,
@@ -158,7 +159,8 @@ def _distill_kernel(
     tl.store(soft_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _distill_cosine_kernel(
     logits_ptr, teacher_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
     V, stride_m, stride_tm, ignore_index, soft_weight, hard_weight, softcap, scale, teacher_softcap, teacher_scale,
@@ -221,12 +223,13 @@ def _distill_cosine_kernel(
             tl.store(logits_ptr + at, dx, mask=at < V)
 
 
-@triton.jit
+@jit
 def _at_least(norm):
     return tl.where(norm < LEAST_NORM, LEAST_NORM, norm)  # NaN stays
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _distill_topk_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, soft_ptr, hard_ptr, factor_ptr,
     V, K, stride_m, stride_i, stride_l, ignore_index, beta, k, soft_weight, hard_weight, softcap, scale,
@@ -355,7 +358,7 @@ def _distill_topk_kernel(
         tl.store(logits_ptr + ids, dx, mask=given)
 
 
-@triton.jit
+@jit
 def _rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -368,7 +371,7 @@ def _rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     return z, slope
 
 
-@triton.jit
+@jit
 def _log2_sum(lp):
     """log₂ Σ 2^lp."""
     top = tl.maximum(tl.max(lp, 0), LOWEST)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from tigon.losses.distillation.kernels import LN2, LOG2E, LOWEST, _at_least, _fold_at_one, _logit, _skip
 from tigon.ops.divergence import _fold, _sides
-from tigon.runtime import tl, triton
+from tigon.runtime import do_not_specialize, jit, tl
 
 # ------------------------------------------------------------------------------------- what a device says of its own
 
 
-@triton.jit
+@jit
 def _distill_statistics_kernel(
     logits_ptr, teacher_ptr, labels_ptr, out_ptr, V, stride_m, stride_tm, k, softcap, scale, teacher_softcap,
     teacher_scale, COSINE: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
@@ -46,7 +46,7 @@ def _distill_statistics_kernel(
         tl.store(out_ptr + (3 if COSINE else 4), z_target)
 
 
-@triton.jit
+@jit
 def _normalisers(
     logits_ptr, teacher_ptr, out_ptr, V, k, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,7 +79,7 @@ def _normalisers(
         tl.store(out_ptr + 5, tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0))
 
 
-@triton.jit
+@jit
 def _products(
     logits_ptr, teacher_ptr, out_ptr, V, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,7 +112,7 @@ def _products(
 # ---------------------------------------------------------------------------------------------- what all say together
 
 
-@triton.jit
+@jit
 def _log2_sums(
     parts_ptr, rows, inside, M, world, k, TOP: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -130,7 +130,7 @@ def _log2_sums(
     return top, tl.log2(total)
 
 
-@triton.jit
+@jit
 def _total(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
@@ -138,7 +138,8 @@ def _total(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.cons
     return total
 
 
-@triton.jit(do_not_specialize=["M", "world"])
+@jit
+@do_not_specialize("M", "world")
 def _merge_distill_kernel(
     parts_ptr, labels_ptr, hard_ptr, merged_ptr, M, world, k, COSINE: tl.constexpr, HARD: tl.constexpr,
     COLUMNS: tl.constexpr, MERGED: tl.constexpr, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -181,7 +182,7 @@ def _merge_distill_kernel(
 # ----------------------------------------------------------------------------------------------- values and gradients
 
 
-@triton.jit
+@jit
 def _distill_value_kernel(
     logits_ptr, teacher_ptr, labels_ptr, merged_ptr, soft_ptr, mean_ptr, V, stride_m, stride_tm, beta, k, softcap,
     scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
@@ -220,7 +221,8 @@ def _distill_value_kernel(
     tl.store(mean_ptr + row, tl.sum(sum_u, 0))
 
 
-@triton.jit(do_not_specialize=["M", "world"])
+@jit
+@do_not_specialize("M", "world")
 def _distill_gradient_kernel(
     logits_ptr, teacher_ptr, labels_ptr, merged_ptr, means_ptr, soft_ptr, factor_ptr, V, stride_m, stride_tm, M, world,
     beta, k, soft_weight, hard_weight, softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr,
@@ -280,7 +282,7 @@ def _distill_gradient_kernel(
         tl.store(soft_ptr + row, tl.sum(value, 0) * LN2)
 
 
-@triton.jit
+@jit
 def _cosine_gradient_kernel(
     logits_ptr, teacher_ptr, labels_ptr, merged_ptr, soft_ptr, factor_ptr, V, stride_m, stride_tm, soft_weight,
     hard_weight, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr, SOFTCAP: tl.constexpr,

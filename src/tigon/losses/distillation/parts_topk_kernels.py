@@ -19,10 +19,10 @@ from tigon.losses.distillation.kernels import (
     _skip,
 )
 from tigon.ops.divergence import _fold, _sides
-from tigon.runtime import tl, triton
+from tigon.runtime import do_not_specialize, jit, tl
 
 
-@triton.jit
+@jit
 def _topk_statistics_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, out_ptr, V, K, first, classes, stride_m, stride_i, stride_l, k,
     softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, IGNORED: tl.constexpr,
@@ -80,7 +80,8 @@ def _topk_statistics_kernel(
     tl.store(out_ptr + 4 + at_k, z_k, mask=at_k < K)
 
 
-@triton.jit(do_not_specialize=["M", "world"])
+@jit
+@do_not_specialize("M", "world")
 def _topk_gradient_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, parts_ptr, soft_ptr, hard_ptr, factor_ptr, V, K, M, world, first,
     classes, stride_m, stride_i, stride_l, beta, k, soft_weight, hard_weight, softcap, scale, KIND: tl.constexpr,

@@ -5,7 +5,7 @@ Options that a call does not use cost nothing: the compiler drops their branches
 
 from __future__ import annotations
 
-from tigon.runtime import tl, triton
+from tigon.runtime import do_not_specialize, jit, tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -16,7 +16,7 @@ NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
 HEAD = tl.constexpr(4)
 
 
-@triton.jit
+@jit
 def _cap(x, scale, softcap):
     """softcap · tanh(u), u = scale · x / softcap, and its slope, from exp(-2|u|), which does not overflow.
 
@@ -32,7 +32,7 @@ def _cap(x, scale, softcap):
     return softcap * t, scale * (1.0 - t * t)
 
 
-@triton.jit
+@jit
 def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
     """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − taken).
 
@@ -59,7 +59,7 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
     return dx
 
 
-@triton.jit
+@jit
 def _row_sums(
     logits_ptr, weight_ptr, V, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr,
@@ -119,7 +119,7 @@ def _row_sums(
     return row_top, log2_sum, all_z, all_w, column
 
 
-@triton.jit
+@jit
 def _row_loss(
     z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale,
     WEIGHTED: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -146,7 +146,8 @@ def _row_loss(
     return loss + z, z, mass
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@jit
+@do_not_specialize("ignore_index")
 def _cross_entropy_fwd_kernel(
     logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
     V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
@@ -198,7 +199,8 @@ def _cross_entropy_fwd_kernel(
         tl.store(predicted_ptr + row, column)
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index"])
+@jit
+@do_not_specialize("M", "ignore_index")
 def _cross_entropy_narrow_fwd_kernel(
     logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
     M, V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
@@ -257,7 +259,8 @@ def _cross_entropy_narrow_fwd_kernel(
         tl.store(predicted_ptr + rows, tl.where(counts, column, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "P", "ignore_index"])
+@jit
+@do_not_specialize("M", "P", "ignore_index")
 def _reduce_kernel(
     loss_ptr, z_ptr, target_ptr, weight_ptr, predicted_ptr, divisor_ptr, partial_ptr,
     out_ptr, z_out_ptr, accuracy_ptr, stats_ptr, M, P, V, ignore_index,
@@ -338,7 +341,8 @@ def _reduce_kernel(
         tl.store(part + 4 * P, sum_hits)
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index"])
+@jit
+@do_not_specialize("M", "ignore_index")
 def _cross_entropy_bwd_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
     M, V, classes, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
@@ -383,7 +387,8 @@ def _cross_entropy_bwd_kernel(
     tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index"])
+@jit
+@do_not_specialize("M", "ignore_index")
 def _cross_entropy_grad_kernel(
     logits_ptr, target_ptr, loss_ptr, factor_ptr,
     M, V, stride_m, stride_factor, ignore_index, smoothing, z_loss, softcap, scale,

@@ -10,10 +10,10 @@ Otherwise, where there is no such engine or rows do not begin at multiples of 16
 
 from __future__ import annotations
 
-from tigon.runtime import tl, triton
+from tigon.runtime import do_not_specialize, jit, tl
 
 
-@triton.jit
+@jit
 def _tile(
     tiles_ptr, offsets_ptr, M_TILES, TILES, BLOCKS, E, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
@@ -32,7 +32,8 @@ def _tile(
     return expert, start, rows, rows < end, within // size
 
 
-@triton.jit(do_not_specialize=["M_TILES", "TILES"])
+@jit
+@do_not_specialize("M_TILES", "TILES")
 def _rows_kernel(
     y_ptr, a, w, bias_ptr, tiles_ptr, offsets_ptr,
     M_TILES, TILES, E, N, K, BLOCKS, stride_we, stride_wn, stride_wk,
@@ -77,7 +78,7 @@ def _rows_kernel(
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & mask[None, :])
 
 
-@triton.jit
+@jit
 def _weight_bwd_kernel(
     dw_ptr, a, b, offsets_ptr, M, N, BLOCKS_M, BLOCKS_N, stride_we, stride_wm,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton
+from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
 
 LEAST_ROWS = 16  # the fewest rows of a tile: room for the list of tiles is made for that size
 
@@ -31,7 +31,8 @@ class Routing(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["S"])
+@jit
+@do_not_specialize("S")
 def _count_kernel(
     index_ptr, counts_ptr, S, E, BLOCK: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -46,7 +47,8 @@ def _count_kernel(
     tl.store(counts_ptr + block * E + experts, count, mask=experts < E)
 
 
-@triton.jit(do_not_specialize=["S", "BLOCKS", "TILES"])
+@jit
+@do_not_specialize("S", "BLOCKS", "TILES")
 def _place_kernel(
     index_ptr, counts_ptr, order_ptr, place_ptr, offsets_ptr, tiles_ptr, S, E, BLOCKS, TILES,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tigon.ops.experts.routing import Routing
-from tigon.runtime import cdiv, launch, next_power_of_2, tl, triton
+from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit(do_not_specialize=["E"])
+@jit
+@do_not_specialize("E")
 def _take_kernel(
     rows_ptr, order_ptr, offsets_ptr, y_ptr, E, N, stride_rows,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -26,7 +27,8 @@ def _take_kernel(
     tl.store(y_ptr + i[:, None] * N + cols[None, :], row, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@jit
+@do_not_specialize("T")
 def _token_sum_kernel(
     rows_ptr, place_ptr, weights_ptr, y_ptr, T, N, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -47,7 +49,7 @@ def _token_sum_kernel(
     tl.store(y_ptr + token[:, None] * N + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _expert_sum_kernel(
     rows_ptr, order_ptr, weights_ptr, offsets_ptr, y_ptr, N, stride_rows,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -73,7 +75,8 @@ def _expert_sum_kernel(
     tl.store(y_ptr + expert.to(tl.int64) * N + cols, tl.sum(total, 0).to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["S"])
+@jit
+@do_not_specialize("S")
 def _weight_sum_kernel(
     dots_ptr, place_ptr, index_ptr, dy_ptr, bias_ptr, dweights_ptr, S, D, stride_dy,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -13,12 +13,12 @@ from torch import Tensor
 from tigon.ops.acts import ACTS
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.routing import Routing
-from tigon.runtime import cdiv, launch, tl, triton
+from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-@triton.jit
+@jit
 def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Gate and up of BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
     if INTERLEAVED:
@@ -34,7 +34,7 @@ def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N:
     return gate.to(tl.float32), up.to(tl.float32)
 
 
-@triton.jit
+@jit
 def _unit(
     gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
 ):  # fmt: skip
@@ -56,7 +56,8 @@ def _unit(
     return a * (held_up + UP_OFFSET), dgate, dup
 
 
-@triton.jit(do_not_specialize=["E"])
+@jit
+@do_not_specialize("E")
 def _unit_fwd_kernel(
     z_ptr, h_ptr, offsets_ptr, E, N, BLOCKS, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -72,7 +73,8 @@ def _unit_fwd_kernel(
     tl.store(h_ptr + rows[:, None] * N + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["E"])
+@jit
+@do_not_specialize("E")
 def _unit_bwd_kernel(
     z_ptr, dh_ptr, weights_ptr, order_ptr, offsets_ptr, dz_ptr, h_ptr, dots_ptr, E, N,
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
