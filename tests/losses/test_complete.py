@@ -314,7 +314,7 @@ def test_contributing_names_the_places():
     for place in ("tests/losses/test_complete.py", "docs/losses/"):
         assert place in row
     (paragraph,) = re.findall(r"^### A type of a loss\n\n(.*?)\n###", text, re.MULTILINE | re.DOTALL)
-    for place in ("DPO_LOSSES", "DPOType", "CLIPPED", "LossType", "preference/reference.py", "policy.py", "_sides"):
+    for place in ("DPO_LOSSES", "DPOType", "CLIPPED", "LossType", "preference/reference.py", "policy.py", "`sides`"):
         assert place in paragraph, place
     for path in set(re.findall(r"`((?:src|tests|docs)/[\w./]+\.(?:py|md))`", paragraph)):
         assert (DOCS.parents[1] / path).is_file(), path

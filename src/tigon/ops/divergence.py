@@ -13,7 +13,6 @@ them. Given logits, neither side's log-probabilities are ever made: a row keeps 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from tigon.ops.targets import as_labels
 from tigon.runtime import (
-    INTERPRET,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -33,6 +31,9 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.tiles.divergence import half_sign, sides
+from tigon.tiles.fold import fold
 
 REDUCTIONS = ("batchmean", "mean", "sum", "rows")
 
@@ -211,80 +212,7 @@ def divergence_reference(
 # Kernels take logarithms to the base 2, as the hardware has them: lq and lp are log2 of q and p, and k = log2(e) /
 # temperature turns logits into log2. The slope of the loss with respect to lq is a multiple of u.
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-# The logarithm of a probability far below fp32's smallest: 2^LEAST_LOG is 0, and LEAST_LOG is finite.
-LEAST_LOG = tl.constexpr(-1e4)
-INTERPRETED = tl.constexpr(INTERPRET)
-
-try:
-    from triton.language.target_info import is_cuda
-except ImportError:
-
-    @jit
-    def is_cuda():
-        return False
-
-
-@jit
-def log2_of_normal(x):
-    """log₂ x of a normal number, to 2⁻²² near 1: by NVIDIA's hardware, where tl.log2 is twenty instructions."""
-    if INTERPRETED:
-        y = tl.log2(x)
-    elif is_cuda():
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@jit
-def _sides(lq, lp, beta, KIND: tl.constexpr):
-    """The loss, q, and u. A class of probability 0 adds nothing, also where its logarithm is -inf. NaN stays NaN."""
-    if KIND == "kl":
-        p, q = tl.exp2(lp), tl.exp2(lq)
-        u = p
-        terms = tl.where(p == 0.0, 0.0, p * (lp - lq))
-    elif KIND == "reverse":
-        q = tl.exp2(lq)
-        u = tl.where(q == 0.0, 0.0, lq - lp)
-        terms = q * u
-    elif KIND == "tvd":
-        p, q = tl.exp2(lp), tl.exp2(lq)
-        u = _half_sign(q, p)
-        terms = 0.5 * tl.abs(p - q)
-    else:
-        # Computed from the larger of p and q and their ratio: two exponentials in place of three. Where p and q are
-        # alike, and terms cancel, the logarithm is then one of a number near 1. Both logs are kept finite, so that a
-        # probability of 0 adds 0.
-        lp = tl.maximum(lp, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
-        lq = tl.maximum(lq, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
-        d = lp - lq
-        ratio = tl.exp2(-tl.abs(d))
-        large = tl.exp2(tl.maximum(lp, lq))
-        small = large * ratio
-        up = d >= 0.0
-        p = tl.where(up, large, small)
-        q = tl.where(up, small, large)
-        weight = tl.where(up, beta, 1.0 - beta)
-        log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # log2 of M / max(p, q)
-        u = (1.0 - beta) * (-tl.maximum(d, 0.0) - log_m)
-        terms = beta * p * (tl.minimum(d, 0.0) - log_m) + q * u
-    return terms, q, u
-
-
-@jit
-def _half_sign(q, p):
-    return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
-
-
-@jit
-def _fold(x, top, total, k):
-    """Fold blocks of logits into a lane's maximum and sum. Also returns the old sum's factor, and the exponentials."""
-    new = tl.maximum(top, tl.max(x, 0))
-    shrink = tl.exp2((top - new) * k)
-    e = tl.exp2((x - new[None, :]) * k)
-    return new, total * shrink + tl.sum(e, 0), shrink, e
+_fold, _sides = fold, sides  # their names in losses.distillation
 
 
 @jit
@@ -329,8 +257,8 @@ def _divergence_fwd_kernel(
             mask = start + lane < V
             a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
             b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-            top_a, sum_a, _, _ = _fold(a, top_a, sum_a, k)
-            top_b, sum_b, shrink, e = _fold(b, top_b, sum_b, k)
+            top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
+            top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
             if KIND == "kl":
                 value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * ((b - a) - shift)), 0)
         row_a = tl.max(top_a, 0)
@@ -354,7 +282,7 @@ def _divergence_fwd_kernel(
                 mask = start + lane < V
                 a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
                 b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-                terms, q, u = _sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+                terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
                 value += tl.sum(terms, 0)
                 mean_u += tl.sum(q * u, 0)
             tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
@@ -370,7 +298,7 @@ def _divergence_fwd_kernel(
             elif FORM == "probabilities":
                 terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
             else:
-                terms, _, _ = _sides(a * k, b * k, beta, KIND)
+                terms, _, _ = sides(a * k, b * k, beta, KIND)
             value += tl.sum(terms, 0)
         tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
 
@@ -402,15 +330,15 @@ def _divergence_bwd_kernel(
         if KIND == "kl":
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
-            _, q, u = _sides(lq, lp, beta, KIND)
+            _, q, u = sides(lq, lp, beta, KIND)
             dx = q * (u - tl.load(stats_ptr + 3 * row + 2).to(tl.float32)) * (1.0 if KIND == "tvd" else LN2)
         dx = dx * (k * LN2)
     elif KIND == "tvd":
-        dx = _half_sign(a, b)
+        dx = half_sign(a, b)
     elif KIND == "kl":
         dx = -b if FORM == "probabilities" else -tl.exp2(b * k)
     else:
-        _, q, u = _sides(a * k, b * k, beta, KIND)
+        _, q, u = sides(a * k, b * k, beta, KIND)
         dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
     # A select, since an ignored row's upstream gradient may be NaN.
     dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
@@ -418,8 +346,6 @@ def _divergence_bwd_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launches
-
-LOG2E = 1 / math.log(2)
 
 
 def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
@@ -454,7 +380,7 @@ def _divergence_fwd(
         return rows.zero_(), stats
     a, b = rows_of(input), rows_of(target)
     M, V = a.shape
-    arguments = (V, a.stride(0), b.stride(0), ignore_index, beta, LOG2E / temperature, kind, form)
+    arguments = (V, a.stride(0), b.stride(0), ignore_index, beta, LOG2E.value / temperature, kind, form)
     tensors = (a, b, None if labels is None else labels.contiguous(), rows, stats)
     key = (M, arguments, a.dtype, b.dtype, None if labels is None else labels.dtype)
 
@@ -488,7 +414,7 @@ def _divergence_bwd(
     a, b = None if input is None else rows_of(input), rows_of(target)
     M, V = b.shape
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
-    arguments = (V, *strides, ignore_index, beta, LOG2E / temperature, kind, form)
+    arguments = (V, *strides, ignore_index, beta, LOG2E.value / temperature, kind, form)
     tensors = (g, a, b, None if labels is None else labels.contiguous(), stats, dinput)
     key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, None if labels is None else labels.dtype)
 

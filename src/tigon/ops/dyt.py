@@ -26,6 +26,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.tanh import tanh
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -72,22 +73,6 @@ def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: 
 
 
 @jit
-def _tanh(z):
-    """tanh(z) and its derivative 1 - tanh(z)², each to a few roundings of its own size, however small that is."""
-    size = tl.abs(z)
-    e = tl.exp2(size * -2.8853900817779268)  # exp(-2 |z|): nothing overflows
-    r = 1.0 / (1.0 + e)
-    t = (1.0 - e) * r
-    # Near zero 1 - e loses its digits: an odd polynomial (Cephes' tanhf) takes its place. Far from zero 1 - t² loses
-    # its digits: the slope comes from e.
-    square = z * z
-    p = -0.0537397156 + square * (0.0206390887 + square * -0.00570498873)
-    p = z + z * (square * (-0.333332819 + square * (0.133314422 + square * p)))
-    near = size < 0.625
-    return tl.where(near, p, tl.where(z < 0, -t, t)), tl.where(near, 1.0 - p * p, 4.0 * e * r * r)
-
-
-@jit
 @do_not_specialize("M")
 def _dyt_fwd_kernel(
     x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
@@ -99,7 +84,7 @@ def _dyt_fwd_kernel(
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < M)[:, None] & col_mask[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    y, _ = _tanh(x * tl.load(alpha_ptr).to(tl.float32))
+    y, _ = tanh(x * tl.load(alpha_ptr).to(tl.float32))
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     if b_ptr is not None:
@@ -130,7 +115,7 @@ def _dyt_bwd_kernel(
         mask = (rows < M)[:, None] & col_mask[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        t, slope = _tanh(x * alpha)
+        t, slope = tanh(x * alpha)
         if DW:
             dw += dy * t
         if DB:

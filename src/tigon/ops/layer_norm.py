@@ -25,6 +25,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.reduce import sum2
 
 # One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384
@@ -82,12 +83,6 @@ def layer_norm_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-
-
-@jit
-def _sum2(a, b):
-    """Row sums of two tiles, in one exchange between warps instead of two."""
-    return tl.split(tl.sum(tl.join(a, b), 1))
 
 
 @jit
@@ -222,7 +217,7 @@ def _layer_norm_bwd_kernel(
             wdy = dy
             if w_ptr is not None:
                 wdy = dy * w[None, :]
-            along, shift = _sum2(wdy * xhat, wdy)
+            along, shift = sum2(wdy * xhat, wdy)
             dx = (wdy - shift[:, None] / N - xhat * (along[:, None] / N)) * rstd
             tl.store(dx_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_DB:

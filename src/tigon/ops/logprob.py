@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.cross_entropy.kernels import LN2, LOWEST, _cap
 from tigon.ops.targets import checked_target
 from tigon.runtime import (
     differentiable,
@@ -29,6 +28,9 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LN2
+from tigon.tiles.moments import row_moments
 
 
 class LogProb(NamedTuple):
@@ -154,50 +156,6 @@ def _gradient_reference(
 
 
 @jit
-def _row_moments(
-    logits_ptr, V, softcap, unit, k,
-    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A row's max z, Σ e and Σ e · log₂ e with e = 2^((z − max) k), and Σ z, in one reading."""
-    lane = tl.arange(0, BLOCK)
-    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf.
-    top = tl.full((BLOCK,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    along = tl.zeros((BLOCK,), tl.float32)
-    sum_z = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, DEPTH * BLOCK):
-        mask = start + tile < V
-        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            z, _ = _cap(z, unit, softcap)
-            z = tl.where(mask, z, float("-inf"))
-        if SUM:
-            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-        new = tl.maximum(top, tl.max(z, 0))
-        # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
-        step = tl.maximum((top - new) * k, -1000.0)
-        shrink = tl.exp2(step)
-        power = (z - new[None, :]) * k
-        e = tl.exp2(power)
-        if ALONG:
-            # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
-            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
-        total = total * shrink + tl.sum(e, 0)
-        top = new
-    row_top = tl.max(top, 0)
-    step = tl.maximum((top - row_top) * k, -1000.0)
-    shrink = tl.exp2(step)
-    row_along = 0.0
-    row_z = 0.0
-    if ALONG:
-        row_along = tl.sum(shrink * (along + total * step), 0)
-    if SUM:
-        row_z = tl.sum(sum_z, 0)
-    return row_top, tl.sum(total * shrink, 0), row_along, row_z
-
-
-@jit
 @do_not_specialize("ignore_index")
 def _logprob_fwd_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
@@ -224,7 +182,7 @@ def _logprob_fwd_kernel(
         return
     ENTROPY: tl.constexpr = entropy_ptr is not None
     MEAN: tl.constexpr = mean_ptr is not None
-    row_top, row_total, along, sum_z = _row_moments(
+    row_top, row_total, along, sum_z = row_moments(
         logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, DEPTH, BLOCK
     )
     log2_sum = tl.log2(row_total)
@@ -233,7 +191,7 @@ def _logprob_fwd_kernel(
     log2_sum = tl.where(valid, log2_sum, float("nan"))
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
-        z_target, _ = _cap(z_target, unit, softcap)
+        z_target, _ = cap(z_target, unit, softcap)
     tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
     entropy = 0.0
     if entropy_ptr is not None:
@@ -273,7 +231,7 @@ def _logprob_bwd_kernel(
     z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
     slope = k * LN2
     if SOFTCAP:
-        z, steep = _cap(z, unit, softcap)
+        z, steep = cap(z, unit, softcap)
         slope = slope * steep
     log2_p = (z - top) * k - log2_sum
     p = tl.exp2(log2_p)

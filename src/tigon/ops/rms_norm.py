@@ -28,6 +28,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.reduce import sum2
 
 Cast = Literal["llama", "gemma", "none"]
 CASTS = get_args(Cast)
@@ -154,12 +155,6 @@ def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dt
 
 
 @jit
-def _sum2(a, b):
-    """Row sums of two tiles, in one exchange between warps instead of two."""
-    return tl.split(tl.sum(tl.join(a, b), 1))
-
-
-@jit
 @do_not_specialize("M")
 def _rms_norm_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
@@ -224,7 +219,7 @@ def _rms_norm_bwd_kernel(
         if rstd_ptr is None:
             # The row is in registers anyway, so 1/rms is computed again: the forward saves no tensor for it, and both
             # sums take one exchange between warps.
-            squares, products = _sum2(x * x, wdy * x)
+            squares, products = sum2(x * x, wdy * x)
             rstd = tl.rsqrt(squares / N + eps)[:, None]
             xhat = x * rstd
             mean = products[:, None] * rstd / N

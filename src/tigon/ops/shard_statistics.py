@@ -24,11 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.cross_entropy.kernels import HEAD, LN2, LOWEST, _cap, _row_loss
+from tigon.ops.cross_entropy.kernels import HEAD
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
-from tigon.ops.logprob import _row_moments, _units
+from tigon.ops.logprob import _units
 from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LN2, LOWEST
+from tigon.tiles.loss import row_loss
+from tigon.tiles.moments import row_moments
 
 # Labels of a device count from its own first class. Negative ones mean: another device's class, an ignored target, a
 # target out of range.
@@ -119,10 +123,10 @@ def _shard_statistics_kernel(
             tl.store(out_ptr + i, 0.0)
         return
     logits_ptr += row * stride_m
-    top, total, along, sum_z = _row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, DEPTH, BLOCK)
+    top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, DEPTH, BLOCK)
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
-        z_target, _ = _cap(z_target, unit, softcap)
+        z_target, _ = cap(z_target, unit, softcap)
     tl.store(out_ptr, top)
     tl.store(out_ptr + 1, total)
     tl.store(out_ptr + 2, z_target)
@@ -176,7 +180,7 @@ def _merge_cross_entropy_kernel(
     top, log2_sum, z_target, _entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, False, SMOOTHING, OUTSIDE, BLOCK
     )
-    loss, _, _ = _row_loss(
+    loss, _, _ = row_loss(
         z_target, 1.0, top, log2_sum, sum_z, 0.0, classes, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
     )
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)

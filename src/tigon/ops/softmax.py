@@ -24,6 +24,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.constants import LOG2E
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
 MAX_TILE = 32768
@@ -116,9 +117,6 @@ def softmax_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
-
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit

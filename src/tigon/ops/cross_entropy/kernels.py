@@ -6,30 +6,15 @@ Options that a call does not use cost nothing: the compiler drops their branches
 from __future__ import annotations
 
 from tigon.runtime import do_not_specialize, jit, tl
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.tiles.loss import row_loss
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+_cap = cap  # its name in losses.distillation
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
 # fp32 numbers at the head of the statistics, which the reduction leaves for the backward pass. 16 bytes keep the rows
 # behind them aligned.
 HEAD = tl.constexpr(4)
-
-
-@jit
-def _cap(x, scale, softcap):
-    """softcap · tanh(u), u = scale · x / softcap, and its slope, from exp(-2|u|), which does not overflow.
-
-    For small u, as most logits have under a cap of 30, 1 - exp(-2|u|) cancels. Below 0.3 the series to u⁹ takes its
-    place, exact to fp32.
-    """
-    u = x * scale / softcap
-    e = tl.exp(-2.0 * tl.abs(u))
-    t = tl.where(u >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
-    s = u * u
-    series = u + u * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
-    t = tl.where(tl.abs(u) < 0.3, series, t)
-    return softcap * t, scale * (1.0 - t * t)
 
 
 @jit
@@ -41,7 +26,7 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
     probability of a confident row with it.
     """
     if SOFTCAP:
-        z, slope = _cap(x, scale, softcap)
+        z, slope = cap(x, scale, softcap)
         k = LOG2E
         lse = top + log2_sum * LN2
         factor = factor * slope
@@ -91,7 +76,7 @@ def _row_sums(
             best = tl.where(high > peak, first, best)
             peak = tl.maximum(peak, high)
         if SOFTCAP:
-            z, _ = _cap(z, scale, softcap)
+            z, _ = cap(z, scale, softcap)
             z = tl.where(mask, z, float("-inf"))
         if SMOOTHING:
             if weight_ptr is not None:
@@ -117,33 +102,6 @@ def _row_sums(
         column = tl.min(tl.where(peak == tl.max(peak, 0), best, NOWHERE), 0)
         column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
     return row_top, log2_sum, all_z, all_w, column
-
-
-@jit
-def _row_loss(
-    z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale,
-    WEIGHTED: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """A row's loss, the share of z-loss in that loss, and the mass of the gradient (see `_slope`)."""
-    unit = scale  # converts z, which _row_sums leaves unscaled, to logits
-    if SOFTCAP:
-        unit = 1.0
-    lse = top * unit + log2_sum * LN2
-    # The difference of two close numbers comes first, where it is exact; lse itself is needed by z-loss alone.
-    nll = (top - z_target) * unit + log2_sum * LN2
-    mass = 1.0
-    if WEIGHTED:
-        loss = w_target * nll
-        mass = w_target
-        if SMOOTHING:
-            loss = (1.0 - smoothing) * loss + smoothing / V * (sum_w * nll + (sum_w * z_target - sum_z) * unit)
-            mass = (1.0 - smoothing) * w_target + smoothing / V * sum_w
-    else:
-        loss = nll
-        if SMOOTHING:
-            loss += smoothing * (z_target - sum_z / V) * unit
-    z = z_loss * lse * lse
-    return loss + z, z, mass
 
 
 @jit
@@ -178,12 +136,12 @@ def _cross_entropy_fwd_kernel(
     # The target's logit is loaded once more: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
-        z_target, _ = _cap(z_target, scale, softcap)
+        z_target, _ = cap(z_target, scale, softcap)
     w_target = 1.0
     if weight_ptr is not None:
         w_target = tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
     WEIGHTED: tl.constexpr = weight_ptr is not None
-    loss, z, mass = _row_loss(
+    loss, z, mass = row_loss(
         z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
     )
     tl.store(loss_ptr + row, loss)
@@ -217,7 +175,7 @@ def _cross_entropy_narrow_fwd_kernel(
     z = x
     k = scale * LOG2E
     if SOFTCAP:
-        z, _ = _cap(x, scale, softcap)
+        z, _ = cap(x, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
         k = LOG2E
     # A row of -inf alone, and rows beyond M, would compute inf - inf.
@@ -226,7 +184,7 @@ def _cross_entropy_narrow_fwd_kernel(
     valid = (target >= 0) & (target < V)
     z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
     if SOFTCAP:
-        z_target, _ = _cap(z_target, scale, softcap)
+        z_target, _ = cap(z_target, scale, softcap)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
     w_target = 1.0
     sum_z = 0.0
@@ -241,7 +199,7 @@ def _cross_entropy_narrow_fwd_kernel(
         else:
             sum_z = tl.sum(tl.where(mask, z, 0.0), 1)
     WEIGHTED: tl.constexpr = weight_ptr is not None
-    loss, zl, mass = _row_loss(
+    loss, zl, mass = row_loss(
         z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
     )
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
@@ -421,8 +379,8 @@ def _cross_entropy_grad_kernel(
             x_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
             z_target = x_target
             if SOFTCAP:
-                z_target, _ = _cap(x_target, scale, softcap)
-            loss, _, _ = _row_loss(
+                z_target, _ = cap(x_target, scale, softcap)
+            loss, _, _ = row_loss(
                 z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
             )
             tl.store(loss_ptr + row, loss)

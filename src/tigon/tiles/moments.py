@@ -1,0 +1,56 @@
+"""Statistics of a softmax over a row that is read once, from memory, in blocks."""
+
+from __future__ import annotations
+
+from tigon.runtime import jit, tl
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LOWEST
+
+
+@jit
+def row_moments(
+    logits_ptr, V, softcap, unit, k,
+    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's max z, Σ e, Σ e · log₂ e with e = 2^((z − max) k), and Σ z: four fp32 scalars, from one reading.
+
+    z is the logit as stored, or with SOFTCAP the capped one (unit: the scale before the cap). k: from z to powers of 2.
+    ALONG and SUM say whether the third and the fourth are wanted; an unwanted one is 0 and costs nothing. DEPTH blocks
+    are folded at a time. A row of -inf alone gives a maximum of LOWEST and a sum of 0.
+    """
+    lane = tl.arange(0, BLOCK)
+    tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    along = tl.zeros((BLOCK,), tl.float32)
+    sum_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        mask = start + tile < V
+        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        if SOFTCAP:
+            z, _ = cap(z, unit, softcap)
+            z = tl.where(mask, z, float("-inf"))
+        if SUM:
+            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        new = tl.maximum(top, tl.max(z, 0))
+        # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
+        step = tl.maximum((top - new) * k, -1000.0)
+        shrink = tl.exp2(step)
+        power = (z - new[None, :]) * k
+        e = tl.exp2(power)
+        if ALONG:
+            # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
+            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
+        total = total * shrink + tl.sum(e, 0)
+        top = new
+    row_top = tl.max(top, 0)
+    step = tl.maximum((top - row_top) * k, -1000.0)
+    shrink = tl.exp2(step)
+    row_along = 0.0
+    row_z = 0.0
+    if ALONG:
+        row_along = tl.sum(shrink * (along + total * step), 0)
+    if SUM:
+        row_z = tl.sum(sum_z, 0)
+    return row_top, tl.sum(total * shrink, 0), row_along, row_z
