@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 def mend() -> None:
     _round_to_bf16_as_gpus_do()
     _multiply_bf16()
+    _round_once_in_fma()
     _call_functions_cheaply()
     _launch_cheaply()
     _calculate_nothing_that_nobody_sees()
@@ -55,6 +56,18 @@ def _multiply_bf16() -> None:
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
     builder.create_dot = lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+
+
+def _round_once_in_fma() -> None:
+    """The interpreter rounds the product before it adds; hardware rounds the sum alone, so no product overflows."""
+
+    def create_fma(self, x, y, z):
+        if z.dtype.scalar != tl.float32:
+            return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(np.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_fma = create_fma
 
 
 def _call_functions_cheaply() -> None:

@@ -180,3 +180,22 @@ def test_products_of_fp32_are_as_exact_as_those_of_torch():
             assert launches._precision(x) == "ieee"
             place.fp32_precision = "tf32"
             assert launches._precision(x) == "tf32"
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_takes_any_mixture(x_dtype, w_dtype, backend, device):
+    """Hidden states may have autocast's dtype already while the weights are fp32, as behind a linear layer."""
+    gate_up, down = (w.to(device, w_dtype).requires_grad_() for w in weights_of(4, 16, 12))
+    x = torch.randn(9, 16, device=device).to(x_dtype).requires_grad_()
+    index = torch.arange(18, device=device).view(9, 2) % 4
+    weights = torch.rand(9, 2, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = moe_mlp(x, index, weights, gate_up, down)
+    assert y.dtype == x_dtype
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, gate_up, down)]
+    expected = moe_mlp(narrow[0], index, weights, *narrow[1:])
+    assert torch.equal(y.bfloat16(), expected)
+    got = torch.autograd.grad(y.float().sum(), (x, gate_up, down))
+    for g, e in zip(got, torch.autograd.grad(expected.float().sum(), narrow), strict=True):
+        assert torch.equal(g.bfloat16(), e)

@@ -37,6 +37,44 @@ def test_one_outlier_in_front(width, backend, device):
     check(tigon.layer_norm, layer_norm_reference, x, eager=eager_layer_norm)
 
 
+@pytest.mark.parametrize("size", [1e16, 1e22, 1e30])  # in range; squares overflow; that of a mean's rounding does too
+@pytest.mark.parametrize("width", [300, 5000, 9000, 16500])
+def test_squares_beyond_fp32_give_the_bias(width, size, backend, device):
+    """An infinite variance makes 1/std 0, and nothing else is infinite."""
+    x = size * torch.rand(3, width, device=device).sub(0.5)
+    w, b = torch.randn(width, device=device), torch.randn(width, device=device)
+    if size < 1e17:
+        check(tigon.layer_norm, layer_norm_reference, x, w, b, eager=eager_layer_norm, grad=False)
+        return
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    y = tigon.layer_norm(*leaves)
+    assert torch.equal(y, b.expand(3, width))
+    dx, dw, db = torch.autograd.grad(y.sum(), leaves)
+    assert not dx.any()
+    assert not dw.any()
+    assert torch.equal(db, torch.full_like(db, 3))
+
+
+@pytest.mark.parametrize("parts", ["one", "several"])
+@pytest.mark.parametrize("size", [1e16, 1e22, 1e30])
+def test_squares_beyond_fp32_give_the_bias_of_group_norm(size, parts, backend, device, monkeypatch):
+    if parts == "several":  # as a large device does
+        monkeypatch.setattr(group_norm_module, "multiprocessors", lambda _: 12)
+    x = size * torch.rand(1, 6, 9000, device=device).sub(0.5)
+    # Every part alike: the variance between parts is 0, and that within them has to be infinite by itself.
+    x[:] = x[:, :1].clone()
+    w, b = torch.randn(6, device=device), torch.randn(6, device=device)
+    if size < 1e17:
+        check(tigon.group_norm, group_norm_reference, x, 2, w, b, eager=eager_group_norm, grad=False)
+        return
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    y = tigon.group_norm(leaves[0], 2, *leaves[1:])
+    assert torch.equal(y, b[:, None].expand(1, 6, 9000))
+    dx, dw, _ = torch.autograd.grad(y.sum(), leaves)
+    assert not dx.any()
+    assert not dw.any()
+
+
 @pytest.mark.parametrize("width", [100, 4096, 5120, 16384])
 def test_a_row_of_equal_numbers_gives_the_bias(width, backend, device):
     x, b = torch.full((2, width), 1000.1, device=device), torch.randn(width, device=device)

@@ -27,6 +27,27 @@ def test_sizes(size, backend, device):
     torch.testing.assert_close(dx.double(), dexact, rtol=1e-4, atol=1e-5 * dexact.abs().max().item())
 
 
+@pytest.mark.parametrize(("size", "lost"), [(1e9, 1), (1e12, 2)])
+def test_powers_beyond_fp32_vanish_one_by_one(size, lost, backend, device):
+    """Beyond the docstring's range, as in eager code: the higher powers and their weights' gradients are 0."""
+    x = size * torch.rand(2, 40, device=device).add(0.5)
+    weight, bias = (p.requires_grad_() for p in parameters(device))
+    y = tigon.poly_norm(x, weight, bias)
+    lower = torch.arange(3, device=device) >= lost
+    torch.testing.assert_close(y, tigon.poly_norm(x, weight * lower, bias))
+    (dw,) = torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(dw != 0, lower)
+    assert dw.isfinite().all()
+
+
+def test_numbers_without_a_cube_have_gradients_of_nan(backend, device):
+    x = torch.full((2, 40), 1e15, device=device, requires_grad=True)
+    weight, bias = (p.requires_grad_() for p in parameters(device))
+    dx, dw = torch.autograd.grad(tigon.poly_norm(x, weight, bias).sum(), (x, weight))
+    assert dx.isnan().all()
+    assert dw[0].isnan()
+
+
 def test_the_largest_fp16(backend, device):
     x = torch.tensor([[65504.0, -65504.0, 1.0, 0.0]], device=device, dtype=torch.float16)
     y = tigon.poly_norm(x, *parameters(device, torch.float16))

@@ -150,7 +150,8 @@ def _group_norm_stats_kernel(
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
     part_ptr += tl.program_id(0) * 3
     tl.store(part_ptr, about + total / count)
-    tl.store(part_ptr + 1, tl.maximum(squares - total * total / count, 0.0))
+    # An infinite sum of squares stays infinite, and 1/std is then 0: inf - inf would be NaN, and count for no variance.
+    tl.store(part_ptr + 1, tl.maximum(squares - tl.minimum(total * total, 3.4e38) / count, 0.0))
     tl.store(part_ptr + 2, count)
 
 
@@ -171,7 +172,8 @@ def _group_norm_fwd_kernel(
         )
         shift = total / count
         mean = about + shift
-        variance = tl.maximum(squares / count - shift * shift, 0.0)
+        # fma: shift² is not rounded by itself, and cannot overflow into inf - inf.
+        variance = tl.maximum(tl.fma(shift * -1.0, shift, squares / count), 0.0)
     else:
         # The parts are combined by Chan's formula, about the first part's mean: no difference of large numbers.
         p = tl.arange(0, BLOCK_P)

@@ -106,7 +106,9 @@ def _layer_norm_fwd_kernel(
         mean = tl.sum(x, 1) / N
         centred = tl.where(col_mask, x - mean[:, None], 0.0)
         left = tl.sum(centred, 1) / N
-        rstd = tl.rsqrt(tl.maximum(tl.sum(centred * centred, 1) / N - left * left, 0.0) + eps)
+        # fma: with the squares beyond fp32, left² may be too. The difference of two infinities would be NaN, where an
+        # infinite variance gives 1/std = 0 and finite numbers.
+        rstd = tl.rsqrt(tl.maximum(tl.fma(left * -1.0, left, tl.sum(centred * centred, 1) / N), 0.0) + eps)
         mean += left
         tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
         tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
@@ -171,7 +173,7 @@ def _layer_norm_row_fwd_kernel(
         centred = _fold(centred, centred_rest)
     left, square = tl.reduce((centred, squares), 0, _add_pairs)
     left = left / N
-    rstd = tl.rsqrt(tl.maximum(square / N - left * left, 0.0) + eps)
+    rstd = tl.rsqrt(tl.maximum(tl.fma(left * -1.0, left, square / N), 0.0) + eps)
     mean += left
     tl.store(stats_ptr + 2 * row, mean)
     tl.store(stats_ptr + 2 * row + 1, rstd)
@@ -358,7 +360,7 @@ def _layer_norm_wide_fwd_kernel(
         squares += x * x
     shift = tl.sum(total, 0) / N
     mean = about + shift
-    rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / N - shift * shift, 0.0) + eps)
+    rstd = tl.rsqrt(tl.maximum(tl.fma(shift * -1.0, shift, tl.sum(squares, 0) / N), 0.0) + eps)
     tl.store(stats_ptr + 2 * row, mean)
     tl.store(stats_ptr + 2 * row + 1, rstd)
     for start in range(0, N, BLOCK_N):

@@ -79,11 +79,10 @@ def moe_mlp(
     options = Options(act, gated, interleaved, float(alpha), None if limit is None else float(limit), float(up_offset))
     _check_options(options)
     dtype = _check(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, gated)
-    if dtype != x.dtype:
-        cast = [t if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias)]
-        with torch.autocast(
-            autocast_device(x.device.type), enabled=False
-        ):  # done here, and not to be done again inside
+    floats = (x, gate_up, down, gate_up_bias, down_bias)
+    if any(t is not None and t.dtype != dtype for t in floats):
+        cast = [t if t is None else t.to(dtype) for t in floats]
+        with torch.autocast(autocast_device(x.device.type), enabled=False):  # done here, not again inside
             y = moe_mlp(cast[0], top_k_index, top_k_weights, *cast[1:], **options._asdict())  # type: ignore[arg-type]
         return y.to(x.dtype)
     if autocast_dtype(x.device.type) is not None:
