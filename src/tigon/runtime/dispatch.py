@@ -115,6 +115,11 @@ def why_not_triton(*tensors: Tensor | None) -> str | None:
     return None
 
 
+def torch_is_forced() -> bool:
+    """Whether `use_backend("torch")` or TIGON_BACKEND asks for the references. Operators without a kernel ask this."""
+    return _forced == "torch"
+
+
 def use_triton(*tensors: Tensor | None) -> bool:
     """True when the Triton kernels serve this call. The only question an operator asks about backends."""
     if _forced is None and HAS_TRITON:

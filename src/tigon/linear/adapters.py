@@ -1,0 +1,516 @@
+"""Low-rank adapters on frozen linear layers, all layers of one input together: yᵢ = x Wᵢᵀ + bᵢ + sᵢ (x Aᵢᵀ) Bᵢᵀ.
+
+An adapter's products cost nothing in FLOPs and much in memory traffic: written out, every layer reads x and y several
+times more than its frozen product does. Here x is read once for all adapters, and y is written by the adapter and then
+added to by the frozen product itself, in its epilogue.
+
+    forward     t = x [A…]ᵀ;  yᵢ = sᵢ tᵢ Bᵢᵀ;  yᵢ += x Wᵢᵀ
+    backward    uᵢ = sᵢ dyᵢ Bᵢ;  dx = [u…] [A…];  dx += Σ dyᵢ Wᵢ;  d[A…] = [u…]ᵀ x;  dBᵢ = sᵢ dyᵢᵀ tᵢ
+    kept        x and t, r numbers a token
+
+The frozen weights get no gradient. A weight in a form of its own, 4-bit say, is made dense in the forward pass, and
+again in the backward pass.
+
+Adapters in fp32 beside x in bf16, outside of autocast, compute as if x were widened: each skinny factor stands as the
+sum of two bf16 numbers, 16 bits together, and no copy of x is made.
+
+Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.acts import Act, checked_act
+from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
+from tigon.runtime import autocast_device, autocast_dtype, first_order, graph_is_kept, use_triton, way_back
+from tigon.runtime.dispatch import DTYPES, torch_is_forced
+
+
+class Frozen(Protocol):
+    """A frozen weight (N, H) in a form of its own, such as 4-bit numbers with their scales."""
+
+    shape: tuple[int, int]
+    device: torch.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight as a plain tensor (N, H); called in the forward pass and again in the backward pass."""
+
+
+class LoRA(NamedTuple):
+    """A frozen linear layer and its adapter: x ↦ x Wᵀ + bias + scale · (x Aᵀ) Bᵀ.
+
+    Args:
+        weight: W (N, H), x's dtype, without a gradient; or a `Frozen`, an object with `shape`, `device` and
+            `dense(dtype)`.
+        a: A (r, H) in x's dtype, a narrower one or fp32. b: B (N, r), the same.
+        scale: of the adapter, such as alpha / r.
+        bias: (N,), x's dtype, or None.
+    """
+
+    weight: Tensor | Frozen
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    bias: Tensor | None = None
+
+
+def lora_linear(
+    x: Tensor, layers: Sequence[LoRA], *, saved_by: tuple[Any, Any] | None = None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x Wᵢᵀ + biasᵢ + scaleᵢ · (x Aᵢᵀ) Bᵢᵀ for each layer, keeping x and x Aᵢᵀ for the backward pass.
+
+    Args:
+        x: (..., H).
+        layers: the layers that x goes through, one or more `tigon.LoRA`: those of queries, keys and values, say. Ranks,
+            scales and the dtypes of adapters may differ. Under autocast x, weights and adapters are cast as `F.linear`
+            casts them.
+        saved_by: a checkpoint's hooks (pack, unpack), to save by before the wide products: a checkpoint computes again
+            up to the last tensor that was saved.
+    Returns: a tuple of (..., Nᵢ) in x's dtype. Gradients go to x, the adapters and the biases; a gradient has its
+        parameter's dtype and is rounded once.
+    Raises: ValueError for shapes, dtypes or devices that do not fit, and for a weight that wants a gradient.
+
+    Replaces, for each layer::
+
+        y = F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a), b)
+    """
+    layers = tuple(layers)
+    dtype, autocast = _checked("lora_linear", x, layers)
+    if not _by_hand(dtype, autocast, layers, x):
+        return lora_linear_reference(x, layers)
+    # Outside of the Function: the recipes of tigon.memory.recompute know casts of what they can compute again.
+    x = x if x.dtype == dtype else x.to(dtype)
+    saved_by = saved_by if torch.is_grad_enabled() else None
+    plan = _Plan(layers, dtype, wide=not autocast)
+    result = _LoraLinear.apply(x, plan, saved_by, *plan.tensors(layers))
+    return result[: len(layers)]  # type: ignore[no-any-return]
+
+
+def gated_lora_linear(
+    gate: Tensor, up: Tensor | None, layer: LoRA, *, act: Act = "silu", inplace: bool = False,
+    saved_by: tuple[Any, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """The adapted layer of act(gate) · up, keeping gate and up alone for the backward pass: `gated_linear` with LoRA.
+
+    Args:
+        gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
+        up: (..., N), gate's dtype, or None.
+        layer: the layer that takes the product; see `lora_linear`.
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
+            the graph is kept (`retain_graph=True`), nor under torch.compile.
+        saved_by: as in `lora_linear`; nothing but gate and up is then kept.
+    Returns: (..., M) in gate's dtype.
+    Raises: ValueError for shapes, dtypes or an act that do not fit.
+
+    Replaces::
+
+        h = F.silu(gate) * up
+        y = F.linear(h, weight, bias) + scale * F.linear(F.linear(h, a), b)
+    """
+    checked_act("gated_lora_linear", act)
+    device = gate.device.type
+    cast = autocast_dtype(device)
+    if cast is not None and gate.dtype != torch.float64:
+        gate, up = gate.to(cast), None if up is None else up.to(cast)
+    if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
+        raise ValueError(
+            f"gated_lora_linear: up must match gate, {tuple(gate.shape)} {gate.dtype}, got {tuple(up.shape)} "
+            f"{up.dtype}."
+        )
+    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
+        raise ValueError(f"gated_lora_linear: gate must be (..., 2N) where up is None, got {tuple(gate.shape)}.")
+    hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
+    dtype, autocast = _checked("gated_lora_linear", hidden, (layer,))
+    parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
+    if not _by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
+        return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
+    saved_by = saved_by if torch.is_grad_enabled() else None
+    plan = _Plan((layer,), dtype, wide=not autocast)
+    return _GatedLoraLinear.apply(gate, up, plan, act, inplace, saved_by, *plan.tensors((layer,)))[0]  # type: ignore[no-any-return]
+
+
+def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ...]:
+    """Each layer for itself, in torch's operations: adapters in their dtype where that is wider than x's."""
+    device, dtype = x.device.type, autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
+        x = x.to(dtype)
+        with torch.autocast(autocast_device(device), enabled=False):
+            cast = [
+                layer._replace(
+                    a=layer.a.to(dtype), b=layer.b.to(dtype), bias=None if layer.bias is None else layer.bias.to(dtype)
+                )
+                for layer in layers
+            ]
+            return lora_linear_reference(x, cast)
+    results = []
+    for layer in layers:
+        y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
+        wide = torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
+        low = F.linear(F.linear(x.to(wide), layer.a.to(wide)), layer.b.to(wide))
+        results.append((y + low * layer.scale).to(x.dtype))
+    return tuple(results)
+
+
+def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def _checked(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torch.dtype, bool]:
+    """The dtype of the products, and whether autocast chose it; a ValueError for what does not fit."""
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() == 0:
+        what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: x must be (..., H) floats, got {what}.")
+    if not layers:
+        raise ValueError(f"{name}: layers must hold at least one tigon.LoRA, got none.")
+    cast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
+    H = x.shape[-1]
+    for i, layer in enumerate(layers):
+        at = "layer" if name.startswith("gated") else f"layers[{i}]"
+        if not isinstance(layer, LoRA):
+            raise ValueError(f"{name}: {at} must be a tigon.LoRA, got {type(layer).__name__}.")
+        for field in ("a", "b", "bias"):
+            t = getattr(layer, field)
+            if not isinstance(t, Tensor) and not (t is None and field == "bias"):
+                raise ValueError(f"{name}: {at}.{field} must be a tensor, got {type(t).__name__}.")
+        weight, a, b, _, bias = layer
+        if isinstance(weight, torch.nn.Module) or not hasattr(weight, "shape"):
+            advice = ": pass its weight" if isinstance(getattr(weight, "weight", None), Tensor) else ""
+            raise ValueError(f"{name}: {at}.weight must be a tensor or a Frozen, got {type(weight).__name__}{advice}.")
+        shape = tuple(weight.shape)
+        if len(shape) != 2 or shape[1] != H:
+            raise ValueError(f"{name}: {at}.weight must be (N, {H}) to fit x {tuple(x.shape)}, got {shape}.")
+        if a.dim() != 2 or a.shape[1] != H or not a.shape[0]:
+            raise ValueError(f"{name}: {at}.a must be (r, {H}) with a rank r above 0, got {tuple(a.shape)}.")
+        for field, t, wanted in (("b", b, (shape[0], a.shape[0])), ("bias", bias, shape[:1])):
+            if t is not None and tuple(t.shape) != wanted:
+                raise ValueError(f"{name}: {at}.{field} must be {wanted}, got {tuple(t.shape)}.")
+        for field, t in (("weight", weight), ("a", a), ("b", b), ("bias", bias)):
+            if t is not None and t.device != x.device:
+                raise ValueError(f"{name}: {at}.{field} must be on x's device {x.device}, got {t.device}.")
+        if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: {at}.weight must be frozen, got one that requires a gradient.")
+        for field, t in (("weight", weight), ("bias", bias)):
+            if isinstance(t, Tensor) and t.dtype != x.dtype and cast is None:
+                raise ValueError(f"{name}: {at}.{field} must have x's dtype {x.dtype}, got {t.dtype}.")
+        for field, t in (("a", a), ("b", b)):
+            if not t.dtype.is_floating_point:
+                raise ValueError(f"{name}: {at}.{field} must have a float dtype, got {t.dtype}.")
+    return cast or x.dtype, cast is not None
+
+
+def _by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x: Tensor) -> bool:
+    """Whether the products below serve this call. They are torch's own, so they run on any device."""
+    if torch.compiler.is_compiling():
+        return False  # Inductor fuses the casts and sums itself, and its partitioner decides what is kept
+    tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
+    if not use_triton(x, *tensors) and (torch_is_forced() or not all(map(_is_plain, (x, *tensors)))):
+        return False
+    widest = _widest(layers, dtype)
+    # Two halves of fp16 lack the range of fp32: small gradients would be lost.
+    return dtype in DTYPES and (autocast or widest == dtype or (dtype, widest) == (torch.bfloat16, torch.float32))
+
+
+def _is_plain(t: Tensor) -> bool:
+    plain = type(t) in (Tensor, torch.nn.Parameter)
+    return plain and t.layout is torch.strided and t.dtype in DTYPES and not t.is_meta
+
+
+def _widest(layers: Sequence[LoRA], dtype: torch.dtype) -> torch.dtype:
+    for layer in layers:
+        dtype = torch.promote_types(dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
+    return dtype
+
+
+# --------------------------------------------------------------------------------------------------------- products
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """scale · left right, rounded once to dtype, which may be fp32 beside half-precision factors."""
+    out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+    if dtype == left.dtype:
+        return torch.mm(left, right, out=out) if scale == 1.0 else out.addmm_(left, right, beta=0, alpha=scale)
+    if left.is_meta:
+        return out  # before torch 2.13 there is no meta kernel of a product with an out_dtype
+    if left.is_cuda:
+        return torch.addmm(out, left, right, out_dtype=dtype, beta=0, alpha=scale, out=out)
+    return out.addmm_(left.to(dtype), right.to(dtype), beta=0, alpha=scale)
+
+
+def _halves(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two narrow tensors whose sum is t but for 2⁻¹⁷ of it."""
+    high = t.to(dtype)
+    return high, (t - high).to(dtype)
+
+
+def _skinny(wide: Tensor, narrow: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """scale · wide narrow, where `wide` has the tokens' numbers and `narrow` r columns, which may be in fp32."""
+    if narrow.dtype == wide.dtype:
+        return _product(wide, narrow, dtype, scale)
+    both = _product(wide, torch.cat(_halves(narrow, wide.dtype), 1), narrow.dtype, scale)
+    r = narrow.shape[1]
+    return (both[:, :r] + both[:, r:]).to(dtype)
+
+
+def _outer(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
+    """scale · left right + bias over r inner numbers, in dtype; the factors may be in fp32."""
+    if left.dtype != dtype:
+        (high, low), (upper, lower) = _halves(left, dtype), _halves(right, dtype)
+        left, right = torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
+    if bias is not None:
+        return torch.addmm(bias.to(dtype), left, right, alpha=scale)
+    return _product(left, right, dtype, scale)
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, dim: int = 0) -> Tensor:
+    return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)).to(dtype)
+
+
+class _Plan:
+    """What is not a tensor of a group of adapted layers.
+
+    dtype: of x, of the wide products and of the results. thin: of t, u and the adapters as they are multiplied: fp32
+    where adapters are, outside of autocast, else dtype.
+    """
+
+    def __init__(self, layers: tuple[LoRA, ...], dtype: torch.dtype, wide: bool) -> None:
+        self.dtype, self.count = dtype, len(layers)
+        self.thin = _widest(layers, dtype) if wide else dtype
+        self.scales = [float(layer.scale) for layer in layers]
+        self.ranks = [layer.a.shape[0] for layer in layers]
+        self.frozen = [None if isinstance(layer.weight, Tensor) else layer.weight for layer in layers]
+
+    def tensors(self, layers: tuple[LoRA, ...]) -> list[Tensor | None]:
+        """A…, B…, biases…, weights…"""
+        weights = [layer.weight if isinstance(layer.weight, Tensor) else None for layer in layers]
+        return [*(x.a for x in layers), *(x.b for x in layers), *(x.bias for x in layers), *weights]
+
+    def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
+        return [list(tensors[i : i + self.count]) for i in range(0, 4 * self.count, self.count)]
+
+    def weight(self, i: int, weights: Sequence[Tensor | None]) -> Tensor:
+        own = weights[i]
+        frozen = self.frozen[i]
+        found = own if own is not None else frozen
+        assert found is not None
+        return dense(found, self.dtype)
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def thin_products(self, rows: Tensor, a: Sequence[Tensor]) -> Tensor:
+        """t (M, Σr) = x [A…]ᵀ."""
+        return _skinny(rows, _joined(a, self.thin).t(), self.thin)
+
+    def results(
+        self, rows: Tensor, t: Tensor, b: Sequence[Tensor], biases: Sequence[Tensor | None],
+        weights: Sequence[Tensor | None],
+    ) -> list[Tensor]:  # fmt: skip
+        """The adapter's part comes first: the wide product adds to it, and nothing of y's size is written twice."""
+        results = []
+        for i, own in enumerate(t.split(self.ranks, 1)):
+            y = _outer(own, b[i].to(self.thin).t(), self.dtype, self.scales[i], biases[i])
+            results.append(y.addmm_(rows, self.weight(i, weights).t()))
+        return results
+
+    # ----------------------------------------------------------------------------------------------------- backward
+
+    def upstream(self, dys: Sequence[Tensor | None], b: Sequence[Tensor]) -> list[Tensor | None]:
+        """uᵢ (M, r) = sᵢ dyᵢ Bᵢ."""
+        return [
+            None if dy is None else _skinny(dy, own.to(self.thin), self.thin, scale)
+            for dy, own, scale in zip(dys, b, self.scales, strict=True)
+        ]
+
+    def input_gradient(
+        self, dys: Sequence[Tensor | None], us: Sequence[Tensor | None], a: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        present = [i for i, u in enumerate(us) if u is not None]
+        u = _joined([t for t in us if t is not None], self.thin, 1)
+        dx = _outer(u, _joined([a[i] for i in present], self.thin), self.dtype)
+        for i in present:
+            dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
+        return dx
+
+    def a_gradients(
+        self, us: Sequence[Tensor | None], rows: Tensor, a: Sequence[Tensor], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """d[A…] = [u…]ᵀ x, in one product."""
+        wanted = [i for i, u in enumerate(us) if u is not None and needs[i]]
+        found: list[Tensor | None] = [None] * self.count
+        if not wanted:
+            return found
+        u = _joined([us[i] for i in wanted], self.thin, 1)  # type: ignore[misc]
+        widest = a[wanted[0]].dtype
+        for i in wanted:
+            widest = torch.promote_types(widest, a[i].dtype)
+        if u.dtype == rows.dtype:
+            da = _product(u.t(), rows, widest)
+        else:
+            both = _product(torch.cat(_halves(u, rows.dtype), 1).t(), rows, u.dtype)
+            da = both[: u.shape[1]] + both[u.shape[1] :]
+        for i, own in zip(wanted, da.split([self.ranks[i] for i in wanted]), strict=True):
+            found[i] = own.to(a[i].dtype)
+        return found
+
+    def b_gradients(
+        self, dys: Sequence[Tensor | None], t: Tensor, b: Sequence[Tensor], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """dBᵢ = sᵢ dyᵢᵀ tᵢ."""
+        return [
+            None if dy is None or not need else _skinny(dy.t(), own, like.dtype, scale)
+            for dy, own, like, scale, need in zip(dys, t.split(self.ranks, 1), b, self.scales, needs, strict=True)
+        ]
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _keep(ctx: Any, saved_by: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+    """Save tensors for the backward pass, at once where a checkpoint gave its hooks."""
+    if saved_by is None:
+        ctx.save_for_backward(*tensors)
+        ctx.packed = None
+    else:
+        pack, ctx.unpack = saved_by
+        ctx.packed = [t if t is None else pack(t) for t in tensors]
+
+
+def _kept(ctx: Any) -> list[Any]:
+    """The tensors of `_keep`; to be called once in a backward pass."""
+    if not ctx.by_hooks:
+        return list(ctx.saved_tensors)
+    if ctx.packed is None:
+        raise RuntimeError(
+            "lora_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
+            "retain_graph=True the first time."
+        )
+    packed, unpack = ctx.packed, ctx.unpack
+    if not graph_is_kept():
+        ctx.packed = ctx.unpack = None  # both: the hook holds the checkpoint's inputs
+    return [t if t is None else unpack(t) for t in packed]
+
+
+def _rows(dy: Tensor | None) -> Tensor | None:
+    return None if dy is None else dy.reshape(-1, dy.shape[-1])
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: _Plan, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.plan, ctx.by_hooks = True, plan, saved_by is not None
+        a, b, biases, weights = plan.split(tensors)
+        need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
+        rows = x.reshape(-1, x.shape[-1])
+        t = plan.thin_products(rows, a)
+        kept = x if any(need_a) else None
+        _keep(ctx, saved_by, kept, t if any(need_b) else None, *a, *b, *weights)
+        ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, b, biases, weights)]
+        # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
+        unsaved = [0] * (kept is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
+        way = (
+            () if saved_by is not None or not unsaved else way_back(ctx, (x, plan, saved_by, *tensors), tuple(unsaved))
+        )
+        if way:
+            ctx.save_for_backward(*ctx.to_save, *way)
+        return (*ys, *way)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Any:
+        return first_order(_lora_linear_backward, ctx, *dys)
+
+
+def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+    plan: _Plan = ctx.plan
+    n = plan.count
+    x, t, *rest = _kept(ctx)
+    dys = [_rows(dy) for dy in given[:n]]
+    a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
+    need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
+    if all(dy is None for dy in dys):
+        return (None,) * len(ctx.needs_input_grad)
+    us = plan.upstream(dys, b) if need_x or any(needs[0]) else [None] * n
+    dx = None
+    if need_x:
+        dx = plan.input_gradient(dys, us, a, weights)
+        dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
+    da = plan.a_gradients(us, x.reshape(-1, x.shape[-1]), a, needs[0]) if any(needs[0]) else [None] * n
+    db = plan.b_gradients(dys, t, b, needs[1]) if any(needs[1]) else [None] * n
+    return dx, None, None, *da, *db, *_bias_gradients(dys, needs[2], plan.dtype), *[None] * n
+
+
+def _bias_gradients(dys: Sequence[Tensor | None], needs: Sequence[bool], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if dy is None or not need else dy.sum(0) for dy, need in zip(dys, needs, strict=True)]
+
+
+class _GatedLoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, plan: _Plan, act: str, inplace: bool, saved_by: Any, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.plan, ctx.act, ctx.inplace, ctx.by_hooks = True, plan, act, inplace, saved_by is not None
+        a, b, biases, weights = plan.split(tensors)
+        need_b = ctx.needs_input_grad[7]
+        if saved_by is not None:
+            # A checkpoint computes no further than here: t takes the product, which the backward pass makes anyway.
+            _keep(ctx, saved_by, gate, up, None, *a, *b, *weights)
+        product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
+        t = plan.thin_products(product, a)
+        if saved_by is None:
+            _keep(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
+        y = plan.results(product, t, b, biases, weights)[0]
+        y = y.view(*gate.shape[:-1], y.shape[1])
+        way: tuple[Tensor, ...] = ()
+        if saved_by is None and biases[0] is not None:
+            way = way_back(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,))
+            if way:
+                ctx.save_for_backward(*ctx.to_save, *way)
+        return (y, *way)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_gated_lora_linear_backward, ctx, *gradients)
+
+
+def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    plan: _Plan = ctx.plan
+    gate, up, t, *rest = _kept(ctx)
+    if dy is None:
+        return (None,) * 10
+    a, b, weights = (rest[i : i + 1] for i in range(3))
+    need_gate, need_up, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
+    rows = dy.reshape(-1, dy.shape[-1])
+    us = plan.upstream([rows], b)
+    dgate = dup = da = db = None
+    recomputed = need_a or (need_b and t is None)
+    if need_gate or need_up:
+        # scratch is first the product's gradient. The kernel overwrites it by the product, which dA needs.
+        scratch = plan.input_gradient([rows], us, a, weights)
+        over = ctx.inplace and not graph_is_kept()
+        if need_gate:
+            dgate = gate.detach() if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        if need_up and up is not None:
+            dup = up.detach() if over else torch.empty_like(up, memory_format=torch.contiguous_format)
+        gated_backward(scratch, gate, up, ctx.act, 1.0, 1.0, dgate, dup, scratch if recomputed else None)
+        if over:
+            for written in (dgate, dup):
+                if written is not None:  # PyTorch then raises where another backward pass saved it
+                    torch.autograd.graph.increment_version(written)
+    elif recomputed:
+        scratch = _gated_fwd(gate, up, ctx.act, 1.0, 1.0).view(-1, a[0].shape[1])
+    if need_b:
+        db = plan.b_gradients([rows], plan.thin_products(scratch, a) if t is None else t, b, [True])[0]
+    if need_a:
+        da = plan.a_gradients(us, scratch, a, [True])[0]
+    return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None, None
