@@ -174,6 +174,14 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
                 p, g = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
                 perturb([p], [g], squared_norm([p], [g], adaptive=adaptive), [1.0], adaptive=adaptive)
+        for dtype, nested in itertools.product(backend.DTYPES, (False, True)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "dequantize_4bit", "case": "nested" if nested else "plain", "shape": (14336, 4096)}
+                context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
+                numbers = torch.empty(917504, dtype=torch.uint8 if nested else torch.float32)
+                second = tigon.NestedAbsmax(torch.empty(256), torch.empty(3584), torch.empty(1)) if nested else None
+                packed = torch.empty(29360128, dtype=torch.uint8)
+                tigon.dequantize_4bit(tigon.FourBit(packed, numbers, torch.empty(16), (14336, 4096), dtype, 64, second))
     return list(launches.values())
 
 

@@ -16,6 +16,9 @@ from tigon.linear.head import Head as Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy
+from tigon.ops.dequantize_4bit import FourBit as FourBit
+from tigon.ops.dequantize_4bit import NestedAbsmax as NestedAbsmax
+from tigon.ops.dequantize_4bit import dequantize_4bit as dequantize_4bit
 from tigon.ops.divergence import jsd as jsd
 from tigon.ops.divergence import kl_div as kl_div
 from tigon.ops.divergence import tvd as tvd

@@ -1,0 +1,237 @@
+"""4-bit weights back as floats: w = table[code] · absmax of the code's block, in one launch.
+
+Source: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314: NF4, and double quantisation of the absolute
+maxima. The layout in memory is that of bitsandbytes: two codes a byte, the first of the two in the high four bits.
+
+    bytes     0.5 (codes) + 1/64 (8-bit maxima) read, 2 (bf16) written for each weight
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.runtime import cdiv, jit, launch, launcher, tl, use_triton
+
+
+@dataclass(frozen=True, eq=False)
+class NestedAbsmax:
+    """Absolute maxima in 8 bits ("double quantisation"): absmax = table[code] · scale of the code's block + offset.
+
+    Args:
+        table: (256,) fp32.
+        scale: one fp32 number for each block of `blocksize` maxima.
+        offset: () or (1,) fp32, on the weight's device; the mean that was taken off.
+        blocksize: maxima that share a scale.
+    """
+
+    table: Tensor
+    scale: Tensor
+    offset: Tensor
+    blocksize: int = 256
+
+
+@dataclass(frozen=True, eq=False)
+class FourBit:
+    """A frozen weight in 4 bits, as `dequantize_4bit` takes it.
+
+    Args:
+        packed: uint8, two codes each, in any shape; another dtype (of FSDP's `quant_storage`) is read as bytes.
+        absmax: one for each block of `blocksize` weights: fp32, or uint8 codes of `nested`.
+        table: (16,) fp32, the number that each code stands for: the quantiles of NF4, or FP4.
+        shape: of the weight.
+        dtype: of the weight when it is made dense: bf16, fp16 or fp32.
+        blocksize: consecutive weights that share a maximum, a power of two.
+        nested: where the maxima are quantised themselves.
+    """
+
+    packed: Tensor
+    absmax: Tensor
+    table: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    blocksize: int = 64
+    nested: NestedAbsmax | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight as a plain tensor of this dtype."""
+        w = dequantize_4bit(self)
+        return w if w.dtype == dtype else w.to(dtype)
+
+    @classmethod
+    def of(cls, weight: Any) -> FourBit:
+        """The weight of a 4-bit layer of bitsandbytes, a `Params4bit`: the same memory, nothing copied.
+
+        Raises: ValueError where the weight has no `quant_state` yet: bitsandbytes quantises when the layer is moved to
+            its device.
+        """
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            raise ValueError(
+                f"FourBit: weight must be a quantised Params4bit of bitsandbytes, got {type(weight).__name__} "
+                f"{tuple(weight.shape)} without quant_state; move the layer to its device first."
+            )
+        nested = None
+        if state.nested:
+            second = state.state2
+            nested = NestedAbsmax(second.code, second.absmax, state.offset, second.blocksize)
+        packed = weight.data if isinstance(weight, torch.nn.Parameter) else weight
+        return cls(packed, state.absmax, state.code, tuple(state.shape), state.dtype, state.blocksize, nested)
+
+
+def dequantize_4bit(weight: FourBit) -> Tensor:
+    """The weight as floats: table[code] · absmax in fp32, rounded once to the weight's dtype.
+
+    Args:
+        weight: see `FourBit`. None of its tensors gets a gradient.
+    Returns: weight.shape in weight.dtype; bit for bit what bitsandbytes gives on the same device.
+    Raises: ValueError for tensors whose sizes, dtypes or devices do not fit together.
+
+    Stands for `bitsandbytes.functional.dequantize_4bit(packed, quant_state)`, with `FourBit.of(weight)`.
+    """
+    _check(weight)
+    nested = weight.nested
+    args = (
+        weight.table, weight.packed, weight.absmax, None if nested is None else nested.table,
+        None if nested is None else nested.scale, None if nested is None else nested.offset, list(weight.shape),
+        weight.dtype, weight.blocksize, 1 if nested is None else nested.blocksize,
+    )  # fmt: skip
+    if not use_triton(weight.table):
+        return dequantize_4bit_reference(weight)
+    return _dequantize_4bit(*args)  # type: ignore[no-any-return]
+
+
+def dequantize_4bit_reference(weight: FourBit) -> Tensor:
+    numel = _numel(weight.shape)
+    packed = weight.packed.reshape(-1).view(torch.uint8)
+    codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
+    absmax, nested = weight.absmax.reshape(-1), weight.nested
+    if nested is not None:
+        # Two roundings, as bitsandbytes has them: of the product and of the sum.
+        scale = nested.scale.repeat_interleave(nested.blocksize)[: absmax.numel()]
+        absmax = nested.table[absmax.long()] * scale + nested.offset
+    values = weight.table[codes.long()] * absmax.repeat_interleave(weight.blocksize)[:numel]
+    return values.to(weight.dtype).view(weight.shape)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _check(weight: FourBit) -> None:
+    numel, nested = _numel(weight.shape), weight.nested
+    if weight.packed.numel() * weight.packed.element_size() != cdiv(numel, 2):
+        raise ValueError(
+            f"dequantize_4bit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
+            f"{tuple(weight.shape)} in each, got {weight.packed.numel() * weight.packed.element_size()}."
+        )
+    size = weight.blocksize
+    if size < 8 or size & (size - 1):
+        raise ValueError(f"dequantize_4bit: blocksize must be a power of two, 8 or more, got {size}.")
+    blocks, codes = cdiv(numel, size), torch.float32 if nested is None else torch.uint8
+    if weight.absmax.numel() != blocks or weight.absmax.dtype != codes:
+        raise ValueError(
+            f"dequantize_4bit: absmax must be {blocks} numbers of {codes}, one for each block of {size} weights, "
+            f"got {weight.absmax.numel()} of {weight.absmax.dtype}."
+        )
+    tables: list[tuple[str, Tensor, int]] = [("table", weight.table, 16)]
+    if nested is not None:
+        tables += [
+            ("nested.table", nested.table, 256),
+            ("nested.scale", nested.scale, cdiv(blocks, nested.blocksize)),
+            ("nested.offset", nested.offset, 1),
+        ]
+    for name, t, count in tables:
+        if t.numel() != count or t.dtype != torch.float32:
+            raise ValueError(
+                f"dequantize_4bit: {name} must be {count} numbers of torch.float32, got {t.numel()} of {t.dtype}."
+            )
+    for name, t in (("absmax", weight.absmax), *((name, t) for name, t, _ in tables)):
+        if t.device != weight.packed.device:
+            raise ValueError(
+                f"dequantize_4bit: {name} must be on {weight.packed.device}, where packed is, got {t.device}."
+            )
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dequantize_4bit: dtype must be bfloat16, float16 or float32, got {weight.dtype}.")
+
+
+# ---------------------------------------------------------------------------------------------------------- kernel
+
+
+@jit
+def _dequantize_4bit_kernel(
+    packed_ptr, absmax_ptr, table_ptr, nested_table_ptr, nested_scale_ptr, offset_ptr, w_ptr, numel, words,
+    BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A thread takes words of CODES codes: eight in 32 bits, whose eight bf16 results are one store of 16 bytes. Where
+    # the weight is no whole number of words, a word is a byte.
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = word < words
+    q = tl.load(packed_ptr + word, mask=mask, other=0).to(tl.int32)
+    block = word * CODES // BLOCKSIZE  # a block is a whole number of words, so a word has one maximum
+    absmax = tl.load(absmax_ptr + block, mask=mask, other=0)
+    if nested_table_ptr is not None:
+        scale = tl.load(nested_scale_ptr + block // NESTED_BLOCKSIZE, mask=mask, other=0.0)
+        absmax = tl.load(nested_table_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr)
+    # The first code of a byte is in its high bits, the first byte of a word in the word's low ones.
+    i = tl.arange(0, CODES)
+    code = (q[:, None] >> (i // 2 * 8 + 4 - i % 2 * 4)[None, :]) & 15
+    # The table is half a cache line: a warp's look-ups are one access to L1 each.
+    w = tl.load(table_ptr + code) * absmax[:, None]
+    element = (word * CODES)[:, None] + i[None, :]
+    # The last byte may hold one code. A mask of single elements would narrow the stores of whole words.
+    kept = element < numel if CODES == 2 else mask[:, None]
+    tl.store(w_ptr + element, w.to(w_ptr.dtype.element_ty), mask=kept)
+
+
+# ---------------------------------------------------------------------------------------------------------- launch
+
+
+def _dequantize_4bit_fake(
+    table, packed, absmax, nested_table, nested_scale, offset, shape, dtype, blocksize, nested_blocksize
+):
+    return table.new_empty(shape, dtype=dtype)
+
+
+@launcher(
+    "(Tensor table, Tensor packed, Tensor absmax, Tensor? nested_table, Tensor? nested_scale, Tensor? offset,"
+    " int[] shape, ScalarType dtype, int blocksize, int nested_blocksize) -> Tensor",
+    _dequantize_4bit_fake,
+)
+def _dequantize_4bit(
+    table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
+    offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
+) -> Tensor:  # fmt: skip
+    w = table.new_empty(shape, dtype=dtype)
+    numel = w.numel()
+    if not numel:
+        return w
+    packed = packed.reshape(-1).view(torch.uint8)
+    # 32 bits at once need an address that 4 divides: views into a larger buffer may have another.
+    codes = 8 if numel % 8 == 0 and not packed.data_ptr() & 3 else 2
+    if codes == 8:
+        packed = packed.view(torch.int32)
+    tensors = packed, absmax, table, nested_table, nested_scale, offset, w
+
+    def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        # Of 128 to 1024 words on an H100, 256 were the fastest. A product and a sum stay two roundings: the bits are
+        # those of bitsandbytes, which does them in two launches.
+        block, warps = 256, 2
+        words = cdiv(numel, codes)
+        arguments = (numel, words, blocksize, nested_blocksize, codes, block)
+        return cdiv(words, block), arguments, {"num_warps": warps, "enable_fp_fusion": False}
+
+    launch(
+        _dequantize_4bit_kernel, (numel, blocksize, nested_blocksize, codes, dtype, nested_table is None), tensors, plan
+    )
+    return w
