@@ -123,6 +123,14 @@ def test_shards(run):
     assert "Ran in the last step: head 1" in said
 
 
+def test_a_part(run):
+    module, whole_part = blocks("add-a-part")
+    (report,) = re.findall(r"^```text\n(.*?)^```$", (PAGES / "add-a-part.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert report in run(module)
+    file, code = whole_part.removeprefix("# ").split("\n", 1)
+    assert code in (ROOT / file).read_text(), "it is the code of a test"
+
+
 @pytest.mark.parametrize("block", blocks("add-an-operator"), ids=lambda block: block.split("\n")[1].strip()[:30])
 def test_the_operator_is_quoted_as_it_is(block):
     place, code = block.split("\n", 1)

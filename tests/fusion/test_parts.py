@@ -1,5 +1,9 @@
-"""A part is one row: registered where CONTRIBUTING says, it is found by fuse, counted, reported and taken off again."""
+"""A part is one registration: fuse finds it, counts it, reports it, copies it and takes it off again."""
 
+import ast
+import copy
+import inspect
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,16 +13,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-import tigon.fusion.model  # registers the parts
+import tigon.parts
 from tigon.fusion import part as registry
-from tigon.fusion.part import PARTS, Part, register
-from tigon.fusion.patch import plain_forward
+from tigon.fusion.part import PARTS, ModulePart, Part, Stage, kinds, register
+from tigon.fusion.patch import Patch, plain_forward
 from tigon.fusion.probe import CASES, probe_of, recognition, run
-from tigon.fusion.report import KINDS
+from tigon.fusion.reasons import Reason
 from tigon.ops import acts
 from tigon.parts.mlp import recognize_mlp
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """register, for parts that are gone after the test."""
+    monkeypatch.setattr(registry, "PARTS", PARTS[:])
+    return register
+
+
+def untouched(model):
+    names = {"_tigon", "_tigon_fusion", "forward", "_replicate_for_data_parallel"}
+    return not any(names & vars(module).keys() for module in model.modules())
 
 
 @dataclass(frozen=True)
@@ -61,10 +77,8 @@ class TwiceWithAGradientOfItsOwn(nn.Module):
         return x + x.detach()
 
 
-def test_a_part_is_one_row(monkeypatch):
-    monkeypatch.setattr(registry, "PARTS", PARTS[:])
-    monkeypatch.setattr("tigon.fusion.model.PARTS", registry.PARTS)
-    register(Part("doubled", "mlp", recognize_doubled, doubled_forward))
+def test_a_part_is_one_row(trial):
+    trial(ModulePart("doubled", "mlp", recognize_doubled, doubled_forward))
     model, x = nn.Sequential(Twice(), TwiceWithAGradientOfItsOwn(), nn.ReLU()), torch.randn(3, 8)
     plain = model(x)
     with tigon.fuse(model) as fusion:
@@ -73,24 +87,165 @@ def test_a_part_is_one_row(monkeypatch):
         assert [(row.kind, row.name, row.what, row.calls) for row in report.fused] == [("doubled", "Twice", "2 · x", 1)]
         assert "Ran in the last step: doubled 1." in str(report)
         assert report.to_dict()["calls"] == {"doubled": 1}
-    assert "forward" not in vars(model[0])
+    assert untouched(model)
     with tigon.fuse(model, mlp=False) as fusion:
         assert not fusion.report().fused
 
 
-def test_every_part_has_an_option_a_kind_and_a_word_in_the_docs():
-    import inspect
+# ------------------------------------------------------------------------------- a parent, and some of its children
 
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+
+def pair_forward(self, x):
+    patch = self._tigon
+    if patch.ledger.active:
+        patch.ledger.count("pair", patch.key)
+    return plain_forward(self, x)
+
+
+class PairPart(Part):
+    """Replaces two layers that one module holds, both or none, and tells one from the other by the formula."""
+
+    kind, option, stage = "pair", "norms", Stage.AROUND
+
+    def fuse(self, site, module):
+        if not isinstance(module, Pair):
+            return
+        layers = [module.left, module.right]
+        reason = next((why for layer in layers if (why := site.why_not(layer)) is not None), None)
+        if reason is not None:
+            site.left(self, module, reason)
+            return
+        patches = [Patch(self, site.ledger, side) for side in ("left", "right")]
+        for layer, patch in zip(layers, patches, strict=True):
+            site.install(layer, pair_forward, patch)
+        site.fused(self, module, "left, right", *patches)
+
+
+def test_a_part_may_replace_children_of_a_module_together(trial):
+    trial(PairPart())
+    model, x = nn.Sequential(Pair(), Pair()), torch.randn(3, 8)
+    model[1].right.forward = lambda x: -x  # another library's
+    plain = model(x)
+    with tigon.fuse(model) as fusion:
+        assert torch.equal(model(x), plain)
+        rows = [(row.kind, row.fused, row.count, row.calls) for row in fusion.report().rows if row.kind == "pair"]
+        assert rows == [("pair", True, 1, 2), ("pair", False, 1, 0)]
+        assert model[0].left._tigon.formula == "left"
+        assert "_tigon" not in vars(model[1].left), "both or none"
+        twin = copy.deepcopy(model)
+        twin(x)
+        assert vars(twin)["_tigon_fusion"].report().calls == {"pair": 2}
+        assert twin[0].left._tigon.ledger is not model[0].left._tigon.ledger
+    del model[1].right.forward
+    assert untouched(model)
+    with tigon.fuse(model, norms=False) as fusion:
+        assert "pair" not in {row.kind for row in fusion.report().rows}
+
+
+# -------------------------------------------------------------------------------------------------- the whole model
+
+
+class Seen:
+    """The tail that was fused; a copy of the model has a tail of its own."""
+
+    def __init__(self):
+        self.tail = lambda: None
+
+    def __deepcopy__(self, memo):
+        copied = Seen()
+        copied.tail = weakref.ref(memo[id(self.tail())])
+        return copied
+
+
+class TailPart(Part):
+    """Replaces the last module of a model, and again if another one took its place. Each forward holds its ledger."""
+
+    kind, option, stage = "tail", "head", Stage.MODEL
+
+    def fuse(self, site, module):
+        assert module is site.model, "of the whole model, once"
+        tail = module[-1]
+        site.kept(Seen).tail = weakref.ref(tail)
+        forward = self.forward_of_copy(site, tail) if isinstance(tail, nn.Linear) else Reason("it is no linear layer")
+        site.replace(self, tail, forward, None, "the last layer", key="tail")
+        site.take(tail)
+        site.entrances.append(module)
+
+    def is_stale(self, site):
+        return site.model[-1] is not site.kept(Seen).tail()
+
+    def forward_of_copy(self, site, module):
+        ledger = site.ledger
+
+        def forward(self, x):
+            if ledger.active:
+                ledger.count("tail", "tail")
+            return plain_forward(self, x)
+
+        return forward
+
+
+def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(trial):
+    trial(TailPart())
+    trial(ModulePart("linear", "mlp", lambda m: "x Wᵀ" if type(m) is nn.Linear else None, doubled_forward))
+    model, x = nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 8)
+    fusion = tigon.fuse(model)
+    model(x)
+    assert fusion.report().calls == {"tail": 1}, "the tail is taken: no other part replaces it"
+    twin = copy.deepcopy(model)
+    first, model[-1] = model[-1], nn.Linear(8, 8)
+    model(x)
+    model(x)
+    rows = [(row.name, row.what, row.count, row.calls) for row in fusion.report().fused]
+    assert rows == [("Linear", "the last layer", 1, 1)], "the row of the first tail is gone"
+    assert untouched(first)
+    model[-1] = nn.Identity()
+    assert [str(row.what) for row in fusion.report().left if row.kind == "tail"] == ["it is no linear layer"]
+    twin(x)
+    assert vars(twin)["_tigon_fusion"].report().calls == {"tail": 1}, "the copy's forward counts in the copy's ledger"
+    assert fusion.report().calls == {"tail": 1}
+    fusion.remove()
+    vars(twin)["_tigon_fusion"].remove()
+    assert untouched(model)
+    assert untouched(twin)
+
+
+# ----------------------------------------------------------------------------------------------------- completeness
+
+
+def test_every_part_has_a_file_an_option_and_a_word_in_the_docs():
     page = (ROOT / "docs/how-it-works/fuse.md").read_text()
+    tests = "".join(p.read_text() for p in (ROOT / "tests").glob("*/test_*.py"))
     options = set(inspect.signature(tigon.fuse).parameters)
-    assert {part.kind for part in PARTS} == {"norm", "mlp", "experts"}
+    files = []
     for part in PARTS:
-        assert part.kind in KINDS
+        file = (part.recognize if isinstance(part, ModulePart) else type(part)).__module__.removeprefix("tigon.parts.")
+        files.append(file)
         assert part.option in options
         assert f"| `{part.option}` | `{part.kind}` |" in page
-    files = {part.recognize.__module__.rpartition(".")[2] for part in PARTS}
-    tests = "".join(p.read_text() for p in (ROOT / "tests").glob("*/test_*.py"))
-    assert all(f"recognize_{name}(" in tests for name in files)
+        assert f"`parts/{file}.py`" in page
+        assert not isinstance(part, ModulePart) or f"recognize_{file}(" in tests
+        assert not isinstance(part, ModulePart) or part.stage is Stage.MODULE
+    assert tuple(files) == tigon.parts.FILES, "each file registers one part, in the order of the list"
+    assert len({(part.kind, part.option) for part in PARTS}) == len(kinds()), "a kind has one option"
+
+
+def test_fuse_knows_no_part_by_name():
+    """fuse's own files name neither a part's file nor its kind; only the keywords of fuse say what there is."""
+    for name in ("model", "site", "part", "patch", "step", "report"):
+        code = (ROOT / f"src/tigon/fusion/{name}.py").read_text()
+        words = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
+        assert words.isdisjoint(kinds()), name
+        assert "from tigon.parts" not in code, name
 
 
 def test_a_new_activation_is_recognised(monkeypatch):
@@ -113,5 +268,6 @@ def test_a_new_activation_is_recognised(monkeypatch):
 @pytest.mark.parametrize("name", ["norm", "mlp", "relu2", "experts"])
 def test_recognition_reads_the_code(name):
     """Each registered recognition is behind the reading of the forward's code."""
-    part = next(p for p in PARTS if p.recognize.__module__ == f"tigon.parts.{name}")
+    parts = (part for part in PARTS if isinstance(part, ModulePart))
+    part = next(part for part in parts if part.recognize.__module__ == f"tigon.parts.{name}")
     assert part.recognize.__wrapped__.__name__ == f"recognize_{name}"

@@ -15,7 +15,7 @@ from test_families import CALLS, assert_close, step
 from torch import nn
 
 import tigon
-from tigon.fusion.part import Part
+from tigon.fusion.part import ModulePart
 from tigon.logits.lazy import LazyLogits
 from tigon.parts.rotary_formula import Turn
 
@@ -163,7 +163,7 @@ def test_an_error_of_a_recognition_leaves_the_model_as_it_was(llama, monkeypatch
     def fails(module):
         raise MemoryError
 
-    monkeypatch.setattr("tigon.fusion.model.PARTS", [Part("mlp", "mlp", fails, fails)])
+    monkeypatch.setattr("tigon.fusion.part.PARTS", [ModulePart("mlp", "mlp", fails, fails)])
     with pytest.raises(MemoryError):
         tigon.fuse(llama)
     assert not any("_tigon" in vars(m) or "forward" in vars(m) for m in llama.modules())

@@ -7,13 +7,16 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.utils.checkpoint
 from torch import nn
 
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.probe import HOOKS, INSTALLED
+
+if TYPE_CHECKING:
+    from tigon.fusion.part import Part
 
 
 def nothing() -> None:
@@ -64,6 +67,7 @@ class Bound:
 class Patch:
     """The state of one replaced forward, in its module's `_tigon`; it is copied along with the module.
 
+    part: whose forward this is; None for the forward of a model, which begins a step.
     before: the forward set on this instance before, if there was one.
     act: the activation module whose formula was recognised. If another module replaces it, the plain forward runs.
     watched: the attributes that the module's code reads, with their values when the formula was recognised, except
@@ -80,15 +84,15 @@ class Patch:
 
     def __init__(
         self,
-        kind: str,
+        part: Part | None,
         ledger: Ledger,
-        formula: Any,
+        formula: Any = None,
         act: Any = None,
         *,
         before: Any = None,
         labels_at: int | None = None,
     ) -> None:
-        self.kind, self.ledger, self.formula, self.act = kind, ledger, formula, act
+        self.part, self.ledger, self.formula, self.act = part, ledger, formula, act
         self.before, self.labels_at = before, labels_at
         self.function: Callable[..., Any] | None = None
 
@@ -118,7 +122,7 @@ class Patch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
-        copied = Patch(self.kind, ledger, self.formula, act, before=before, labels_at=self.labels_at)
+        copied = Patch(self.part, ledger, self.formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.heads = self.function, self.key, self.heads
         # A copy of the whole model gets its own Fusion when its modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-KINDS = ("head", "norm", "add_norm", "mlp", "experts", "rotary", "qk_norm")
+from tigon.fusion import part
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Report:
         if not self.steps:
             return "No step has run yet; what torch.compile runs is not counted."
         kinds = {row.kind for row in self.fused}
-        ordered = [kind for kind in KINDS if kind in kinds] + sorted(kinds.difference(KINDS))
+        known = part.kinds()
+        ordered = [kind for kind in known if kind in kinds] + sorted(kinds.difference(known))
         ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in ordered)
         text = f"Ran in the last step: {ran}."
         if self.logits_built_by:

@@ -132,6 +132,15 @@ def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multipli
     return _gated(gate, up, act, gate_multiplier, multiplier)
 
 
+def fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether a gated unit takes these two, for callers with code of their own for tensors that it refuses."""
+    if not gate.dtype.is_floating_point or gate.dim() == 0:
+        return False
+    if up is None:
+        return gate.shape[-1] % 2 == 0
+    return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
+
+
 def gated_reference(
     gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float = 1.0, multiplier: float = 1.0
 ) -> Tensor:

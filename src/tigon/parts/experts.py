@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.part import Part, register
+from tigon.fusion.part import ModulePart, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
 from tigon.fusion.reasons import Reason
@@ -337,4 +337,4 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) 
     return same and all(t.dtype in DTYPES for t in floats)
 
 
-register(Part("experts", "experts", recognize_experts, experts_forward, owns_activation=True))
+register(ModulePart("experts", "experts", recognize_experts, experts_forward, owns_activation=True))

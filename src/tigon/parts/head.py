@@ -1,74 +1,35 @@
-"""The language-model head, which returns lazy logits, and the model's forward, which tells the head of its labels."""
+"""The language-model head, which returns lazy logits where there are labels."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeGuard
 
-import torch.utils.checkpoint
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from tigon.fusion.part import Part, Stage, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.reasons import (
+    ADAPTER_ON_HEAD,
+    HEAD_IS_NOT_LINEAR,
+    NO_HEAD,
+    NO_LABELS,
+    REPLACED,
+    Reason,
+    dtype_of_head,
+)
+from tigon.fusion.site import Site
+from tigon.fusion.step import labels_at
 from tigon.logits.compiled import CompiledLogits
 from tigon.logits.freed import regather_of
-from tigon.logits.labels import counted
 from tigon.logits.lazy import LazyLogits
-from tigon.logits.recipe import Recipe
-from tigon.logits.split import is_gathered, is_split
+from tigon.logits.recipe import DTYPES, Recipe
+from tigon.logits.split import is_gathered, is_gathering_forward, is_split
 from tigon.parts.sharded_rows import is_dtensor
 from tigon.runtime import is_exporting
-
-
-def model_forward(before: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
-    """The model's forward, which also tells the head whether the caller passed labels.
-
-    before: the forward that this one replaces: the class's or, where `bound`, one set on the instance.
-    """
-
-    # Dynamo puts a CrossEntropyLoss that the forward creates into its graph without tracing the module. Such a graph
-    # node takes only tensors, and the lazy logits under torch.compile are none.
-    code = getattr(inspect.unwrap(before), "__code__", None)
-    makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
-
-    @functools.wraps(before)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch: Patch | None = getattr(self, "_tigon", None)
-        if patch is None or patch.function is not forward:
-            # This forward was removed, but a wrapper still calls it, and the model was fused again around the wrapper.
-            return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
-        run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
-        ledger = patch.ledger
-        if not ledger.active:
-            return run(*args, **kwargs)
-        if ledger.check_arguments is not None:
-            ledger.check_arguments(kwargs)
-        if not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
-            patch.fusion._see_heads()
-        at = patch.labels_at
-        if at is not None and len(args) > at:
-            args = (*args[:at], labels := counted(args[at]), *args[at + 1 :])
-        else:
-            labels = kwargs.get("labels")
-        # A new dictionary: the labels are replaced in the copy, never in a dictionary that belongs to the caller.
-        kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
-        given = labels is not None or kwargs.get("shift_labels") is not None
-        compiling = torch.compiler.is_compiling()
-        call = ledger.enter((given or ledger.lazy) and not (compiling and makes_loss_module))
-        try:
-            if compiling:  # torch.compile's partitioner decides which activations are kept
-                return run(*args, **kwargs)
-            with ledger.recompute.forward():
-                return run(*args, **kwargs)
-        except RuntimeError as error:
-            if "support saved tensor hooks" in str(error):
-                raise RuntimeError(f"{error} Fuse with recompute='product', which needs none.") from error
-            raise
-        finally:
-            ledger.leave(call)
-
-    return forward
 
 
 def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,3 +59,123 @@ def _why_plain(head: Any) -> str:
     if hasattr(head.weight, "ds_id"):
         return "its weight is partitioned by DeepSpeed's ZeRO-3"
     return f"its weight, {str(head.weight.dtype).removeprefix('torch.')}, does not fit the hidden states it was given"
+
+
+class Head(Part):
+    """The heads that get_output_embeddings() returns, in the model and in models inside it."""
+
+    kind, option, stage = "head", "head", Stage.MODEL
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        owners: list[nn.Module] = []
+        around: list[nn.Module] = []
+        heads = site.kept(_Heads)
+        heads.pairs.clear()
+        seen: set[int] = set()
+        for owner in site.modules():
+            if not callable(getattr(type(owner), "get_output_embeddings", None)):
+                continue
+            head = _head_of(owner)
+            if not isinstance(head, nn.Module) or not any(m is head for m in owner.modules()):
+                # This model may take the labels, and get the logits from a model inside, as NemotronH Omni does.
+                around += [owner] if labels_at(owner) is not None else []
+                continue
+            if id(head) in seen:
+                continue
+            seen.add(id(head))
+            heads.pairs.append((weakref.ref(owner), weakref.ref(head)))
+            if self._fuse_head(site, owner, head):
+                owners.append(owner)
+        if not seen:
+            site.left(self, module, NO_HEAD)
+        site.entrances += owners
+        site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
+
+    def _fuse_head(self, site: Site, owner: nn.Module, head: nn.Module) -> bool:
+        """Whether a layer of the head is fused now."""
+        no_labels = NO_LABELS if labels_at(owner) is None else None
+        layers = list(_linear_layers(head))
+        if not layers:
+            site.left(self, head, _why_no_linear(head))
+        fused = False
+        for layer in layers:
+            patch = site.patch_of(layer)
+            replaced = patch is not None and patch.installed_on(layer)  # when the part looks again at a changed model
+            reason = no_labels or (None if replaced else _why_not(site, layer))
+            if reason is not None:
+                site.left(self, layer, reason)
+                continue
+            if not replaced:
+                before = vars(layer).get("forward")
+                site.install(layer, head_forward, Patch(self, site.ledger, before=before))
+            biased = " + b" if layer.bias is not None else ""
+            # The lazy logits count the calls, by no key: whichever head made them.
+            site.fused(self, layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
+            site.take(layer)
+            fused = True
+        return fused
+
+    def is_stale(self, site: Site) -> bool:
+        """`resize_token_embeddings`, for one, puts another head in the place of the fused one."""
+        return site.kept(_Heads).are_others()
+
+
+class _Heads:
+    """Models, each with the head that its get_output_embeddings() returned."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = []
+
+    def are_others(self) -> bool:
+        """Whether one of the models has another head now."""
+        for owner, fused in self.pairs:
+            head = None if (model := owner()) is None else _head_of(model)
+            if head is not None and head is not fused():
+                return True
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Heads:
+        copied = _Heads()
+        for owner, head in self.pairs:
+            twins = memo.get(id(owner())), memo.get(id(head()))
+            if twins[0] is not None and twins[1] is not None:
+                copied.pairs.append((weakref.ref(twins[0]), weakref.ref(twins[1])))
+        return copied
+
+
+def _head_of(owner: Any) -> Any:
+    try:
+        return owner.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _linear_layers(head: nn.Module) -> Iterator[nn.Linear]:
+    """The head itself, or the linear layers that PEFT's modules_to_save chooses from."""
+    if _is_linear(head):
+        yield head
+    elif isinstance(choices := getattr(head, "modules_to_save", None), nn.ModuleDict):
+        for module in (getattr(head, "original_module", None), *choices.children()):
+            if _is_linear(module):
+                yield module
+
+
+def _is_linear(module: Any) -> TypeGuard[nn.Linear]:
+    # FSDP2 gives a wrapped layer a new class that derives from nn.Linear.
+    wrapped = hasattr(type(module), "unshard") and type(module).__mro__[2:3] == (nn.Linear,)
+    return type(module) is nn.Linear or wrapped
+
+
+def _why_no_linear(head: nn.Module) -> Reason:
+    return ADAPTER_ON_HEAD if hasattr(head, "lora_A") else HEAD_IS_NOT_LINEAR
+
+
+def _why_not(site: Site, layer: nn.Linear) -> Reason | None:
+    if layer.weight.dtype not in DTYPES:
+        return dtype_of_head(str(layer.weight.dtype).removeprefix("torch."))
+    reason = site.why_not(layer)
+    # A forward that gathers the logits of a split head (tensor parallelism) is one that head_forward can call.
+    return None if reason == REPLACED and is_gathering_forward(vars(layer)["forward"]) else reason
+
+
+HEAD = register(Head())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.part import Part, register
+from tigon.fusion.part import ModulePart, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
@@ -31,7 +31,7 @@ from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.ops.acts import ACTS, Act
-from tigon.ops.gated import gated_reference, gated_unit
+from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear
 from tigon.runtime import autocast_dtype
 
@@ -133,14 +133,6 @@ def _same_dtype(one: Any, other: Any) -> bool:
     return getattr(getattr(one, "weight", None), "dtype", None) == getattr(
         getattr(other, "weight", None), "dtype", None
     )
-
-
-def fit_each_other(gate: Tensor, up: Tensor | None) -> bool:
-    if not gate.dtype.is_floating_point or gate.dim() == 0:
-        return False
-    if up is None:
-        return gate.shape[-1] % 2 == 0
-    return up.dtype == gate.dtype and up.shape == gate.shape and up.device == gate.device
 
 
 def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
@@ -414,4 +406,4 @@ def _product(gate: Tensor, up: Tensor | None) -> Tensor:
     return (gate * up).abs()
 
 
-register(Part("mlp", "mlp", recognize_mlp, mlp_forward))
+register(ModulePart("mlp", "mlp", recognize_mlp, mlp_forward))

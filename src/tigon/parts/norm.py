@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from tigon.fusion.part import Part, register
+from tigon.fusion.part import ModulePart, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
@@ -30,11 +30,10 @@ from tigon.fusion.probe import (
 from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
-from tigon.ops.gated import gated_reference, swiglu
+from tigon.ops.gated import fit_each_other, gated_reference, swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
-from tigon.parts.mlp import fit_each_other
-from tigon.parts.qk_norm import HeadNorm
+from tigon.parts.head_norm import HeadNorm
 from tigon.parts.rms_form import RMSForm
 from tigon.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
 from tigon.runtime import autocast_dtype
@@ -272,4 +271,11 @@ def _expected(
     return layer_norm_reference(x, scale, bias, eps=eps), size
 
 
-register(Part("norm", "norms", recognize_norm, norm_forward))
+def is_rms_norm(norm: Any) -> bool:
+    """Whether a module's attribute is a fused RMS norm, one that `add_rms_norm` and `qk_norm_rope` can compute."""
+    patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
+    formula = getattr(patch, "formula", None)
+    return isinstance(formula, Norm) and not formula.centered and not formula.gated
+
+
+register(ModulePart("norm", "norms", recognize_norm, norm_forward))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.ledger import Ledger
-from tigon.fusion.part import Part, register
+from tigon.fusion.part import ModulePart, register
 from tigon.fusion.patch import plain_forward, transformed
 from tigon.fusion.probe import CASES, probe_of, recognition, run, same_numbers, takes_one_argument
 from tigon.fusion.reasons import Reason
@@ -63,4 +63,4 @@ def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
     return Squared()
 
 
-register(Part("mlp", "mlp", recognize_relu2, relu2_forward))
+register(ModulePart("mlp", "mlp", recognize_relu2, relu2_forward))

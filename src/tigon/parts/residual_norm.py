@@ -30,14 +30,29 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.clones import clone, name_of, rebuilt
+from tigon.fusion.part import Part, Stage, register
 from tigon.fusion.patch import Patch, transformed
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
+from tigon.fusion.site import Site
 from tigon.logits.recipe import DTYPES
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
-from tigon.parts.norm import Norm, norm_fits
+from tigon.parts.norm import is_rms_norm, norm_fits
 
 _CALL, _RESULT = "_tigon_add_norm", "_tigon_norm"
+
+
+class ResidualNorm(Part):
+    """Layers whose forward norms a sum: they run its clone."""
+
+    kind, option, stage = "add_norm", "norms", Stage.AROUND
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        sums, forward = site.kept(Sums), type(module).forward
+        norms = [name for name in sums.found(forward) if is_rms_norm(getattr(module, name, None))]
+        if norms and site.patch_of(module) is None:
+            what = f"the residual sum and {', '.join(norms)} in one pass"
+            site.replace(self, module, sums.of(forward), None, what, key=name_of(forward))
 
 
 class Sums:
@@ -76,16 +91,6 @@ class Sums:
         if forward not in self._clones:
             self._clones[forward] = clone(forward, _with_sums)
         return self._clones[forward]
-
-
-def is_rms_norm(norm: Any) -> bool:
-    """Whether a layer's attribute is a norm that `add_rms_norm` can compute."""
-    patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
-    return isinstance(patch, Patch) and patch.kind == "norm" and _is_rms(patch.formula)
-
-
-def _is_rms(formula: Norm) -> bool:
-    return not formula.centered and not formula.gated
 
 
 def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
@@ -247,3 +252,6 @@ def _normed_name(node: ast.AST) -> str | None:
     func = node.func
     of_self = isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self"
     return node.args[0].id if of_self else None
+
+
+register(ResidualNorm())

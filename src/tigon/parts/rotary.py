@@ -6,29 +6,53 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.ledger import Ledger
+from tigon.fusion.part import Part, register
 from tigon.fusion.patch import transformed
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import WRITES_GLOBALS, Reason
+from tigon.fusion.site import Site
 from tigon.logits.recipe import DTYPES, version_of
 from tigon.ops.rope import rope
-from tigon.parts.qk_norm import as_tensor, bare, rope_of
+from tigon.parts.head_norm import as_tensor, bare, rope_of
 from tigon.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
 
 
-class Clones:
-    """Clones of attention forwards that see tigon.rope in place of their module's rotary function, one per forward."""
+class RotaryPart(Part):
+    """Modules whose forward calls a rotary function by a global name: attention."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    kind, option = "rotary", "rotary"
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        clones, forward = site.kept(Clones), type(module).forward
+        for name, formula in clones.found(forward).items():
+            if isinstance(formula, Reason):
+                site.left(self, module, replace(formula, text=f"{name}: {formula}"))
+            elif site.patch_of(module) is None:  # one clone serves all rotary functions that a forward calls
+                clone = clones.of(forward, site.ledger)
+                site.replace(self, module, clone, formula, str(formula), key=name_of(forward))
+
+    def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
+        clone: Callable[..., Any] = site.kept(Clones).of(type(module).forward, site.ledger)
+        return clone
+
+
+class Clones:
+    """Clones of attention forwards that see tigon.rope in place of their module's rotary function, one per forward.
+
+    A clone's globals hold the ledger that it counts by, so the clones of one model serve no other.
+    """
+
+    def __init__(self) -> None:
         self._found: dict[Any, dict[str, Rotary | Reason]] = {}
         self._clones: dict[Any, Any] = {}
 
@@ -50,20 +74,23 @@ class Clones:
         first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
         return names[:first]
 
-    def of(self, forward: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clones:
+        return Clones()
+
+    def of(self, forward: Any, ledger: Ledger) -> Any:
         if writes_globals(forward):
             return WRITES_GLOBALS
         if forward not in self._clones:
-            self._clones[forward] = clone(forward, self._with_rope)
+            self._clones[forward] = clone(forward, functools.partial(self._with_rope, ledger))
         return self._clones[forward]
 
-    def _with_rope(self, fn: types.FunctionType) -> types.FunctionType:
+    def _with_rope(self, ledger: Ledger, fn: types.FunctionType) -> types.FunctionType:
         scope = dict(fn.__globals__)
         # Dynamo guards a global through the module `__name__`, which still has the plain function.
         scope.pop("__name__", None)
         for name, formula in self.found(fn).items():
             if isinstance(formula, Rotary):
-                scope[name] = _rotary(fn.__globals__, name, formula, self.ledger, name_of(fn))
+                scope[name] = _rotary(fn.__globals__, name, formula, ledger, name_of(fn))
         return rebuilt(fn, scope, fn.__closure__)
 
 
@@ -169,3 +196,6 @@ def _shapes_fit(heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, f
     if cos.shape[0] not in (1, batch) or cos.shape[1] != time or not formula.turn.fits(rotated, width):
         return False
     return formula.full if rotated == width else formula.partial
+
+
+register(RotaryPart())
