@@ -3,19 +3,17 @@ preference, policy and distillation. Their floor is the matrix products alone, t
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import math
-import sys
-import types
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.bench.cases.row import Implementation, Loader, Op, liger, plain, quack
+from tigon.bench.cases import head_peers as peers
+from tigon.bench.cases.row import Implementation, Op, plain, quack
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of
 
 # Of a preference or policy loss in these benchmarks.
@@ -30,6 +28,10 @@ def _head(draw: Draw, h: int, v: int) -> Tensor:
     return draw.normal(v, h, scale=2 * h**-0.5)
 
 
+def _of_loss(draw: Draw, arguments: dict[str, Any]) -> Inputs:
+    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+
+
 def _upstream(dtype: torch.dtype, device: torch.device, n: int) -> tuple[Tensor, ...]:
     return (Draw(device, torch.promote_types(dtype, torch.float32)).normal(n),)
 
@@ -41,7 +43,7 @@ def _make_linear_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.d
     target = draw.targets(n, v, ignored)
     # Known to the host in training too: labels are counted when they are first seen, long before the head runs.
     arguments = {"x": x, "weight": weight, "target": target, "num_valid": int((target != -100).sum())}
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    return _of_loss(draw, arguments)
 
 
 def _make_ignored(share: float) -> Callable[..., Inputs]:
@@ -77,12 +79,11 @@ def _make_dpo(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: f
     # A reference that the policy has moved away from a little: rewards near 0, where the loss has a slope.
     arguments["ref_x"] = arguments["x"].detach() + draw.normal(s, t, h, scale=0.01)
     arguments["ref_weight"] = arguments["weight"].detach() + draw.normal(v, h, scale=0.01 * h**-0.5)
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    return _of_loss(draw, arguments)
 
 
 def _make_orpo(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
-    draw, arguments = _sequences(shape, dtype, device, 0.25)
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    return _of_loss(*_sequences(shape, dtype, device, 0.25))
 
 
 def _make_grpo(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -95,7 +96,7 @@ def _make_grpo(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: 
     arguments["advantages"] = wide.normal(s)
     arguments["old_logprob"] = logprob + wide.normal(s, t, scale=0.15)  # some ratios are clipped
     arguments["ref_logprob"] = logprob + wide.normal(s, t, scale=0.3)
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    return _of_loss(draw, arguments)
 
 
 def _make_distill(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -105,7 +106,7 @@ def _make_distill(shape: Shape, dtype: torch.dtype, device: torch.device, ignore
     teacher_x = x.detach() + draw.normal(n, h, scale=0.5)
     teacher_weight = weight.detach() + draw.normal(v, h, scale=0.5 * h**-0.5)
     arguments = {"x": x, "weight": weight, "teacher_x": teacher_x, "teacher_weight": teacher_weight}
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    return _of_loss(draw, arguments)
 
 
 # --------------------------------------------------------------------------------------------------------- references
@@ -272,216 +273,63 @@ def _eager_distill(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight:
     return _mixture_jsd(F.log_softmax(F.linear(x, weight).to(wide), -1), teacher) / x.shape[0]
 
 
-def _tigon_linear_cross_entropy(compact: bool = False, **options: Any) -> Loader:
+def _tigon_linear_cross_entropy(note: str, compact: bool = False, **walk: Any) -> Implementation:
+    """compact: hand over how many labels count, so that ignored rows are left out."""
+
     def load() -> Callable[..., Any]:
         from tigon import linear_cross_entropy
         from tigon.losses import Walk
 
-        def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-            walk = Walk(valid=num_valid if compact else None, **options)
-            return linear_cross_entropy(x, weight, target, walk=walk)
+        return lambda x, weight, target, num_valid: linear_cross_entropy(
+            x, weight, target, walk=Walk(valid=num_valid if compact else None, **walk)
+        )
 
-        return run
-
-    return load
+    return Implementation(load, note=note)
 
 
-def _tigon_linear_logprob(**options: Any) -> Loader:
+def _tigon_linear_logprob(note: str, **walk: Any) -> Implementation:
     def load() -> Callable[..., Any]:
         from tigon import linear_logprob
         from tigon.losses import Walk
 
-        walk = Walk(**options)
-        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, walk=walk).logprob
+        chosen = Walk(**walk)
+        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, walk=chosen).logprob
 
-    return load
+    return Implementation(load, note=note)
 
 
 def _tigon_dpo() -> Callable[..., Any]:
     from tigon.losses import DPO, Hidden, Walk, dpo
 
     config = DPO(beta=BETA)
-
-    def run(x: Tensor, weight: Tensor, target: Tensor, lengths: list[int], ref_x: Tensor, ref_weight: Tensor) -> Tensor:
-        return dpo(x, weight, target, Hidden(ref_x, ref_weight), config=config, walk=Walk(valid=lengths))[0]
-
-    return run
+    return lambda x, weight, target, lengths, ref_x, ref_weight: dpo(
+        x, weight, target, Hidden(ref_x, ref_weight), config=config, walk=Walk(valid=lengths)
+    )[0]
 
 
 def _tigon_orpo() -> Callable[..., Any]:
     from tigon.losses import ORPO, Walk, orpo
 
     config = ORPO(beta=BETA)
-
-    def run(x: Tensor, weight: Tensor, target: Tensor, lengths: list[int]) -> Tensor:
-        return orpo(x, weight, target, config=config, walk=Walk(valid=lengths))[0]
-
-    return run
+    return lambda x, weight, target, lengths: orpo(x, weight, target, config=config, walk=Walk(valid=lengths))[0]
 
 
 def _tigon_grpo() -> Callable[..., Any]:
     from tigon.losses import GRPO, Walk, grpo
 
     config = GRPO(loss_type="grpo", beta=KL, use_bias_correction_kl=False, epsilon=0.2)
-
-    def run(
-        x: Tensor, weight: Tensor, target: Tensor, lengths: list[int], advantages: Tensor, old_logprob: Tensor,
-        ref_logprob: Tensor,
-    ) -> Tensor:  # fmt: skip
-        walk = Walk(valid=lengths)
-        return grpo(x, weight, target, advantages, old=old_logprob, ref=ref_logprob, config=config, walk=walk)[0]
-
-    return run
+    return lambda x, weight, target, lengths, advantages, old_logprob, ref_logprob: grpo(
+        x, weight, target, advantages, old=old_logprob, ref=ref_logprob, config=config, walk=Walk(valid=lengths)
+    )[0]
 
 
 def _tigon_distill() -> Callable[..., Any]:
     from tigon.losses import Distill, Hidden, distill
 
     config = Distill(loss_type="jsd", beta=0.5)
-
-    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
-        return distill(x, weight, Hidden(teacher_x, teacher_weight), config=config)[0]
-
-    return run
-
-
-def _liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Loader:
-    def arguments(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> tuple[Any, ...]:
-        tail = (None, None, -100, 0.0, 0.0, "mean", None, False, accum_dtype)
-        return (x, weight, target, *tail)
-
-    return liger("LigerFusedLinearCrossEntropyFunction", arguments, lambda out: out[0])
-
-
-def _liger_chunked(loss: str, call: Callable[..., Any], **options: Any) -> dict[str, Implementation]:
-    """One of Liger's chunked losses as its module runs it by default: compiled."""
-
-    def load() -> Callable[..., Any]:
-        import liger_kernel.chunked_loss as chunked
-
-        module = getattr(chunked, loss)(**options)
-
-        def run(**arguments: Any) -> Any:
-            out = call(module, **arguments)
-            return out[0] if isinstance(out, tuple) else out
-
-        return run
-
-    return {"liger": Implementation(load, gpu_only=True)}
-
-
-def _liger_grpo(module: Any, x: Tensor, weight: Tensor, target: Tensor, **given: Any) -> Any:
-    mask = (target != -100).to(x.dtype)
-    logprobs = {"ref_per_token_logps": given["ref_logprob"], "old_per_token_logps": given["old_logprob"]}
-    return module(x, weight, target, mask, given["advantages"], **logprobs)
-
-
-def _load_cce() -> Callable[..., Any]:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return lambda x, weight, target, num_valid: linear_cross_entropy(x, weight, target)
-
-
-def _load_quack_linear_cross_entropy() -> Callable[..., Any]:
-    from quack.gemm_runtime import identity
-
-    # QuACK 0.6.5 refuses to make a cache key of objects that it does not know, and chunks of as many rows as x is wide.
-    key_of = identity.semantic_value_key
-
-    def key_of_any(value: Any, seen: set[Any]) -> Any:
-        try:
-            return key_of(value, seen)
-        except TypeError:
-            return "opaque", type(value).__qualname__
-
-    identity.semantic_value_key = key_of_any
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-        rows = 8192 if x.shape[-1] == 4096 else 4096
-        return chunked_linear_cross_entropy(x, weight, target, chunk_size=rows, reduction="mean")
-
-    return run
-
-
-def _trl(kernel: str) -> Any:
-    """An autograd function of `trl.kernels`, the fused head of TRL's trainers.
-
-    Its backward imports `trl.trainer.utils` to ask whether DeepSpeed holds the head. That module needs datasets and
-    pandas: where they are missing, the answer, no, is given in its place.
-    """
-    kernels = importlib.import_module("trl.kernels.chunked_logprob")
-    try:
-        importlib.import_module("trl.trainer.utils")
-    except ImportError:
-        answers: Any = types.ModuleType("trl.trainer.utils")
-        answers.maybe_gather_lm_head_ctx = lambda *parameters: contextlib.nullcontext()
-        sys.modules["trl.trainer.utils"] = answers
-    if kernel == "ChunkedDivergenceFunction":
-        kernels = importlib.import_module("trl.kernels.chunked_divergence")
-    return getattr(kernels, kernel)
-
-
-def _trl_logprob(outputs: tuple[str, ...]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Log-probabilities of the tokens that count, as `add_fused_lm_head` takes them from hidden states and labels.
-
-    outputs: what the trainer has computed in the same pass, for the loss or for its metrics.
-    """
-    apply = _trl("ChunkedLogProbFunction").apply
-    columns = 32768  # trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
-
-    def logprob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        mask = target != -100
-        found = apply(x[mask], weight, None, target[mask], 1.0, columns, None, 1.0, outputs)[0]
-        return found.new_zeros(mask.shape).masked_scatter(mask, found)
-
-    return logprob
-
-
-def _load_trl_sft() -> Callable[..., Any]:
-    logprob = _trl_logprob(("log_probs", "entropy", "is_top1"))
-
-    def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-        return -logprob(x, weight, target).sum() / (target != -100).sum().clamp(min=1)
-
-    return run
-
-
-def _load_trl_logprob() -> Callable[..., Any]:
-    logprob = _trl_logprob(("log_probs",))
-    return lambda x, weight, target, num_valid: logprob(x, weight, target)
-
-
-def _load_trl_dpo() -> Callable[..., Any]:
-    policy = _trl_logprob(("log_probs", "entropy", "mean_logits", "is_top1"))
-    reference = _trl_logprob(("log_probs",))
-
-    def run(x: Tensor, weight: Tensor, target: Tensor, ref_x: Tensor, ref_weight: Tensor, **_: Any) -> Tensor:
-        with torch.no_grad():
-            given = reference(ref_x, ref_weight, target)
-        return _dpo(policy(x, weight, target), given)
-
-    return run
-
-
-def _load_trl_grpo() -> Callable[..., Any]:
-    logprob = _trl_logprob(("log_probs", "entropy"))
-    return lambda x, weight, target, **given: _grpo(logprob(x, weight, target), None, **given)
-
-
-def _load_trl_distill() -> Callable[..., Any]:
-    apply = _trl("ChunkedDivergenceFunction").apply
-
-    def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
-        divergence, _ = apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)
-        return divergence.sum() / x.shape[0]
-
-    return run
-
-
-def _trl_peer(load: Loader, trainer: str) -> dict[str, Implementation]:
-    note = f"the fused head of TRL's {trainer}, with what it computes for its metrics"
-    return {"trl": Implementation(load, note=note, gpu_only=True, where_installed=True)}
+    return lambda x, weight, teacher_x, teacher_weight: distill(
+        x, weight, Hidden(teacher_x, teacher_weight), config=config
+    )[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- floor
@@ -504,10 +352,28 @@ def _products(number: int, frozen: bool) -> Callable[[Inputs], list[Callable[[],
     return floor
 
 
-def _head_op(name: str, products: int, shape_names: tuple[str, ...], frozen: bool = False, **rest: Any) -> Op:
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    names: tuple[str, ...]
+    small: Shape
+    tiny: Shape
+
+
+# By how many numbers a shape has.
+SIZES = {
+    3: _Sizes(("tokens", "width", "vocabulary"), (256, 64, 4096), (8, 16, 64)),
+    4: _Sizes(("sequences", "tokens", "width", "vocabulary"), (4, 64, 64, 4096), (2, 8, 16, 64)),
+}
+
+
+def _row(name: str, shapes: tuple[Shape, ...], *, products: int = 3, frozen: bool = False, **rest: Any) -> Op:
     """products: as large as that of the logits, dX and dW among them. frozen: there is no dW."""
     backward = 1 if frozen else 2
     forward = products - backward
+    sizes = SIZES[len(shapes[0])]
 
     def nbytes(s: Shape, b: int) -> tuple[int, int]:
         *tokens, h, v = s
@@ -516,7 +382,10 @@ def _head_op(name: str, products: int, shape_names: tuple[str, ...], frozen: boo
 
     return Op(
         name=name,
-        shape_names=shape_names,
+        shape_names=sizes.names,
+        shapes=shapes,
+        small=(sizes.small,),
+        tiny=sizes.tiny,
         nbytes=nbytes,
         counted=(f"{2 * forward}·M·N·V FLOP", f"{2 * backward}·M·N·V FLOP"),
         flops=lambda s: (2 * forward * math.prod(s), 2 * backward * math.prod(s)),
@@ -525,201 +394,140 @@ def _head_op(name: str, products: int, shape_names: tuple[str, ...], frozen: boo
     )
 
 
-TOKENS = ("tokens", "width", "vocabulary")
-SEQUENCES = ("sequences", "tokens", "width", "vocabulary")
 HEADS = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 MORE_HEADS = ((1000, 2048, 32000), (131072, 2048, 49152), (8192, 4096, 200019), (8192, 2048, 262144))
+SEQUENCES = ((16, 1024, 4096, 128256),)
 # Two sequences that grow, of Llama-3.2-1B: what memory does over their length.
 LENGTHS = tuple((2, t, 2048, 128256) for t in (1024, 4096, 16384, 32768))
 
 PEERS = {
     **plain(_eager_linear_cross_entropy),
-    "liger": Implementation(
-        _liger_linear_cross_entropy(None), note="dW accumulated in the weight's dtype", gpu_only=True
-    ),
-    "liger-fp32": Implementation(
-        _liger_linear_cross_entropy(torch.float32), note="dW accumulated in fp32", gpu_only=True
-    ),
-    "cce": Implementation(_load_cce, note="filters small gradients by default", gpu_only=True),
-    **quack(_load_quack_linear_cross_entropy),
-    **_trl_peer(_load_trl_sft, "SFTTrainer"),
+    "liger": peers.liger_linear_cross_entropy(None, "dW accumulated in the weight's dtype"),
+    "liger-fp32": peers.liger_linear_cross_entropy(torch.float32, "dW accumulated in fp32"),
+    "cce": Implementation(peers.load_cce, note="filters small gradients by default", gpu_only=True),
+    **quack(peers.load_quack),
+    **peers.trl_peer(peers.load_trl_sft, "SFTTrainer"),
 }
+# What all rows of linear_cross_entropy but the frozen one share.
+CROSS_ENTROPY: dict[str, Any] = {"make": _make_linear_cross_entropy, "expect": expect_of_logprob(_nll)}
 
 OPS = (
-    _head_op(
+    _row(
         "linear_cross_entropy",
-        3,
-        TOKENS,
-        shapes=HEADS,
+        HEADS,
         extra=(*MORE_HEADS, (4096, 2048, 32000)),
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
-        make=_make_linear_cross_entropy,
-        expect=expect_of_logprob(_nll),
         implementations={
-            "tigon": Implementation(_tigon_linear_cross_entropy(), note="dW accumulated in fp32"),
-            "tigon-weight": Implementation(
-                _tigon_linear_cross_entropy(accumulate="weight"), note="dW accumulated in the weight's dtype"
-            ),
-            "tigon-compact": Implementation(
-                _tigon_linear_cross_entropy(compact=True), note="ignored rows left out", on_request=True
+            "tigon": _tigon_linear_cross_entropy("dW accumulated in fp32"),
+            "tigon-weight": _tigon_linear_cross_entropy("dW accumulated in the weight's dtype", accumulate="weight"),
+            "tigon-compact": replace(
+                _tigon_linear_cross_entropy("ignored rows left out", compact=True), on_request=True
             ),
             **PEERS,
         },
+        **CROSS_ENTROPY,
     ),
-    _head_op(
+    _row(
         "linear_cross_entropy-budget",
-        3,
-        TOKENS,
-        shapes=HEADS,
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
-        make=_make_linear_cross_entropy,
-        expect=expect_of_logprob(_nll),
+        HEADS,
         implementations={
-            "tigon-256MiB": Implementation(_tigon_linear_cross_entropy(chunk_bytes=2**28), note="256 MiB of logits"),
-            "tigon": Implementation(_tigon_linear_cross_entropy(), note="1 GiB of logits"),
-            "tigon-4GiB": Implementation(_tigon_linear_cross_entropy(chunk_bytes=2**32), note="4 GiB of logits"),
+            "tigon-256MiB": _tigon_linear_cross_entropy("256 MiB of logits", chunk_bytes=2**28),
+            "tigon": _tigon_linear_cross_entropy("1 GiB of logits"),
+            "tigon-4GiB": _tigon_linear_cross_entropy("4 GiB of logits", chunk_bytes=2**32),
             "eager": PEERS["eager"],
         },
+        **CROSS_ENTROPY,
     ),
-    _head_op(
+    _row(
         "linear_cross_entropy-frozen",
-        2,
-        TOKENS,
+        ((32768, 4096, 128256), (16384, 2048, 151936)),
+        products=2,
         frozen=True,
-        shapes=((32768, 4096, 128256), (16384, 2048, 151936)),
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
         make=_make_frozen,
         expect=_expect_frozen,
-        implementations={"tigon": Implementation(_tigon_linear_cross_entropy(), note="no dW"), **PEERS},
+        implementations={"tigon": _tigon_linear_cross_entropy("no dW"), **PEERS},
     ),
     *(
-        _head_op(
+        _row(
             f"linear_cross_entropy-ignored{percent}",
-            3,
-            TOKENS,
-            shapes=((32768, 4096, 128256),),
-            small=((256, 64, 4096),),
-            tiny=(8, 16, 64),
+            ((32768, 4096, 128256),),
             make=_make_ignored(percent / 100),
             expect=expect_of_logprob(_nll),
             implementations={
-                "tigon": Implementation(
-                    _tigon_linear_cross_entropy(compact=True), note=f"{percent} % of the labels ignored, and left out"
-                ),
+                "tigon": _tigon_linear_cross_entropy(f"{percent} % of the labels ignored, and left out", compact=True),
                 **PEERS,
             },
         )
         for percent in (25, 50, 90)
     ),
-    _head_op(
+    _row(
         "linear_logprob",
-        3,
-        TOKENS,
-        shapes=HEADS[:3],
+        HEADS[:3],
         extra=((4096, 2048, 32000),),
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
         make=_make_linear_logprob,
         expect=expect_of_logprob(lambda logprob, reference, **_: logprob, "logprob"),
         implementations={
-            "tigon": Implementation(_tigon_linear_logprob(), note="logits computed twice, as the upstream gradient is"),
-            "tigon-keep": Implementation(
-                _tigon_linear_logprob(keep_bytes=2**36), note="logits kept for the backward pass"
-            ),
+            "tigon": _tigon_linear_logprob("logits computed twice, as the upstream gradient is"),
+            "tigon-keep": _tigon_linear_logprob("logits kept for the backward pass", keep_bytes=2**36),
             **plain(_eager_linear_logprob),
-            **_trl_peer(_load_trl_logprob, "trainers"),
+            **peers.trl_peer(peers.load_trl_logprob, "trainers"),
         },
     ),
-    _head_op(
+    _row(
         "dpo",
-        4,
         SEQUENCES,
+        products=4,
         # A pair's loss is a function of one sum over all its tokens, along which the rounding of the logits adds up: of
         # one pair of 4096 tokens eager is 0.06 off as well.
         slack=10.0,
-        shapes=((16, 1024, 4096, 128256),),
         extra=LENGTHS,
-        small=((4, 64, 64, 4096),),
-        tiny=(2, 8, 16, 64),
         make=_make_dpo,
         expect=expect_of_logprob(_dpo),
         implementations={
             "tigon": Implementation(_tigon_dpo),
             **plain(_eager_of(_dpo)),
-            **_liger_chunked(
-                "LigerFusedLinearDPOLoss",
-                lambda module, x, weight, target, ref_x, ref_weight, lengths: module(
-                    weight, x, target, ref_input=ref_x, ref_weight=ref_weight
-                ),
-                beta=BETA,
-            ),
-            **_trl_peer(_load_trl_dpo, "DPOTrainer"),
+            **peers.liger_chunked("DPO", peers.liger_dpo, beta=BETA),
+            **peers.trl_peer(peers.trl_dpo(_dpo), "DPOTrainer"),
         },
     ),
-    _head_op(
+    _row(
         "orpo",
-        3,
         SEQUENCES,
-        shapes=((16, 1024, 4096, 128256),),
         extra=LENGTHS,
-        small=((4, 64, 64, 4096),),
-        tiny=(2, 8, 16, 64),
         make=_make_orpo,
         expect=expect_of_logprob(_orpo),
         implementations={
             "tigon": Implementation(_tigon_orpo),
             **plain(_eager_of(_orpo)),
-            **_liger_chunked(
-                "LigerFusedLinearORPOLoss",
-                lambda module, x, weight, target, lengths: module(weight, x, target),
-                beta=BETA,
-            ),
+            **peers.liger_chunked("ORPO", peers.liger_orpo, beta=BETA),
         },
     ),
-    _head_op(
+    _row(
         "grpo",
-        3,
         SEQUENCES,
-        shapes=((16, 1024, 4096, 128256),),
         extra=LENGTHS,
-        small=((4, 64, 64, 4096),),
-        tiny=(2, 8, 16, 64),
         make=_make_grpo,
         expect=expect_of_logprob(_grpo),
         implementations={
             "tigon": Implementation(_tigon_grpo),
             **plain(_eager_of(_grpo)),
-            **_liger_chunked("LigerFusedLinearGRPOLoss", _liger_grpo, beta=KL, loss_type="grpo"),
-            **_trl_peer(_load_trl_grpo, "GRPOTrainer"),
+            **peers.liger_chunked("GRPO", peers.liger_grpo, beta=KL, loss_type="grpo"),
+            **peers.trl_peer(peers.trl_grpo(_grpo), "GRPOTrainer"),
         },
     ),
-    _head_op(
+    _row(
         "distill",
-        4,
-        TOKENS,
+        ((4096, 4096, 128256),),
+        products=4,
         # Logits alike cancel in the gradient, and the rounding of the logits does not: eager is 0.016 off as well.
         slack=3.0,
-        shapes=((4096, 4096, 128256),),
         extra=((16384, 2048, 151936), *((2 * t, *rest) for _, t, *rest in LENGTHS)),
-        small=((256, 64, 4096),),
-        tiny=(8, 16, 64),
         make=_make_distill,
         expect=_expect_distill,
         implementations={
             "tigon": Implementation(_tigon_distill),
             **plain(_eager_distill),
-            **_liger_chunked(
-                "LigerFusedLinearJSDLoss",
-                lambda module, x, weight, teacher_x, teacher_weight: module(
-                    x, weight, teacher_x, teacher_weight, torch.zeros_like(x[:, 0], dtype=torch.long)
-                ),
-                weight_hard_loss=0.0,
-                weight_soft_loss=1.0,
-            ),
-            **_trl_peer(_load_trl_distill, "DistillationTrainer"),
+            **peers.liger_chunked("JSD", peers.liger_jsd, weight_hard_loss=0.0, weight_soft_loss=1.0),
+            **peers.trl_peer(peers.load_trl_distill, "DistillationTrainer"),
         },
     ),
 )
