@@ -102,7 +102,7 @@ def test_the_gain_that_opens_it_is_the_mean_over_the_models_of_the_result_file()
     models = sorted({model for model, _ in by})
     assert len(models) == 5
     text = " ".join((ROOT / "README.md").read_text().partition("```")[0].split())
-    for side, shown in (("tigon", "**{} tokens/s and {} memory**"), ("liger", "Liger-Kernel: {}, {}")):
+    for side, shown in (("tigon", "**{} tokens/s and {} peak memory**"), ("liger", "Liger-Kernel: {}, {}")):
         gains = [mean(by[m, side][key] / by[m, "hf"][key] - 1 for m in models) for key in ("tokens_per_s", "peak_gib")]
         assert shown.format(*map(percent, gains)) in text
 
