@@ -419,6 +419,45 @@ def test_a_checkpointed_head(reentrant):
         torch.testing.assert_close(leaf.grad, theirs)
 
 
+@pytest.mark.parametrize("steps", [lambda z: z, lambda z: torch.tanh(z / 2) * 2, lambda z: z[:, 1:]])
+def test_a_custom_autograd_function_has_a_second_derivative(steps):
+    def penalized(case, logits):
+        loss = Square.apply(steps(logits))
+        found = torch.autograd.grad(loss, case.leaves, retain_graph=True)
+        again = torch.autograd.grad(loss, case.leaves, create_graph=True)
+        for a, g in zip(again, found, strict=True):
+            assert torch.equal(a, g)
+        return case.grads(loss + sum(g.square().sum() for g in again))
+
+    case = Case()
+    for ours, theirs in zip(penalized(case, case.lazy()), penalized(case, case.real()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # of numbers up to 1e3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_loss_of_the_logits_in_a_checkpoint(reentrant, second):
+    """The function runs twice on the same logits. They are built once, and save nothing the second time."""
+    if reentrant and second:
+        pytest.skip("torch refuses autograd.grad of a reentrant checkpoint")
+
+    def loss_of(logits):
+        return torch.utils.checkpoint.checkpoint(
+            lambda z: z.logsumexp(-1).square().mean(), logits, use_reentrant=reentrant
+        )
+
+    def gradients(case, logits):
+        if reentrant:
+            loss_of(logits).backward()
+            return [leaf.grad for leaf in case.leaves]
+        first = torch.autograd.grad(loss_of(logits), case.leaves, create_graph=second)
+        return case.grads(sum(g.square().sum() for g in first)) if second else first
+
+    ours, theirs = Case(), Case()
+    for a, b in zip(gradients(ours, ours.lazy()), gradients(theirs, theirs.real()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_operators_called_below_python():
     case = Case()
     lazy = case.lazy()

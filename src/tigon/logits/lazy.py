@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -114,7 +115,8 @@ class LazyLogits(Tensor):
                     self.built = self.origin[1](self.origin[0].build(why))
                 else:
                     self.recipe.ledger.built(why)
-                    self.built = self.recipe.hand_on(self.recipe.logits())
+                    with _kept_from_checkpoints():
+                        self.built = self.recipe.hand_on(self.recipe.logits())
         return self.built
 
     def data_only(self, why: str) -> Tensor:
@@ -183,6 +185,19 @@ class GatheredLogits(LazyLogits):
 
     def to_local(self) -> LazyLogits:
         return self
+
+
+def _kept_from_checkpoints() -> AbstractContextManager[Any]:
+    """Hide what building saves from the hooks of a checkpoint that these logits were handed to.
+
+    The checkpoint counts the tensors that its function saves, and runs the function again in the backward pass. There
+    the logits are built already and save nothing. The hooks of offloading are left in force.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
 
 def _only_passes_on(graph: Any) -> bool:
@@ -314,8 +329,8 @@ def _contiguous(lazy: LazyLogits, **options: Any) -> Any:
     return lazy if lazy.like.is_contiguous() else lazy.view_of(lambda z: z.contiguous(), lambda r: r.rows(_same))
 
 
-def _same(hidden: Tensor) -> Tensor:
-    return hidden
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _reshape(lazy: LazyLogits, shape: tuple[Any, ...], *, view: bool) -> Any:
