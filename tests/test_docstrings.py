@@ -58,6 +58,9 @@ SCORES = {"x": randn(2, 5, 7), "mask": randn(5, 7), "scale": 0.3, "dim": -1, "T"
 LOGITS = {"input": randn(3, 8), "target": randn(1, 3, 8)[0], "temperature": 2.0, "beta": 0.3}
 LOGS = {"log_q": randn(3, 8).log_softmax(-1), "log_p": randn(1, 3, 8)[0].log_softmax(-1), "beta": 0.3}
 
+CODES = {"packed": torch.arange(256, dtype=torch.uint8)[:64], "absmax": randn(4).abs(), "table": randn(16),
+         "shape": (4, 32), "blocksize": 32, "FourBit": tigon.FourBit}  # fmt: skip
+
 REPLACED = [
     Replaced("rms_norm(x, weight, eps=eps)", "y", ROW),
     Replaced("add_rms_norm(x, residual, weight)", "y, residual", ROW),
@@ -82,6 +85,7 @@ REPLACED = [
         {"x": randn(3, 8), "top_k_index": torch.tensor([[0, 2], [2, 3], [3, 0]]), "top_k_weights": randn(3, 2),
          "gate_up": randn(4, 12, 8), "down": randn(4, 8, 6)},
     ),
+    Replaced("dequantize_4bit(FourBit(packed, absmax, table, shape, blocksize=blocksize))", "w", CODES),
     Replaced("rope(q, k, cos, sin)", "q, k", {**HEADS, "unsqueeze_dim": 1}),
     Replaced(
         "rope(q, k, cos, sin, unsqueeze_dim=2)", "q, k", {**HEADS, "k": randn(2, 4, 3, 8), "cos": randn(2, 4, 8),

@@ -1,6 +1,7 @@
 # The modules of the operators, whose functions are `tigon.NAME`: the one place that declares them (see tigon/lazy.py).
 from tigon.ops import acts as acts
 from tigon.ops import cross_entropy as cross_entropy
+from tigon.ops import dequantize_4bit as dequantize_4bit
 from tigon.ops import divergence as divergence
 from tigon.ops import dyt as dyt
 from tigon.ops import embedding as embedding

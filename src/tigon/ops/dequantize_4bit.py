@@ -94,7 +94,12 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     Returns: weight.shape in weight.dtype; bit for bit what bitsandbytes gives on the same device.
     Raises: ValueError for tensors whose sizes, dtypes or devices do not fit together.
 
-    Stands for `bitsandbytes.functional.dequantize_4bit(packed, quant_state)`, with `FourBit.of(weight)`.
+    With `FourBit.of(weight)` it stands for `bitsandbytes.functional.dequantize_4bit`, and for plain maxima it
+
+    Replaces::
+
+        codes = torch.stack((packed >> 4, packed & 15), -1).view(-1).long()
+        w = (table[codes] * absmax.repeat_interleave(blocksize)).to(torch.bfloat16).view(shape)
     """
     _check(weight)
     nested = weight.nested
