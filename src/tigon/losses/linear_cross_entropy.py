@@ -7,7 +7,7 @@ Sources: Liger-Kernel, https://arxiv.org/abs/2410.10989; Cut Cross-Entropy, http
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -346,7 +346,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
         dloss = dloss.contiguous() if inverse is None else dloss * inverse
         own = getattr(ctx, "own", {})
         arguments = *ctx.arguments, *ctx.needs, *ctx.options
-        grads = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *arguments, **own)
+        grads: Sequence[Tensor | None] = _linear_cross_entropy_bwd(dloss, x, weight, bias, target, *arguments, **own)
     else:
         dx, dw, more, db, inverse, *_ = ctx.saved_tensors
         factor = dloss if inverse is None else dloss * inverse

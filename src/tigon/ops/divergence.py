@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tigon.ops.targets import as_labels
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -361,7 +362,10 @@ def _bwd_tile(v: int) -> tuple[int, int]:
     return min(2048, next_power_of_2(v)), 4
 
 
-def _divergence_fwd_fake(input, target, labels, kind, form, beta, temperature, ignore_index):
+def _divergence_fwd_fake(
+    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
     return rows, input.new_empty((rows.numel() if form == "logits" else 0, 3), dtype=torch.float64)
 
@@ -384,7 +388,7 @@ def _divergence_fwd(
     tensors = (a, b, None if labels is None else labels.contiguous(), rows, stats)
     key = (M, arguments, a.dtype, b.dtype, None if labels is None else labels.dtype)
 
-    def plan():
+    def plan() -> Plan:
         depth, block, warps = _fwd_tile(V, kind, form)
         return M, (*arguments, depth, block), {"num_warps": warps}
 
@@ -392,7 +396,10 @@ def _divergence_fwd(
     return rows, stats
 
 
-def _divergence_bwd_fake(drows, input, target, labels, stats, kind, form, beta, temperature, ignore_index, dtype):
+def _divergence_bwd_fake(
+    drows: Tensor, input: Tensor | None, target: Tensor, labels: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, ignore_index: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     return target.new_empty(target.shape, dtype=dtype)
 
 
@@ -418,7 +425,7 @@ def _divergence_bwd(
     tensors = (g, a, b, None if labels is None else labels.contiguous(), stats, dinput)
     key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, None if labels is None else labels.dtype)
 
-    def plan():
+    def plan() -> Plan:
         block, warps = _bwd_tile(V)
         return M * cdiv(V, block), (*arguments, block), {"num_warps": warps}
 
@@ -429,7 +436,7 @@ def _divergence_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, target, labels, *ctx.options = inputs
     ctx.dtype = input.dtype
     # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.

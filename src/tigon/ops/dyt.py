@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -165,7 +166,7 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     return 4096 // block_n, block_n, 8, stages, 2
 
 
-def _dyt_fwd_fake(x, alpha, weight, bias):
+def _dyt_fwd_fake(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -178,7 +179,7 @@ def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | Non
     M, N = x.shape
     stride = x.stride(0)
 
-    def plan():
+    def plan() -> Plan:
         block_m, block_n, warps = _fwd_tile(N)
         programs = cdiv(M, block_m) * cdiv(N, block_n)
         return programs, (M, N, stride, block_m, block_n), {"num_warps": warps}
@@ -197,12 +198,15 @@ def _dtype(t: Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, need_dx, need_dalpha, need_dw, need_db):
+def _dyt_bwd_fake(
+    dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, need_dx: bool,
+    need_dalpha: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     N = x.shape[-1]
     return (
         x.new_empty(x.shape if need_dx else 0),
         alpha.new_empty(alpha.shape if need_dalpha else 0),
-        weight.new_empty(N) if need_dw else x.new_empty(0),
+        weight.new_empty(N) if need_dw and weight is not None else x.new_empty(0),
         x.new_empty(N, dtype=bias_dtype) if need_db else x.new_empty(0),
     )
 
@@ -231,7 +235,7 @@ def _dyt_bwd(
     partial = x.new_empty((parts, len(sums), N), dtype=torch.float32) if sums else None
     partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
 
-    def plan():
+    def plan() -> Plan:
         arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, stages)
         return parts * columns, arguments, {"num_warps": warps}
 
@@ -248,7 +252,7 @@ def _dyt_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, alpha, weight, bias = inputs
     ctx.bias_dtype = _dtype(bias)
     ctx.save_for_backward(x, alpha, weight)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tigon.ops.targets import CHECKS
 from tigon.runtime import (
+    Plan,
     can_look,
     cdiv,
     check_tensors,
@@ -280,7 +281,7 @@ def _piece_tile(H: int) -> tuple[int, int, int]:
     return 8, block_n, 4
 
 
-def _embedding_fwd_fake(weight, ids, padding_idx):
+def _embedding_fwd_fake(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
@@ -291,7 +292,7 @@ def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
         w, ids = rows_of(weight), ids.contiguous()
         M, (V, H), stride = ids.numel(), w.shape, w.stride(0)
 
-        def plan():
+        def plan() -> Plan:
             block_m, block_n, warps = _fwd_tile(H)
             grid = cdiv(M, block_m) * cdiv(H, block_n)
             return grid, (M, V, H, stride, block_m, block_n), {"num_warps": warps}
@@ -308,7 +309,7 @@ def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     if M <= RANKED:
         order = ids.new_empty(M, dtype=torch.int64)
 
-        def plan():
+        def plan() -> Plan:
             block_m, block_n, warps = _rank_tile()
             return cdiv(M, block_m), (*sizes, block_m, block_n), {"num_warps": warps}
 
@@ -321,7 +322,7 @@ def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     return torch.sort(keys, stable=True)
 
 
-def _embedding_bwd_fake(dy, ids, classes, padding_idx):
+def _embedding_bwd_fake(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> Tensor:
     return dy.new_empty((classes, dy.shape[-1]))
 
 
@@ -341,7 +342,7 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
     )  # fmt: skip
     key = (M, V, H, stride, dy.dtype)
 
-    def plan():
+    def plan() -> Plan:
         block_m, block_n, warps = _bwd_tile(H)
         grid = cdiv(V, block_m) * cdiv(H, block_n)
         return grid, (V, H, stride, PIECE, block_m, block_n), {"num_warps": warps}
@@ -363,7 +364,7 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, ids, ctx.padding_idx = inputs
     ctx.classes = weight.shape[0]
     ctx.save_for_backward(ids)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.acts import ACTS, Act, checked_act
-from tigon.runtime import cdiv, differentiable, jit, launch, launcher, next_power_of_2, rows_of, tl, use_triton
+from tigon.runtime import Plan, cdiv, differentiable, jit, launch, launcher, next_power_of_2, rows_of, tl, use_triton
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
@@ -241,7 +241,7 @@ def launch_gated(
         M = tensors[0].shape[0]  # type: ignore[union-attr]
         strides = tuple([None if t is None else t.stride(0) for t in tensors])
 
-    def plan():
+    def plan() -> Plan:
         # 8 elements of bf16 are the 16 bytes of a wide load, but Triton tells the compiler only of multiples of 16. In
         # units of 8 elements the compiler sees the others.
         unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
@@ -254,7 +254,7 @@ def launch_gated(
     launch(kernel, key, tensors, plan)
 
 
-def _gated_fwd_fake(gate, up, act, gate_multiplier, multiplier):
+def _gated_fwd_fake(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
@@ -270,7 +270,10 @@ def _gated_fwd(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float
     return y
 
 
-def _gated_bwd_fake(dy, gate, up, act, gate_multiplier, multiplier, need_dgate, need_dup):
+def _gated_bwd_fake(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
+    need_dup: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dgate = gate.new_empty(gate.shape) if need_dgate else gate.new_empty(0)
     return dgate, gate.new_empty(gate.shape) if need_dup and up is not None else gate.new_empty(0)
 
@@ -304,7 +307,7 @@ def gated_backward(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 

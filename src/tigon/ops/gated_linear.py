@@ -95,7 +95,9 @@ def gated_linear_reference(gate: Tensor, up: Tensor | None, weight: Tensor, bias
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _gated_linear_fwd_fake(gate, up, weight, bias, act, inplace):
+def _gated_linear_fwd_fake(
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
+) -> Tensor:  # fmt: skip
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
 
 
@@ -108,8 +110,11 @@ def _gated_linear_fwd(
     return F.linear(_gated_fwd(gate, up, act, 1.0, 1.0), weight, bias)
 
 
-def _gated_linear_bwd_fake(dy, gate, up, weight, act, need_dgate, need_dup, need_dw, need_db):
-    def like(t, needed):
+def _gated_linear_bwd_fake(
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, need_dgate: bool, need_dup: bool,
+    need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def like(t: Tensor, needed: bool) -> Tensor:
         return t.new_empty(t.shape) if needed else gate.new_empty(0)
 
     need_dup = need_dup and up is not None
@@ -157,7 +162,7 @@ def _write_gradients(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, _, ctx.act, ctx.inplace = inputs
     ctx.save_for_backward(*tensors)
 

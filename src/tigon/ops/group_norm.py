@@ -330,7 +330,9 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def _group_norm_fwd_fake(x, weight, bias, num_groups, eps):
+def _group_norm_fwd_fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
 
 
@@ -363,10 +365,13 @@ def _group_norm_fwd(
     return y, stats
 
 
-def _group_norm_bwd_fake(dy, x, weight, bias, stats, num_groups, need_dx, need_dw, need_db):
+def _group_norm_bwd_fake(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, num_groups: int, need_dx: bool,
+    need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
-    return dx, dw, torch.empty_like(bias) if need_db else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
+    return dx, dw, torch.empty_like(bias) if need_db and bias is not None else x.new_empty(0)
 
 
 @launcher(
@@ -410,7 +415,7 @@ def _group_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, ctx.num_groups, _ = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -480,7 +481,7 @@ def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
 
 
-def _layer_norm_fwd_fake(x, weight, bias, eps):
+def _layer_norm_fwd_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
 
 
@@ -497,7 +498,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     alone = any(least <= N <= most for least, most in ALONE)
     twice = TWICE[0] <= N <= TWICE[1]
 
-    def plan():
+    def plan() -> Plan:
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
@@ -519,10 +520,13 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     return y, stats
 
 
-def _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db):
+def _layer_norm_bwd_fake(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
-    dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
-    return dx, dw, torch.empty_like(bias) if need_db else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
+    return dx, dw, torch.empty_like(bias) if need_db and bias is not None else x.new_empty(0)
 
 
 @launcher(
@@ -556,7 +560,7 @@ def _layer_norm_bwd(
         # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
         by_row = block_n > 8192
 
-        def plan():
+        def plan() -> Plan:
             tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, stages)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
 
@@ -580,7 +584,7 @@ def _layer_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, bias, _ = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
 

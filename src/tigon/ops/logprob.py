@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tigon.ops.targets import checked_target
 from tigon.runtime import (
+    Plan,
     differentiable,
     do_not_specialize,
     jit,
@@ -289,7 +290,7 @@ def logprob_rows(
     arguments = (V, logits.stride(0), ignore_index, *_units(temperature, softcap, scale), softcap != 0.0)
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
 
-    def plan():
+    def plan() -> Plan:
         depth, block, warps = _fwd_tile(V, softcap)
         return M, (*arguments, depth, block), {"num_warps": warps}
 
@@ -320,14 +321,16 @@ def logprob_gradient_rows(
     dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
     key = (M, arguments, logits.dtype, target.dtype, *dtypes)
 
-    def plan():
+    def plan() -> Plan:
         block, warps = _bwd_tile(V)
         return M * -(-V // block), (*arguments, block), {"num_warps": warps}
 
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
 
 
-def _logprob_fwd_fake(logits, target, ignore_index, temperature, softcap, scale):
+def _logprob_fwd_fake(
+    logits: Tensor, target: Tensor, ignore_index: Any, temperature: Any, softcap: Any, scale: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     one = logits.new_empty(target.shape, dtype=torch.float32)
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
     stats = logits.new_empty((target.numel(), 3), dtype=torch.float32)
@@ -349,7 +352,10 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     return *results, stats
 
 
-def _logprob_bwd_fake(logits, target, stats, dlogprob, dentropy, ignore_index, temperature, softcap, scale):
+def _logprob_bwd_fake(
+    logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: Any,
+    temperature: Any, softcap: Any, scale: Any,
+) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 
 
@@ -373,7 +379,7 @@ def _logprob_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.options = inputs
     ctx.save_for_backward(logits, target, output[5])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -288,7 +289,7 @@ def _wide_tile() -> tuple[int, int, int, int]:
     return 2048, 8, 5, 2
 
 
-def _poly_norm_fwd_fake(x, weight, bias, eps):
+def _poly_norm_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -301,7 +302,7 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     M, N = x.shape
     stride = x.stride(0)
 
-    def plan():
+    def plan() -> Plan:
         if N > MAX_TILE:
             block_n, warps, stages, _ = _wide_tile()
             return M, (N, stride, eps, block_n, stages), {"num_warps": warps}
@@ -313,7 +314,9 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     return y
 
 
-def _poly_norm_bwd_fake(dy, x, weight, eps, need_dx, need_dw, need_db):
+def _poly_norm_bwd_fake(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(x.shape if need_dx else 0), x.new_empty(3 * need_dw + need_db, dtype=torch.float32)
 
 
@@ -340,7 +343,7 @@ def _poly_norm_bwd(
     programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
     partial = x.new_empty((programs, sums), dtype=torch.float32)
 
-    def plan():
+    def plan() -> Plan:
         tile = (block_m, block_n, stages) if narrow else (block_n, stages)
         return programs, (M, N, *strides, eps, need_dw, need_db, *tile), {"num_warps": warps}
 
@@ -353,7 +356,7 @@ def _poly_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.eps = inputs
     ctx.bias_shape, ctx.bias_dtype = bias.shape, bias.dtype
     ctx.save_for_backward(x, weight)

@@ -20,15 +20,13 @@ from tigon.ops.rope import (
     check_rotary,
     far_apart,
     like,
-    load_pairs,
     rope_reference,
-    store_pairs,
-    turn,
     unit_stride,
     unit_strides_alike,
 )
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -40,6 +38,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.pairs import load_pairs, store_pairs, turn
 
 
 def qk_norm_rope(
@@ -89,9 +88,10 @@ def qk_norm_rope(
             interleaved=interleaved,
         )  # fmt: skip
     dtype = _out_dtype(q, q_weight, cos, cast)
-    return _qk_norm_rope(
+    result: tuple[Tensor, Tensor] = _qk_norm_rope(
         q, k, q_weight, k_weight, cos, sin, eps, offset, cast == "llama", unsqueeze_dim, interleaved, dtype
     )
+    return result
 
 
 def qk_norm_rope_reference(
@@ -316,7 +316,10 @@ def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
 
 
-def _qk_norm_rope_fwd_fake(q, k, q_weight, k_weight, cos, sin, eps, offset, rounded, unsqueeze_dim, interleaved, dtype):
+def _qk_norm_rope_fwd_fake(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
+    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return like(q, dtype), like(k, dtype)
 
 
@@ -340,7 +343,7 @@ def _qk_norm_rope_fwd(
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
 
-    def plan():
+    def plan() -> Plan:
         time, D, R = q.shape[3 - unsqueeze_dim], q.shape[3], cos.shape[-1]
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
         block_t, block_h, block_r, warps = _fwd_tile(R // 2, max(heads))
@@ -358,8 +361,10 @@ def _qk_norm_rope_fwd(
 
 
 def _qk_norm_rope_bwd_fake(
-    q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
-):
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
+    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
+    need: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return (
         like(q, q.dtype) if need[0] else q.new_empty(0), like(k, k.dtype) if need[1] else q.new_empty(0),
         torch.empty_like(q_weight) if need[2] else q.new_empty(0),
@@ -405,7 +410,7 @@ def _qk_norm_rope_bwd(
     partial = q.new_empty((programs, need_dwq + need_dwk, D), dtype=torch.float32) if need_dwq or need_dwk else None
     outputs = dq if need_dq else None, dk if need_dk else None
 
-    def plan():
+    def plan() -> Plan:
         time, rest = q.shape[3 - unsqueeze_dim], D - 2 * half
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
         blocks_h = (min(rows, most_heads, next_power_of_2(h)) for h in heads)
@@ -428,7 +433,7 @@ def _qk_norm_rope_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
     ctx.save_for_backward(*tensors)
 

@@ -44,7 +44,7 @@ def relu2_reference(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _relu2_fwd_fake(x, multiplier):
+def _relu2_fwd_fake(x: Tensor, multiplier: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -57,7 +57,7 @@ def _relu2_fwd(x: Tensor, multiplier: float) -> Tensor:
     return y
 
 
-def _relu2_bwd_fake(dy, x, multiplier):
+def _relu2_bwd_fake(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -74,7 +74,7 @@ def _relu2_bwd(dy: Tensor, x: Tensor, multiplier: float) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.multiplier = inputs
     ctx.save_for_backward(x)
 

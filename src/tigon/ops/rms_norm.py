@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -101,7 +102,8 @@ def add_rms_norm(
         )
     if not use_triton(x, residual, weight):
         return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, cast=cast)
-    return _add_rms_norm(x, residual, weight, eps, offset, cast)
+    result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, offset, cast)
+    return result
 
 
 def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
@@ -382,7 +384,7 @@ def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, dtype=torch.float32, device=x.device)
 
 
-def _rms_norm_fwd_fake(x, weight, eps, offset, cast):
+def _rms_norm_fwd_fake(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
     return empty_rows(x, _out_dtype(x.dtype, weight, cast)), _empty_rstd(x, x.dtype)
 
 
@@ -393,7 +395,9 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
     return y, rstd
 
 
-def _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast):
+def _add_rms_norm_fwd_fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(x.dtype, residual.dtype)
     # In the order of the residual's memory, as residual + x.
     return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
@@ -426,7 +430,7 @@ def _forward(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
 
-    def plan():
+    def plan() -> Plan:
         arguments = (M, N, *strides, *strides_r, eps, offset, cast == "llama")
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
@@ -441,8 +445,12 @@ def _forward(
     launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, tensors, plan)
 
 
-def _rms_norm_bwd_fake(dy, ds, x, weight, rstd, eps, offset, cast, need_dx, need_dw):
-    return empty_rows(x) if need_dx else x.new_empty(0), torch.empty_like(weight) if need_dw else x.new_empty(0)
+def _rms_norm_bwd_fake(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float,
+    cast: str, need_dx: bool, need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx = empty_rows(x) if need_dx else x.new_empty(0)
+    return dx, torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
 
 
 @launcher(
@@ -511,7 +519,7 @@ def _rms_norm_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.options = inputs
     ctx.save_for_backward(x, weight, output[1])
 
@@ -524,7 +532,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
-def _add_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *ctx.options = inputs
     ctx.save_for_backward(output[1], weight, output[2])
     ctx.dtypes = x.dtype, residual.dtype

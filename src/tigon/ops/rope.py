@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -76,15 +77,19 @@ def rope(
         raise ValueError(f"rope: arithmetic must be 'fp32' or 'native', got {arithmetic!r}.")
     options: Any = (unsqueeze_dim, interleaved, *planes, arithmetic == "native", False)
     if not use_triton(q, k, cos, sin):
-        return rope_reference(
+        rotated: tuple[Tensor, Tensor] | Tensor = rope_reference(
             q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved, mrope_section=mrope_section,
             arithmetic=arithmetic,
         )  # fmt: skip
+        return rotated
+    turned: tuple[Tensor, Tensor] = _rope(
+        q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promoted(q, cos)
+    )
     if k is None:
-        return _rope(q, None, cos, sin, *options, _promoted(q, cos))[0]
+        return turned[0]
     if k.dtype != q.dtype:
-        return tuple(_rope(x, None, cos, sin, *options, _promoted(x, cos))[0] for x in (q, k))
-    return _rope(q, k, cos, sin, *options, _promoted(q, cos))
+        return turned[0], _rope(k, None, cos, sin, *options, _promoted(k, cos))[0]
+    return turned
 
 
 def check_rotary(
@@ -250,7 +255,10 @@ def like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
 
 
-def _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype):
+def _rope_fake(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
+    third: int, native: bool, inverse: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not inverse:
         return like(q, dtype), q.new_empty(0) if k is None else like(k, dtype)
     # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
@@ -286,7 +294,7 @@ def _rope_launch(
     q = unit_stride(q)
     k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # no k: it has 0 heads
 
-    def plan():
+    def plan() -> Plan:
         time_dim, R, D = 3 - unsqueeze_dim, cos.shape[-1], q.shape[3]
         tokens = q.shape[0] * q.shape[time_dim]
         heads = [q.shape[unsqueeze_dim], 0 if k is None else k.shape[unsqueeze_dim]]
@@ -331,7 +339,7 @@ def angle_strides(cos: Tensor) -> tuple[int, int, int]:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, _, cos, sin, *ctx.options, _, _ = inputs
     ctx.save_for_backward(cos, sin)
     ctx.dtype = q.dtype

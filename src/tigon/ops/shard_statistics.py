@@ -28,7 +28,7 @@ from tigon.ops.cross_entropy.kernels import HEAD
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _units
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
+from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2, LOWEST
 from tigon.tiles.loss import row_loss
@@ -259,7 +259,7 @@ def shard_statistics(
     branches = softcap != 0.0, along, total, IGNORED
     key = (M, sizes, branches, logits.dtype)
 
-    def plan() -> tuple[int, tuple, dict[str, int]]:
+    def plan() -> Plan:
         depth, block, warps = _tile(V, softcap != 0.0, along or total)
         return M, (*sizes, *branches, depth, block), {"num_warps": warps}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -379,8 +380,9 @@ def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
 
 
 def _launch_wide(
-    kernel: Any, key: tuple, tensors: tuple[Tensor | None, ...], arguments: tuple, M: int, N: int, numbers: int
-) -> None:
+    kernel: Any, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], M: int, N: int,
+    numbers: int,
+) -> None:  # fmt: skip
     """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
     device = tensors[-1].device  # type: ignore[union-attr]
     parts, width = _parts(M, N, device)
@@ -392,7 +394,7 @@ def _launch_wide(
     block_p = next_power_of_2(cdiv(N, PART))
     for step in (1, 2):
 
-        def plan(step: int = step) -> tuple[int, tuple, dict[str, int]]:
+        def plan(step: int = step) -> Plan:
             return M * parts, (*arguments, parts, width, step, PART, block_p), {"num_warps": 8}
 
         launch(kernel, (*key, step), (*tensors, partial), plan)
@@ -418,7 +420,7 @@ def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ..
     return mask, (d1, d2, s0, s1, s2, mask.stride(-1))
 
 
-def _softmax_fwd_fake(x, mask, scale, causal):
+def _softmax_fwd_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -439,7 +441,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2)
     else:
 
-        def tiled():
+        def tiled() -> Plan:
             block_m, block_n, warps = _tile(N)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
@@ -449,7 +451,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     return y
 
 
-def _softmax_bwd_fake(dy, y, scale, causal):
+def _softmax_bwd_fake(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     return y.new_empty(y.shape)
 
 
@@ -467,7 +469,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1)
     else:
 
-        def tiled():
+        def tiled() -> Plan:
             block_m, block_n, warps = _tile(N)
             reload = block_n > 16384 and y.dtype != torch.bfloat16
             if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32 do
@@ -481,7 +483,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.scale, ctx.causal = inputs
     ctx.save_for_backward(output)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     do_not_specialize,
@@ -195,7 +196,7 @@ def _bwd_tile(n: int) -> tuple[int, int, int]:
     )
 
 
-def _sparsemax_fwd_fake(x):
+def _sparsemax_fwd_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -212,7 +213,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
         launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
-        def tiled():
+        def tiled() -> Plan:
             block_m, block_n, warps = _fwd_tile(N)
             return cdiv(M, block_m), (M, N, stride, block_m, block_n), {"num_warps": warps}
 
@@ -220,7 +221,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     return y
 
 
-def _sparsemax_bwd_fake(dy, y):
+def _sparsemax_bwd_fake(dy: Tensor, y: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 
 
@@ -233,7 +234,7 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     M, N = y.shape
     strides = dy.stride(0), y.stride(0)
 
-    def tiled():
+    def tiled() -> Plan:
         block_m, block_n, warps = _bwd_tile(N)
         return cdiv(M, block_m), (M, N, *strides, block_m, block_n), {"num_warps": warps}
 
@@ -244,7 +245,7 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 

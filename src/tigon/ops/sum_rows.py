@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tigon.runtime import cdiv, jit, launch, tl
+from tigon.runtime import Plan, cdiv, jit, launch, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -50,7 +50,7 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> No
     halves = 1 if second is None else 2
     key = (P, N, first.dtype, None if second is None else second.dtype)
 
-    def plan():
+    def plan() -> Plan:
         block_p, block_n, warps = _tile()
         return cdiv(N, block_n) * halves, (P, N, N * halves, block_p, block_n), {"num_warps": warps}
 

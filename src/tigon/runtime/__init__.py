@@ -33,7 +33,7 @@ from tigon.runtime.dispatch import (
     why_not_triton,
 )
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
-from tigon.runtime.launches import launch
+from tigon.runtime.launches import Plan, launch
 from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "DTYPES",
     "HAS_TRITON",
     "INTERPRET",
+    "Plan",
     "autocast_as",
     "autocast_device",
     "autocast_dtype",

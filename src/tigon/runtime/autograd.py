@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from tigon.runtime.dispatch import _PLAIN
+
+R = TypeVar("R")
 
 _library = torch.library.Library("tigon", "DEF")
 
@@ -50,7 +52,7 @@ def graph_is_kept() -> bool:
     return True if kept is None else kept()
 
 
-def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
 
     Args:
@@ -60,7 +62,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     arguments, which the schema does not have, it runs directly.
     """
 
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def register(fn: Callable[..., R]) -> Callable[..., R]:
         name = fn.__name__.lstrip("_")
 
         def on_device(*args: Any, **own: Any) -> Any:
@@ -166,6 +168,27 @@ def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
     return leaves
 
 
+@overload
+def differentiable(
+    launch: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any], *,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Tensor]: ...  # fmt: skip
+
+
+@overload
+def differentiable(
+    launch: Callable[..., tuple[Any, ...]], setup_context: Callable[..., None], backward: Callable[..., Any], *,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Tensor]: ...  # fmt: skip
+
+
+@overload
+def differentiable(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Any]: ...  # fmt: skip
+
+
 def differentiable(
     launch: Callable[..., Any],
     setup_context: Callable[..., None],
@@ -190,7 +213,7 @@ def differentiable(
     """
     op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
 
-    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A missing upstream gradient stays None: a tensor of zeros would cost a pass over its memory.
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
@@ -220,7 +243,7 @@ def differentiable(
     _name(Eager, launch)
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
     # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
-    bare_apply = super(torch.autograd.Function, Eager).apply
+    bare_apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
     transformed = torch._C._are_functorch_transforms_active
 
     def apply(*args: Any) -> Any:

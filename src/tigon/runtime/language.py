@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+__all__ = ["HAS_TRITON", "TensorDescriptor", "do_not_specialize", "jit", "tl", "triton"]
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:

@@ -11,14 +11,15 @@ from torch import Tensor
 from tigon.runtime.dispatch import stands_for_gpu
 from tigon.runtime.language import triton
 
+# Grid, arguments after the tensors, Triton's options.
+Plan = tuple[int, tuple[Any, ...], dict[str, Any]]
+
 # (kernel, device, key) → (compiled kernel's launcher, its function, its metadata, grid, arguments after the tensors).
-_plans: dict[tuple, tuple[Any, Any, Any, int, tuple]] = {}
+_plans: dict[tuple[Any, ...], tuple[Any, Any, Any, int, tuple[Any, ...]]] = {}
 _PLANS_KEPT = 4096
 
 
-def launch(
-    kernel: Any, key: tuple, tensors: tuple[Any, ...], plan: Callable[[], tuple[int, tuple, dict[str, int]]]
-) -> None:
+def launch(kernel: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], plan: Callable[[], Plan]) -> None:
     """Launch a Triton kernel on the current device; from the second time on without Triton's dispatch.
 
     Args:
@@ -26,7 +27,7 @@ def launch(
         key: everything but the tensors' addresses on which the launch depends: shapes, strides, dtypes, options. If the
             key omits something the plan depends on, the next call reuses the wrong kernel.
         tensors: tensors, None, or from the second on descriptors of `describe`.
-        plan: () → (grid, arguments after the tensors, Triton's options); called once a key.
+        plan: () → grid, arguments after the tensors, Triton's options; called once a key.
 
     Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
     30 µs for a long signature. The key finds the kernel at once. Kernels are compiled for addresses that 16 divides;

@@ -16,6 +16,7 @@ from tigon.ops.cross_entropy.kernels import (
 )
 from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 from tigon.runtime import (
+    Plan,
     cdiv,
     differentiable,
     is_traced,
@@ -138,7 +139,7 @@ def _launch_rows(
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     key = (M, sizes, dtypes, stats is None, z is None, predicted is None)
 
-    def plan() -> tuple[int, tuple, dict[str, int]]:
+    def plan() -> Plan:
         if V <= NARROW:
             warps, block_m, block_n = _narrow_tile(V)
             return cdiv(M, block_m), (M, *sizes, *branches, block_m, block_n), {"num_warps": warps}
@@ -203,14 +204,18 @@ def _forward(
     return outputs
 
 
-def _fwd_fake(logits, target, weight, divisor, reduction, inplace, *options):
+def _fwd_fake(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
     # Four numbers of the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
     stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
     return loss, stats
 
 
-def _details_fake(logits, target, weight, divisor, reduction, inplace, *options):
+def _details_fake(
+    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
@@ -238,7 +243,9 @@ def _cross_entropy_details_fwd(
     return _forward(logits, target, weight, divisor, reduction, True, *options)
 
 
-def _bwd_fake(dloss, logits, target, weight, stats, mean, *options):
+def _bwd_fake(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool,
+) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 
 
@@ -284,7 +291,7 @@ def _launch_gradient(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, _, reduction, ctx.inplace, *ctx.options = inputs
     ctx.mean = reduction == "mean"
     ctx.save_for_backward(logits, target, weight, output[-1])

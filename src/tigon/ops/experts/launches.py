@@ -14,6 +14,7 @@ from tigon.ops.experts.routing import Routing, empty_routing, route, rows_of_a_t
 from tigon.ops.experts.rows import expert_sum, take, token_sum, weight_sum
 from tigon.ops.experts.units import unit, unit_bwd
 from tigon.runtime import (
+    Plan,
     can_describe,
     cdiv,
     describe,
@@ -97,7 +98,7 @@ def _rows_by_weight(
     described = can_describe(a, lies)
     block_n, block_k, group, launched = _rows_tile(rows, a)
 
-    def plan() -> tuple[int, tuple, dict[str, int]]:
+    def plan() -> Plan:
         blocks = cdiv(N, block_n)
         sizes = (tiles, routing.tiles.shape[1], E, N, K, blocks, *strides)
         flags = (described, by_columns, K % block_k == 0, precision, rows, block_n, block_k, group)
@@ -121,7 +122,7 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
     slots, precision, described = a.shape[0], _precision(a), can_describe(a, b)
     block_m, block_n, block_r, group, launched = _weight_bwd_tile(slots, E, a)
 
-    def plan() -> tuple[int, tuple, dict[str, int]]:
+    def plan() -> Plan:
         blocks = cdiv(M, block_m), cdiv(N, block_n)
         sizes = (M, N, *blocks, dw.stride(0), dw.stride(1))
         flags = (described, precision, block_m, block_n, block_r, group)
@@ -139,7 +140,10 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
 _OPTIONS = "str act, bool gated, bool interleaved, float alpha, float? limit, float up_offset"
 
 
-def _moe_mlp_fwd_fake(x, index, weights, gate_up, down, gate_up_bias, down_bias, keep, *options):
+def _moe_mlp_fwd_fake(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     S = index.shape[0] * index.shape[1]
     z = x.new_empty((S, gate_up.shape[1]) if keep else (0,))
     return x.new_empty(x.shape), z, *empty_routing(index, gate_up.shape[0])
@@ -196,9 +200,10 @@ def _rooms(
 
 
 def _moe_mlp_bwd_fake(
-    dy, x, index, weights, gate_up, down, gate_up_bias, down_bias, z, order, place, offsets, tiles, needs, reuse,
-    *options,
-):  # fmt: skip
+    dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
+    needs: list[bool], reuse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(map(_rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias), range(6)))
 
 
@@ -265,7 +270,7 @@ def _moe_mlp_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, _, act, gated, interleaved, alpha, limit, up_offset = inputs
     ctx.options = act, gated, interleaved, alpha, limit, up_offset
     ctx.save_for_backward(*tensors, *output[1:])
