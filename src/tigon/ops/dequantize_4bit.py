@@ -110,7 +110,7 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     )  # fmt: skip
     if not use_triton(weight.table):
         return dequantize_4bit_reference(weight)
-    return _dequantize_4bit(*args)  # type: ignore[no-any-return]
+    return _dequantize_4bit(*args)
 
 
 def dequantize_4bit_reference(weight: FourBit) -> Tensor:
@@ -203,8 +203,9 @@ def _dequantize_4bit_kernel(
 
 
 def _dequantize_4bit_fake(
-    table, packed, absmax, nested_table, nested_scale, offset, shape, dtype, blocksize, nested_blocksize
-):
+    table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
+    offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
+) -> Tensor:  # fmt: skip
     return table.new_empty(shape, dtype=dtype)
 
 

@@ -206,6 +206,7 @@ def _forward(
 
 def _fwd_fake(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+    *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
     # Four numbers of the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
@@ -215,6 +216,7 @@ def _fwd_fake(
 
 def _details_fake(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
+    *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
@@ -245,6 +247,7 @@ def _cross_entropy_details_fwd(
 
 def _bwd_fake(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool,
+    *options: Any,
 ) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 

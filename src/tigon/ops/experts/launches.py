@@ -142,7 +142,7 @@ _OPTIONS = "str act, bool gated, bool interleaved, float alpha, float? limit, fl
 
 def _moe_mlp_fwd_fake(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, keep: bool,
+    down_bias: Tensor | None, keep: bool, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     S = index.shape[0] * index.shape[1]
     z = x.new_empty((S, gate_up.shape[1]) if keep else (0,))
@@ -202,7 +202,7 @@ def _rooms(
 def _moe_mlp_bwd_fake(
     dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
-    needs: list[bool], reuse: bool,
+    needs: list[bool], reuse: bool, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(map(_rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias), range(6)))
 
