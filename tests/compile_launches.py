@@ -38,8 +38,6 @@ from tigon.optim.perturb import perturb, squared_norm
 from tigon.runtime import device as device_facts
 from tigon.runtime import dispatch as backend
 
-# Where launches are promised not to spill and to load wide.
-PROMISED = ("cuda:90", "cuda:100")
 WARP = {"cuda": 32, "hip": 64}
 # Loads from global memory, into registers or, in a pipelined loop, into shared memory; and those of 16 bytes a thread.
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
@@ -78,9 +76,9 @@ def calls(op: Op) -> Iterator[Call]:
 def worth(call: Call, name: str, op: Op | None = None) -> bool:
     """What is compiled of a brief run for this target.
 
-    On sm_90 all. On sm_100 bf16 in every case: fp16 takes its registers, and fp32 is far from their limit. And nothing
-    frozen, which takes fewer. Elsewhere it is promised only that kernels compile. Of distillation over shards bf16
-    alone: its kernels are pieces of those of whole heads, which are compiled of all.
+    On sm_90 all. Elsewhere bf16: fp16 takes its registers, and fp32 is far from their limit. And nothing frozen, which
+    takes fewer. Of distillation over shards bf16 alone: its kernels are pieces of those of whole heads, which are
+    compiled of all.
     """
     dtype, _, frozen = call
     if op is not None and op.name in ("distill over shards", "distill_topk over shards"):
@@ -160,8 +158,9 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
             for dtype, case, frozen in calls(op):
                 if brief and not worth((dtype, case, frozen), brief, op):
                     continue
-                # Where little is promised, further cases are there for the kernels that no first case launches.
-                once = brief not in (None, *PROMISED) and case is not op.models[0]
+                # sm_90 stands for the others, whose registers are as many: there, further cases are compiled for the
+                # kernels alone that no first case launches.
+                once = brief not in (None, "cuda:90") and case is not op.models[0]
                 context |= {"op": op.name, "case": case.why, "shape": case.shape, "frozen": frozen}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
                 inputs = op.draw(case, dtype, torch.device("meta"), None)
