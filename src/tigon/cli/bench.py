@@ -14,33 +14,40 @@ from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 
 def bench(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operators; default: all.")] = None,
+    ops: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP]...", help="Operators, such as rms_norm; default: all.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Time a training step of this preset instead of operators.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step, with --model.")] = 1,
-    seq: Annotated[int, typer.Option(min=8, help="Tokens per sequence, with --model.")] = 512,
+    batch: Annotated[int, typer.Option("--batch", "--batch-size", min=1, help="Sequences per step, with --model.")] = 1,
+    seq: Annotated[int, typer.Option("--seq", "--seq-len", min=8, help="Tokens per sequence, with --model.")] = 512,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, with --model.")] = 10,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing, with --model.")
     ] = False,
     host: Annotated[
-        bool, typer.Option("--host", help="Microseconds of the host per call, on tiny inputs, instead.")
+        bool, typer.Option("--host", help="Time the host instead: microseconds per call, on tiny inputs.")
     ] = False,
     peers: Annotated[
         str | None,
-        typer.Option(help="Whom to compare with, separated by commas: eager, compile, torch, liger, cce, quack; hf."),
+        typer.Option(
+            help="Implementations beside Tigon's, separated by commas: eager, compile, torch, liger, cce, quack, trl. "
+            "With --model: hf, compile, liger."
+        ),
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="Shape instead of the operator's own, such as 8192x4096; repeatable.")
+        list[str] | None, typer.Option(help="Shape in place of the recorded ones, such as 8192x4096; repeatable.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     ignored: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of targets that a loss ignores.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all implementations.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, one short round.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the results here; renewed after every case.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results here, as PNG.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small shapes, one short round; about a minute on a CPU.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the results, written after every case.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a chart of the results, a PNG.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for both, named after the device and what was measured.")
+        Path | None, typer.Option(help="Folder for results and chart, named after device and measurement.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write charts and tables here, as one page that needs nothing beside it.")

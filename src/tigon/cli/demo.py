@@ -41,8 +41,8 @@ SIZES = (
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Where the figures and the numbers go.")] = Path("tigon-demo"),
-    steps: Annotated[int | None, typer.Option(help="Training steps of each side.", min=1)] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the figures and the numbers.")] = Path("tigon-demo"),
+    steps: Annotated[int | None, typer.Option(help="Training steps, plain and fused each.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.", min=0, max=SEEDS)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step.", min=1)] = None,

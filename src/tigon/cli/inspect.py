@@ -26,25 +26,30 @@ MOMENTS = {
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
-    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", help="Sequences on each GPU.", min=1)] = 1,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "--batch", help="Sequences per GPU in one step.", min=1)
+    ] = 1,
     seq_len: Annotated[
         int | None,
         typer.Option(
             "--seq-len", "--seq", help="Tokens per sequence; by default 2048, or what positions allow.", min=2
         ),
     ] = None,
-    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}, as of `tigon train`.")] = "bf16",
+    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}, as in `tigon train`.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", "--checkpointing", help="Recompute activations.")
+        bool,
+        typer.Option("--gradient-checkpointing", "--checkpointing", help="Recompute activations in the backward pass."),
     ] = False,
-    recompute: Annotated[str, typer.Option(help=f"{', '.join(RECOMPUTE)}, of the fused model.")] = "cheap",
-    offload: Annotated[bool, typer.Option("--offload", help="Keep what is saved in host memory, fused.")] = False,
+    recompute: Annotated[
+        str, typer.Option(help=f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
+    ] = "cheap",
+    offload: Annotated[bool, typer.Option("--offload", help="Fused: keep what is saved in host memory.")] = False,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
-    lora_targets: Annotated[str, typer.Option(help="Names of layers, separated by commas.")] = "all-linear",
+    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
     attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
-    gpu: Annotated[str | None, typer.Option(help="A GPU, such as 'H100 80GB', or a number of GiB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU that the step must fit: 'H100 80GB', or GiB.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What would be replaced in a model and why, and the memory of a training step. Needs no weights and no GPU."""

@@ -40,11 +40,11 @@ def _option(name: str, text: str, panel: str, *flags: str) -> typer.models.Optio
 def train(
     model: Annotated[str | None, _option("model", "A directory, a name on the hub, or a preset such as llama-tiny (random weights).", _RUN)] = None,
     data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, JSON lines (text, messages, prompt and completion, Alpaca, ShareGPT), or the rows of --task.", _RUN)] = None,
-    eval_data: Annotated[str | None, _option("eval_data", "What to evaluate on, as --data; in place of a share of --data.", _RUN)] = None,
+    eval_data: Annotated[str | None, _option("eval_data", "Data to evaluate on, in the forms of --data; replaces --eval-fraction.", _RUN)] = None,
     config: Annotated[str | None, typer.Option("--config", help="A YAML file of these options by their names; the command line wins.", rich_help_panel=_RUN)] = None,
-    task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: on text, on preferences, or by a reward; the last two are TRL's trainers.", _RUN)] = None,
+    task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: train on text, on preferences, or by a reward; dpo and grpo use TRL's trainers.", _RUN)] = None,
     reward: Annotated[str | None, _option("reward", "For grpo: module:function, file.py:function, or regex:PATTERN (1 for completions that match).", _RUN)] = None,
-    output: Annotated[str | None, _option("output", "Where checkpoints, metrics and the model go.", _RUN)] = None,
+    output: Annotated[str | None, _option("output", "Folder for checkpoints, metrics and the model.", _RUN)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.", rich_help_panel=_RUN)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.", rich_help_panel=_RUN)] = False,
     plain: Annotated[bool | None, _option("plain", "Train without tigon.fuse.", _RUN, "--plain")] = None,
@@ -57,39 +57,39 @@ def train(
     epochs: Annotated[float | None, _option("epochs", "Passes over the data.", _STEP)] = None,
     batch_size: Annotated[int | None, _option("batch_size", "Sequences, pairs or completions per device and micro-batch.", _STEP)] = None,
     grad_accum: Annotated[int | None, _option("grad_accum", "Micro-batches per optimizer step.", _STEP)] = None,
-    seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence; of dpo's, prompt and answer.", _STEP)] = None,
+    seq_len: Annotated[int | None, _option("seq_len", "Tokens per sequence; for dpo, of prompt and answer together.", _STEP)] = None,
     pack: Annotated[bool | None, _option("pack", "Put several conversations into a sequence; none attends to another.", _STEP, "--pack")] = None,
     beta: Annotated[float | None, _option("beta", "How near the model stays to where it began: 0.1 for dpo, 0 for grpo.", _STEP)] = None,
-    num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions of each prompt.", _STEP)] = None,
-    max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: most tokens of a completion.", _STEP)] = None,
+    num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions per prompt.", _STEP)] = None,
+    max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: largest number of tokens in a completion.", _STEP)] = None,
     lr: Annotated[float | None, _option("lr", "Peak learning rate. By default 2e-5 for a trained model, 3e-4 from scratch and for adapters, 1e-6 for dpo and grpo.", _STEP)] = None,
     warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
     schedule: Annotated[str | None, _option("schedule", f"{', '.join(SCHEDULES)}.", _STEP)] = None,
     weight_decay: Annotated[float | None, _option("weight_decay", "AdamW's weight decay.", _STEP)] = None,
-    clip: Annotated[float | None, _option("clip", "Largest norm of the gradient; 0 for none.", _STEP)] = None,
+    clip: Annotated[float | None, _option("clip", "Largest norm of the gradient, which is scaled down to it; 0 does not clip.", _STEP)] = None,
     seed: Annotated[int | None, _option("seed", "Seed of weights and data order.", _STEP)] = None,
     tokenizer: Annotated[str | None, _option("tokenizer", "A directory or hub name; else the model's own, or one trained on the data.", _MODEL)] = None,
     vocab_size: Annotated[int | None, _option("vocab_size", "Largest vocabulary of a tokenizer trained on the data.", _MODEL)] = None,
     lora: Annotated[int | None, _option("lora", "Train LoRA adapters of this rank on all linear layers.", _MODEL)] = None,
-    lora_alpha: Annotated[float | None, _option("lora_alpha", "The adapters' scale, times the rank. \\[default: twice the rank]", _MODEL)] = None,
+    lora_alpha: Annotated[float | None, _option("lora_alpha", "Scale of the adapters' result, which is multiplied by alpha / rank. \\[default: twice the rank]", _MODEL)] = None,
     lora_targets: Annotated[str | None, _option("lora_targets", "Names of the layers that get adapters, separated by commas.", _MODEL)] = None,
     lora_dropout: Annotated[float | None, _option("lora_dropout", "Dropout before the adapters.", _MODEL)] = None,
     merge: Annotated[bool | None, _option("merge", "At the end, also save the model with its adapters merged, in --output/merged.", _MODEL, "--merge")] = None,
     attention: Annotated[str | None, _option("attention", "sdpa, eager, flash_attention_2, or another that transformers knows; by default the model's own.", _MODEL)] = None,
     gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,
     recompute: Annotated[str | None, _option("recompute", f"{', '.join(RECOMPUTE)}: what the backward pass of a fused model computes again instead of keeping it.", _MODEL)] = None,
-    offload: Annotated[bool | None, _option("offload", "Keep what the forward pass saves, the layers' inputs under --gradient-checkpointing, in host memory.", _MODEL, "--offload")] = None,
+    offload: Annotated[bool | None, _option("offload", "Keep what the forward pass saves in host memory; with --gradient-checkpointing, the layers' inputs.", _MODEL, "--offload")] = None,
     compile: Annotated[bool | None, _option("compile", "Compile the model by torch.compile.", _MODEL, "--compile")] = None,
     precision: Annotated[str | None, _option("precision", f"{', '.join(PRECISIONS)}; auto is bf16 where the GPU has it. bf16 and fp16 keep fp32 weights, bf16-pure does not.", _MACHINE)] = None,
     device: Annotated[str | None, _option("device", f"{', '.join(DEVICES)}.", _MACHINE)] = None,
-    no_memory_check: Annotated[bool | None, _option("no_memory_check", "Train also where the model plainly does not fit.", _MACHINE, "--no-memory-check")] = None,
+    no_memory_check: Annotated[bool | None, _option("no_memory_check", "Train even if the model plainly does not fit in memory.", _MACHINE, "--no-memory-check")] = None,
     parallel: Annotated[str | None, _option("parallel", "How several processes share the model: ddp, fsdp, hsdp, hpz, tp=N or zero3.", _MACHINE)] = None,
-    deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms alone.", _MACHINE, "--deterministic")] = None,
+    deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms only.", _MACHINE, "--deterministic")] = None,
 ) -> None:
     """Fine-tune a model, or train one from scratch, on text, conversations, preferences or rewards.
 
     Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
-    Start it on several GPUs by `torchrun --nproc-per-node 4 -m tigon train --parallel fsdp …`.
+    On several GPUs: `torchrun --nproc-per-node 4 -m tigon train --parallel fsdp …`.
     """
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "config")}
     needs("tigon train", "train", "torch", "transformers", "accelerate", "tokenizers", "matplotlib")
