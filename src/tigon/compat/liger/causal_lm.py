@@ -51,7 +51,7 @@ def LigerForCausalLMLoss(
     final_logit_softcapping: float | None = None, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False, **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """`fixed_fused_linear_cross_entropy` of labels that are shifted here, so that tokens before n predict n.
+    """`fixed_fused_linear_cross_entropy` of labels, which it shifts by one: position t predicts the label at t + 1.
 
     Args:
         hidden_states: (B, T, H). labels: (B, T), or shift_labels, shifted already. hidden_size: H.

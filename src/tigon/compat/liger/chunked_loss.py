@@ -59,7 +59,16 @@ def liger_fused_linear_dpo(
     average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid", label_smoothing: float = 0.0,
     discopop_tau: float = 0.05, alpha: float = 1.0,
 ) -> Result:  # fmt: skip
-    """DPO of pairs, + alpha · NLL(chosen) with compute_nll_loss; the formulas of loss_type are `tigon.losses.dpo`'s."""
+    """DPO of pairs, with the formulas of `tigon.losses.dpo`.
+
+    Args:
+        _input: (2B, T, H), B chosen sequences, then the rejected ones. weight: (V, H). target: (2B, T).
+        ref_input, ref_weight, ref_bias: the reference's, of the same shapes; unused with use_ref_model=False.
+        compute_nll_loss: add alpha · NLL(chosen).
+        compiled, chunk_size: have no effect.
+    Returns: the loss, and a tuple: chosen_logps (B,), rejected_logps (B,), the means of the chosen's and of the
+        rejected's logits, the chosen's NLL, chosen_rewards (B,), rejected_rewards (B,).
+    """
     name = "liger_fused_linear_dpo"
     without_effect(name, chunk_size=(chunk_size, 1))
     _check_dpo(name, loss_type, label_smoothing)
@@ -78,11 +87,12 @@ def liger_fused_linear_orpo(
     beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
     chunk_size: int = 1,
 ) -> Result:  # fmt: skip
-    """ORPO of pairs, after which come the means of log σ(log odds ratio) and of the log odds ratio.
+    """ORPO of pairs; tensors as in `liger_fused_linear_dpo`.
 
     Args:
-        nll_target: (2B, T), of whose chosen half the NLL is: TRL has it over prompt and completion. Where target counts
-            too it has to be the same token: if not, the loss is NaN.
+        nll_target: (2B, T), labels of the NLL, which TRL takes over prompt and completion. Where target counts too,
+            both must be the same token: if not, the loss is NaN.
+    Returns: as `liger_fused_linear_dpo`, and the means of log σ(log odds ratio) and of the log odds ratio.
     """
     without_effect("liger_fused_linear_orpo", chunk_size=(chunk_size, 1))
     return pairwise(
@@ -96,7 +106,7 @@ def liger_fused_linear_cpo(
     beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
     compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
 ) -> Result:  # fmt: skip
-    """CPO of pairs: −log σ(beta · difference) + alpha · NLL(chosen)."""
+    """CPO of pairs: −log σ(beta · difference) + alpha · NLL(chosen). Tensors and results as in DPO."""
     without_effect("liger_fused_linear_cpo", chunk_size=(chunk_size, 1))
     return pairwise(
         "liger_fused_linear_cpo", "contrast", _input, weight, target, bias, beta=beta, smoothing=label_smoothing,
@@ -109,7 +119,10 @@ def liger_fused_linear_simpo(
     beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False,
     compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
 ) -> Result:  # fmt: skip
-    """SimPO of pairs: −log σ(beta · difference of means − gamma) + alpha · NLL(chosen) with compute_nll_loss."""
+    """SimPO of pairs: −log σ(beta · difference of means − gamma). Tensors and results as in DPO.
+
+    compute_nll_loss adds alpha · NLL(chosen).
+    """
     without_effect("liger_fused_linear_simpo", chunk_size=(chunk_size, 1))
     return pairwise(
         "liger_fused_linear_simpo", "contrast", _input, weight, target, bias, beta=beta, smoothing=label_smoothing,
@@ -126,8 +139,8 @@ def liger_fused_linear_kto(
     """KTO of sequences: the mean of 1 − σ(±beta · (log-probability − reference − kl)).
 
     Args:
-        _input: (S, T, H). target: (S, T). preference_labels: (S,) bool, True for chosen ones.
-        kl: a number, a tensor of one, or (S,); taken as it is, and 0 if None.
+        _input: (S, T, H). target: (S, T). preference_labels: (S,) bool, True for the chosen.
+        kl: a number, a tensor of one number, or (S,), subtracted as it is given; None is 0.
     Returns: the loss, and sums over the chosen and over the rejected: of log-probabilities, of logits, of rewards.
     """
     name = "liger_fused_linear_kto"
@@ -267,7 +280,14 @@ def liger_fused_linear_jsd(
     weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
     compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """weight_hard_loss · cross entropy + weight_soft_loss · JSD: `tigon.losses.distill` with loss_type="jsd"."""
+    """weight_hard_loss · cross entropy + weight_soft_loss · JSD: `tigon.losses.distill` with loss_type="jsd".
+
+    Args:
+        student_input, teacher_input: (M, H), each of its model's width. student_weight, teacher_weight: (V, H).
+        true_labels: (M,) class indices.
+        compiled, chunk_size: have no effect.
+    Returns: the loss, or with return_soft_hard_loss the loss, the soft and the hard loss: means over counted targets.
+    """
     without_effect("liger_fused_linear_jsd", chunk_size=(chunk_size, 1024))
     return _distill(
         "jsd", student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
@@ -284,7 +304,7 @@ def liger_fused_linear_cosine(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """weight_hard_loss · cross entropy + weight_soft_loss · beta · (1 − cosine): loss_type="cosine" of `distill`.
 
-    temperature changes nothing, as the cosine does not depend on it.
+    Arguments and results are those of `liger_fused_linear_jsd`. temperature has no effect: no cosine depends on it.
     """
     without_effect("liger_fused_linear_cosine", chunk_size=(chunk_size, 1024))
     return _distill(

@@ -25,7 +25,7 @@ from tigon.ops.logprob import logprob
 
 @dataclass
 class CrossEntropyOutput:
-    """What a cross entropy gives that was asked for more than its loss; None for what was not asked for."""
+    """A loss with the results that return_… asked for; what was not asked for is None."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -42,13 +42,16 @@ def liger_cross_entropy(
     lse_square_scale: float = 0.0, softcap: float | None = None, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """`tigon.cross_entropy`, of logits (M, V) that stay as they are.
+    """`tigon.cross_entropy` by Liger's arguments. The logits are not overwritten.
 
     Args:
-        lse_square_scale: its z_loss.
-        size_average, reduce: None; `reduction` says it.
-    Returns: the loss, or a `CrossEntropyOutput` if one of return_… is set. token_accuracy is a share of the rows that
-        count, one number a row with reduction="none"; predicted_tokens are −1 where ignored.
+        input: logits (M, V), any float dtype. target: (M,) class indices.
+        weight: class weights (V,).
+        lse_square_scale: z_loss of `tigon.cross_entropy`.
+        size_average, reduce: must be None; use `reduction`.
+    Returns: the loss, () or (M,) with reduction="none"; or a `CrossEntropyOutput` if one of return_… is set.
+        token_accuracy is the share of the counted rows that are right, one number a row with reduction="none";
+        predicted_tokens (M,) are −1 where the target is ignored.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:
@@ -72,15 +75,17 @@ def liger_fused_linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """`tigon.linear_cross_entropy` of input (M, H) and weight (V, H).
+    """`tigon.linear_cross_entropy` by Liger's arguments.
 
-    What that has no argument for (ce_weight, use_token_scaling, what return_… asks for) goes through chunks of logits
-    that the backward pass computes again: as little memory, a fourth matrix product.
+    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With one of these the
+    loss goes through chunks of logits that the backward pass computes again: as little memory, a fourth matrix product.
 
     Args:
-        lse_square_scale: its z_loss, which ce_weight does not weight.
-        accum_dtype: what the weight's gradient is summed in: fp32 by default, or the weight's dtype.
-        chunk_mem_const: 1; chunks follow a budget in bytes.
+        input: (M, H). weight: (V, H). target: (M,) class indices. bias: (V,).
+        ce_weight: class weights (V,).
+        lse_square_scale: z_loss of `tigon.linear_cross_entropy`. ce_weight does not weight this term.
+        accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
+        chunk_mem_const: has no effect; chunks follow a budget in bytes.
     Returns: as `liger_cross_entropy`.
     """
     without_effect("liger_fused_linear_cross_entropy", chunk_mem_const=(chunk_mem_const, 1))
@@ -160,7 +165,7 @@ def in_chunks(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What `rows` makes of the logits of x (M, H), one value a row, with a chunk of logits at a time.
 
-    The chunks' gradients of the weight are summed where it enters, so in accum_dtype if one is given.
+    The chunks' gradients of the weight are summed in accum_dtype if it is given.
     """
     wide = weight if accum_dtype is None else weight.to(accum_dtype)
 

@@ -24,11 +24,14 @@ def liger_kl_div(
     input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
     log_target: bool = False, eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
-    """`tigon.kl_div`: KL(target ‖ input) of input (M, V), log-probabilities, and target, probabilities by default.
+    """`tigon.kl_div` by Liger's arguments: KL(target ‖ input).
 
     Args:
+        input: log-probabilities (M, V), any float dtype.
+        target: probabilities (M, V), or log-probabilities with log_target.
         reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
-        size_average, reduce: True; `reduction` says it.
+        size_average, reduce: must be True; use `reduction`.
+        eps: has no effect; log-probabilities need none.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value not in (True, None):
@@ -43,9 +46,13 @@ def liger_kl_div(
 def liger_jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """`tigon.jsd`: log-probabilities (M, V) of the student, and of the teacher, whose weight in the mixture is beta.
+    """`tigon.jsd` by Liger's arguments.
 
-    beta 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher). The mean is over rows that shift_labels do not ignore.
+    Args:
+        input, target: log-probabilities (M, V) of the student and of the teacher.
+        shift_labels: (M,); rows with ignore_index do not count.
+        beta: the teacher's weight in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
+    Returns: (), the mean over the rows that count.
     """
     return jsd(input, target.detach(), beta=beta, labels=shift_labels, ignore_index=ignore_index)
 
@@ -54,9 +61,11 @@ def liger_tvd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """`tigon.tvd`: half the distance of the probabilities (M, V) of the student and the teacher.
+    """`tigon.tvd` by Liger's arguments: ½ Σ |input − target|.
 
     Args:
+        input, target: probabilities (M, V) of the student and of the teacher.
+        shift_labels: (M,); rows with ignore_index do not count.
         reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
     """
     if reduction == "none":
@@ -71,9 +80,14 @@ def liger_fused_linear_jsd(
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tigon.losses.distill` with loss_type="jsd"; beta as in `liger_jsd`, accum_dtype as in cross entropy.
+    """`tigon.losses.distill` with loss_type="jsd", of fp32 logits, which Liger has from 0.8.5 on.
 
-    Logits are fp32, as Liger's are from 0.8.5 on.
+    Args:
+        student_input, teacher_input: (M, H), each of its model's width. student_weight, teacher_weight: (V, H).
+        shift_labels: (M,); rows with ignore_index do not count.
+        jsd_beta: beta of `liger_jsd`.
+        temperature: divides the logits of both.
+        accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
     """
     summed = accumulate("liger_fused_linear_jsd", accum_dtype, student_weight)
     return distill(
@@ -88,7 +102,7 @@ def liger_fused_linear_kl_div(
     reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
     accum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`tigon.kl_div` of given probabilities (M, V) and a head's, through chunks of logits.
+    """`tigon.kl_div` of a teacher's probabilities and a student's head, through chunks of logits.
 
     Args:
         student_input: (M, H). student_weight: (V, H). target: (M, V) probabilities.

@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    """`tigon.rms_norm`. in_place: whichever, nothing is overwritten."""
+    """`tigon.rms_norm` of X (..., H) with W (H,). in_place has no effect: nothing is overwritten."""
     return rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(X.dtype)  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tigon.add_rms_norm`: the norm of X + R, and X + R. in_place: whichever, nothing is overwritten."""
+    """`tigon.add_rms_norm` of X and R (..., H): the norm of X + R, and X + R. in_place has no effect."""
     y, total = add_rms_norm(X, R, W, eps=eps, offset=offset, cast=casting_mode)
     return y.to(X.dtype), total
 
@@ -85,7 +85,7 @@ def liger_modulated_rms_norm(
 
     Args:
         X: (..., H). scale, shift: (H,), (B, H) of X (B, T, H), or one row for each of X's.
-        in_place: whichever, nothing is overwritten.
+        in_place: has no effect; nothing is overwritten.
     """
     H = X.shape[-1]
     groups = scale.numel() // max(1, H)
@@ -107,7 +107,7 @@ def liger_modulated_rms_norm(
 
 
 def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
-    """`tigon.layer_norm`."""
+    """`tigon.layer_norm` of X (..., H) with W and B (H,)."""
     return layer_norm(X, W, B, eps=eps)
 
 
@@ -115,34 +115,34 @@ def liger_group_norm(
     X: Tensor, affine_scaling_weight: Tensor | None, affine_shifting_bias: Tensor | None, num_channels: int,
     num_groups: int, eps: float,
 ) -> Tensor:  # fmt: skip
-    """`tigon.group_norm` of X (B, num_channels, ...)."""
+    """`tigon.group_norm` of X (B, num_channels, ...); weight and bias are (num_channels,)."""
     if X.dim() < 2 or X.shape[1] != num_channels:
         raise ValueError(f"liger_group_norm: X must be (B, {num_channels}, ...), got {tuple(X.shape)}.")
     return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps=eps)
 
 
 def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """`tigon.poly_norm`. in_place: whichever, nothing is overwritten."""
+    """`tigon.poly_norm` of X (..., H) with W (3,) and B (). in_place has no effect: nothing is overwritten."""
     return poly_norm(X, W, B, eps=eps)
 
 
 def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-    """`tigon.dyt`."""
+    """`tigon.dyt` of x (..., H) with alpha (1,), gamma and beta (H,)."""
     return dyt(x, alpha, gamma, beta)
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """`tigon.swiglu`."""
+    """`tigon.swiglu` of gate a and up b, of one shape."""
     return swiglu(a, b)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """`tigon.geglu`, by the tanh formula."""
+    """`tigon.geglu` of gate a and up b, of one shape, by the tanh formula."""
     return geglu(a, b)
 
 
 def liger_relu_squared(x: Tensor) -> Tensor:
-    """`tigon.relu2`."""
+    """`tigon.relu2` of x, of any shape."""
     return relu2(x)
 
 
@@ -152,7 +152,7 @@ def liger_softmax(x: Tensor) -> Tensor:
 
 
 def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """`tigon.sparsemax`."""
+    """`tigon.sparsemax` over dimension dim."""
     return sparsemax(input, dim)
 
 
@@ -160,10 +160,10 @@ def liger_multi_token_attention(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1,
     groups: int = 1, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A convolution over the probabilities of causal attention; what lies in the future is 0 before it and after it.
+    """A convolution over the probabilities of causal attention; future positions are 0 before and after it.
 
     Args:
-        scores: (B, C, L, L). weight: (C', C / groups, K, K). bias: (C',) or None. The convolution has to give (L, L).
+        scores: (B, C, L, L). weight: (C', C / groups, K, K). bias: (C',) or None. The result must be (L, L).
         sparse: `tigon.sparsemax` in place of `tigon.softmax`.
 
     Source: Golovneva et al. 2025, https://arxiv.org/abs/2504.00927

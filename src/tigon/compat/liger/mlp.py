@@ -64,7 +64,7 @@ class _Gated(nn.Module):
 
 
 class LigerSwiGLUMLP(_Gated):
-    """gate_proj, up_proj, down_proj with silu, of any width."""
+    """down_proj(silu(gate_proj(x)) · up_proj(x)), for x (..., D) of any width."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, intermediate_size)
@@ -75,7 +75,7 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerMLP(_Gated):
-    """gate_proj, up_proj, down_proj with silu."""
+    """down_proj(silu(gate_proj(x)) · up_proj(x)), for x (..., D)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -97,13 +97,13 @@ class LigerHunyuanV1SwiGLUMLP(_Gated):
 
 
 class LigerPhi3SwiGLUMLP(LigerMLP):
-    """gate_up_proj, down_proj with silu."""
+    """down_proj(silu(gate) · up), with gate and up the halves of gate_up_proj(x)."""
 
     names = ("gate_up_proj", "down_proj")
 
 
 class LigerBlockSparseTop2MLP(LigerMLP):
-    """One expert of Mixtral: w1, w3, w2 with silu."""
+    """One expert of Mixtral: w2(silu(w1(x)) · w3(x))."""
 
     names = ("w1", "w3", "w2")
 
@@ -168,7 +168,7 @@ class _GELU(_Gated):
 
 
 class LigerGEGLUMLP(_GELU):
-    """gate_proj, up_proj, down_proj with gelu by its tanh formula, whatever the configuration says."""
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu by its tanh formula whatever the configuration says."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

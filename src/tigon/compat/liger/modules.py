@@ -35,7 +35,7 @@ def _start(name: str, width: int, init_fn: str) -> nn.Parameter:
 
 
 class LigerRMSNorm(nn.Module):
-    """`tigon.rms_norm` with a weight of its own, in x's dtype. casting_mode is its cast."""
+    """`tigon.rms_norm` with a learned weight; the result has x's dtype. casting_mode is cast of `tigon.rms_norm`."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -57,7 +57,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    """With the weight stored less one, from zero, and rounded once."""
+    """`LigerRMSNorm` that multiplies by 1 + weight, with a weight that starts at zero, and rounds once."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
@@ -85,7 +85,7 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    """As `LigerRMSNormForGemma`, with the width by its name in Gemma 3."""
+    """As `LigerRMSNormForGemma`; the width is called `dim`, as in Gemma 3."""
 
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
@@ -95,7 +95,7 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Rounded once, with the weight as it is; with_scale=False for none."""
+    """`LigerRMSNorm` that rounds once. with_scale=False leaves the weight out."""
 
     def __init__(
         self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
@@ -132,7 +132,7 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
 
 
 class LigerFusedAddRMSNorm(nn.Module):
-    """`tigon.add_rms_norm` with a weight of its own: forward(x, residual) → (norm of the sum, the sum)."""
+    """`tigon.add_rms_norm` with a learned weight: forward(x, residual) → (norm of the sum, the sum)."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -150,7 +150,7 @@ class LigerFusedAddRMSNorm(nn.Module):
 
 
 class LigerModulatedRMSNorm(nn.Module):
-    """`liger_modulated_rms_norm` with a weight of its own: forward(x, scale, shift)."""
+    """`liger_modulated_rms_norm` with a learned weight: forward(x, scale, shift)."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -168,9 +168,9 @@ class LigerModulatedRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """`tigon.layer_norm` with a weight and a bias of its own; bias says in Liger how it starts, here it starts at zero.
+    """`tigon.layer_norm` with a learned weight and bias. In Liger `bias` says how the bias starts; here it is zero.
 
-    impl, mode and backend choose kernels in Liger.
+    impl, mode and backend choose Liger's kernels, and have no effect here.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class LigerLayerNorm(nn.Module):
 
 
 class LigerGroupNorm(nn.Module):
-    """`tigon.group_norm` with a weight and a bias of its own; bias as in `LigerLayerNorm`."""
+    """`tigon.group_norm` with a learned weight and bias; the argument bias as in `LigerLayerNorm`."""
 
     def __init__(
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
@@ -214,7 +214,7 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerDyT(nn.Module):
-    """`tigon.dyt` with alpha, gamma and, unless beta is False, beta of its own."""
+    """`tigon.dyt` with learned alpha, gamma and, unless beta is False, beta."""
 
     def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class LigerSparsemax(nn.Module):
 
 
 class LigerEmbedding(nn.Module):
-    """`tigon.embedding` with a weight of its own. At padding_idx the result is 0, whatever the weight holds there."""
+    """`tigon.embedding` with a learned weight. At padding_idx the result is 0, whatever the weight holds there."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class LigerEmbedding(nn.Module):
 
 
 class LigerMultiTokenAttention(nn.Module):
-    """`liger_multi_token_attention` with a weight and a bias of its own: forward(scores)."""
+    """`liger_multi_token_attention` with a learned weight and bias: forward(scores)."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,

@@ -32,13 +32,13 @@ def liger_fused_linear_grpo(
 
     Args:
         _input: (S, T, H). selected_token_ids, attention_mask: (S, T). advantages: (S,).
-        ref_per_token_logps, or ref_input, ref_weight and ref_bias: the reference, looked at with use_ref_model.
+        ref_per_token_logps, or ref_input, ref_weight and ref_bias: the reference, read with use_ref_model only.
         vllm_is_ratio: (S,), (S, 1) or (S, T), multiplies the loss.
-        num_items_in_batch: over all ranks, as it is divided by their number here. None: the tokens of this batch, over
-            all ranks.
-        loss_type: "luspo" wants importance_sampling_level="sequence" and beta=0: otherwise Liger's mean takes in masked
+        num_items_in_batch: tokens over all ranks, which is divided by the number of ranks. None: counts the tokens of
+            this batch over all ranks.
+        loss_type: "luspo" needs importance_sampling_level="sequence" and beta=0: otherwise Liger's mean counts masked
             tokens, which `tigon.losses.grpo` leaves out.
-    Returns: the loss, and the means over tokens of the KL divergence, unless beta is 0, and of what was clipped.
+    Returns: the loss, and the means over tokens of the KL divergence, unless beta is 0, and of the clipped share.
     """
     name = "liger_fused_linear_grpo"
     without_effect(name, chunk_size=(chunk_size, 1))

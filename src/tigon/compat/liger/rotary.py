@@ -20,8 +20,8 @@ def liger_rotary_pos_emb(
     """`tigon.rope`.
 
     Args:
-        q, k: (B, H, T, D), or (B, T, H, D) with unsqueeze_dim=2, which Liger does not look at.
-        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a dimension of one for the heads, there or first.
+        q, k: (B, H, T, D), or (B, T, H, D) with unsqueeze_dim=2, which Liger ignores.
+        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a dimension of one for the heads, at unsqueeze_dim or first.
         rotary_dim: how many entries of a head are rotated, where cos and sin hold half as many, as in GPT-OSS.
     """
     without_effect("liger_rotary_pos_emb", position_ids=(None if position_ids is None else "…", None))
