@@ -233,6 +233,7 @@ def _divergence_fwd_kernel(
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
         if label == ignore_index:
+            # Neither side of an ignored row is read: a prompt costs no traffic.
             tl.store(rows_ptr + row, 0.0)
             if FORM == "logits":
                 # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is
@@ -243,6 +244,7 @@ def _divergence_fwd_kernel(
     target_ptr += row * stride_tm
     # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
     lane = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # A sum for every lane: lanes meet once, at the end of the row.
     value = tl.zeros((BLOCK,), tl.float32)
     if FORM == "logits":
         # A finite start: a lane that has seen only -inf must not compute inf - inf.
@@ -253,6 +255,7 @@ def _divergence_fwd_kernel(
         # Only differences of logits count. A constant between the two sides is subtracted first, before it can cost
         # digits.
         shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
+        # Where the first logits are a mask's -inf there is no such constant.
         shift = tl.where(tl.abs(shift) < 1e30, shift, 0.0)
         for start in range(0, V, DEPTH * BLOCK):
             mask = start + lane < V
@@ -261,6 +264,7 @@ def _divergence_fwd_kernel(
             top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
             top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
             if KIND == "kl":
+                # Σ e · (b − a), relative to the teacher's maximum as sum_b is: both are rescaled by the same factor.
                 value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * ((b - a) - shift)), 0)
         row_a = tl.max(top_a, 0)
         row_b = tl.max(top_b, 0)
@@ -268,6 +272,7 @@ def _divergence_fwd_kernel(
         log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
         whole = tl.sum(sum_b * weight, 0)
         log_b = tl.log2(whole)
+        # fp64: a log-sum-exp of 1e4 has three digits behind the point left in fp32, and a probability needs them.
         tl.store(stats_ptr + 3 * row, row_a.to(tl.float64) + log_a.to(tl.float64) / k)
         tl.store(stats_ptr + 3 * row + 1, row_b.to(tl.float64) + log_b.to(tl.float64) / k)
         if KIND == "kl":
@@ -275,6 +280,7 @@ def _divergence_fwd_kernel(
             gap = tl.sum(value * weight, 0) / whole - ((row_b - row_a) - shift)
             tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
         else:
+            # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
             mean_u = tl.zeros((BLOCK,), tl.float32)
             blocks = tl.cdiv(V, DEPTH * BLOCK)
             for i in range(blocks):
@@ -291,12 +297,14 @@ def _divergence_fwd_kernel(
     else:
         for start in range(0, V, DEPTH * BLOCK):
             mask = start + lane < V
+            # What masked columns hold has no probability in either form: 0, or its logarithm.
             other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
             a = tl.load(input_ptr + start + lane, mask=mask, other=other).to(tl.float32)
             b = tl.load(target_ptr + start + lane, mask=mask, other=other).to(tl.float32)
             if KIND == "tvd":
                 terms = 0.5 * tl.abs(b - a)
             elif FORM == "probabilities":
+                # By a select: 0 · log 0 is 0 here, and NaN in arithmetic.
                 terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
             else:
                 terms, _, _ = sides(a * k, b * k, beta, KIND)
@@ -312,6 +320,7 @@ def _divergence_bwd_kernel(
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
+    # A flat grid: with the row's statistics known an element depends on nothing else in its row.
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     valid = True
     if FORM == "logits":
@@ -320,6 +329,7 @@ def _divergence_bwd_kernel(
     elif labels_ptr is not None:
         valid = tl.load(labels_ptr + row) != ignore_index
     mask = (cols < V) & valid
+    # Ignored rows are not read: their mask is empty.
     b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
     if input_ptr is not None:
         a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
@@ -329,10 +339,12 @@ def _divergence_bwd_kernel(
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
         if KIND == "kl":
+            # q − p, with neither the loss nor Σ q · u.
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
             _, q, u = sides(lq, lp, beta, KIND)
             dx = q * (u - tl.load(stats_ptr + 3 * row + 2).to(tl.float32)) * (1.0 if KIND == "tvd" else LN2)
+        # k · log 2 is 1 / temperature: from z, which the softmax sees, to the logits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
         dx = half_sign(a, b)

@@ -79,12 +79,14 @@ def _dyt_fwd_kernel(
     x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     blocks = tl.cdiv(N, BLOCK_N)
+    # Columns are cut as rows are: without a statistic no program needs a whole row.
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (rows < M)[:, None] & col_mask[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # alpha is read on the device: a number of the host would be a synchronisation.
     y, _ = tanh(x * tl.load(alpha_ptr).to(tl.float32))
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -108,6 +110,7 @@ def _dyt_bwd_kernel(
     alpha = tl.load(alpha_ptr).to(tl.float32)
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
+    # Three sums for every place of the tile: rows are added once, after the last tile.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     da = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -121,6 +124,7 @@ def _dyt_bwd_kernel(
             dw += dy * t
         if DB:
             db += dy
+        # The tanh is computed again: x is saved, t is not.
         slope *= dy
         if dalpha_ptr is not None:
             da += slope * x  # the weight, the same for every row, multiplies the sum at the end
@@ -129,6 +133,7 @@ def _dyt_bwd_kernel(
             if w_ptr is not None:
                 dx *= w[None, :]
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    # A row of partial sums for each program of a block of columns: fp32, added in a fixed order.
     sums = part.to(tl.int64) * N * (DW + DB) + cols
     if DW:
         tl.store(partial_ptr + sums, tl.sum(dw, 0), mask=col_mask)
@@ -138,6 +143,7 @@ def _dyt_bwd_kernel(
         by_column = tl.sum(da, 0)
         if w_ptr is not None:
             by_column *= w
+        # One number a program, added by sum_rows: alpha's gradient is a sum over everything.
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))
 
 

@@ -89,6 +89,7 @@ def embedding_reference(input: Tensor, weight: Tensor, *, padding_idx: int | Non
 def _embedding_fwd_kernel(
     ids_ptr, w_ptr, y_ptr, M, V, H, stride_w, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
+    # Rows of the weight lie anywhere: many loads in flight hide their latency, hence a flat grid over rows and columns.
     blocks = tl.cdiv(H, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -98,6 +99,7 @@ def _embedding_fwd_kernel(
     known = (ids >= 0) & (ids < V)
     w_ptr += ids[:, None] * stride_w + cols[None, :]
     w = tl.load(w_ptr, mask=mask & known[:, None], other=float("nan"))
+    # Copied as it is: there is no arithmetic, and so no conversion.
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
 
 
@@ -105,6 +107,7 @@ def _embedding_fwd_kernel(
 def _key(ids_ptr, at, M, V, padding_idx):
     """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
+    # An id out of range has no row in dW to write to; the padding's row stays 0.
     counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
     return tl.where(counts, ids, V).to(tl.int32)
 
@@ -128,9 +131,11 @@ def _embedding_rank_kernel(
     first = tl.program_id(0) * BLOCK_M
     at = first + tl.arange(0, BLOCK_M)
     keys = _key(ids_ptr, at, M, V, padding_idx)
+    # int32 suffices: this kernel takes at most RANKED tokens, as it compares every pair.
     before = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, M, BLOCK_N):
         other = start + tl.arange(0, BLOCK_N)
+        # Beyond M: after every key, so that no place counts them.
         others = tl.where(other < M, _key(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
         # Of equal keys the earlier token comes first. Only the block that holds these tokens has to compare positions:
         # every other block is earlier or later as a whole.
@@ -138,6 +143,7 @@ def _embedding_rank_kernel(
             before += (others < keys[:, None] + (other[None, :] < at[:, None]).to(tl.int32)).to(tl.int32)
         else:
             before += (others < (keys + (start < first).to(tl.int32))[:, None]).to(tl.int32)
+    # Places are distinct, as equal keys are ordered by position: no two threads write to one.
     place = tl.sum(before, 1)
     tl.store(keys_ptr + place, keys, mask=at < M)
     tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
@@ -150,18 +156,22 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + M
+    # The steps that M needs, for every lane: a loop that ends by itself would wait for the slowest lane all the same.
     for _ in range(STEPS):
         middle = (low + high) // 2
         open_ = low < high
         below = tl.load(keys_ptr + middle, mask=open_, other=0) < v
         low = tl.where(open_ & below, middle + 1, low)
         high = tl.where(open_ & ~below, middle, high)
+    # v = V too: the end of the last run, behind which ids without a gradient lie.
     tl.store(starts_ptr + v, low, mask=v <= V)
 
 
 @jit
 def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Σ of the rows order[first:last] of dy, in fp32. BLOCK_M rows are loaded at a time."""
+    # Rows are added in the order of tokens, BLOCK_M at a time, however they fall on programs: the same bits on every
+    # run.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
@@ -187,17 +197,21 @@ def _embedding_pieces_kernel(
     piece = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < H
+    # Pieces are cut by position, not by run: their number is known to the host, that of the runs is not.
     start = piece * PIECE
     stop = tl.minimum(start + PIECE, M)
+    # Two fp32 rows a piece, for the run at its start and the run at its end.
     out_ptr = partial_ptr + piece.to(tl.int64) * 2 * H + cols
     head = tl.load(keys_ptr + start)
     tail = tl.load(keys_ptr + stop - 1)
     if head < V:
         last = tl.load(starts_ptr + head + 1)
         if last - tl.load(starts_ptr + head) > PIECE:
+            # A longer run goes on in the next pieces, each of which sums its own share.
             last = tl.minimum(last, stop)
             total = _piece_sum(order_ptr, dy_ptr, start, last, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
             tl.store(out_ptr, total, mask=mask)
+    # A run that fills the piece has been summed above.
     if (tail < V) & (tail != head):
         first = tl.load(starts_ptr + tail)
         if tl.load(starts_ptr + tail + 1) - first > PIECE:
@@ -216,11 +230,14 @@ def _embedding_long_kernel(
     piece = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < H
+    # A long run reaches beyond the piece in which it begins: it is the run at that piece's end.
     row = tl.load(keys_ptr + tl.minimum((piece + 1) * PIECE, M) - 1)
     if row < V:
         first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         if (first >= piece * PIECE) & (last - first > PIECE):
+            # Pieces in their order, in fp32, rounded once.
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            # The piece of the run's last token, and one more: the end of the range.
             pieces = (last - 1) // PIECE + 1
             for start in range(piece, pieces, BLOCK_M):
                 at = start + tl.arange(0, BLOCK_M)
@@ -241,16 +258,20 @@ def _embedding_bwd_kernel(
     blocks = tl.cdiv(H, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows that no token has are written as well, as zeros: dW needs no pass that clears it.
     first = tl.load(starts_ptr + rows, mask=rows < V, other=0)
     length = tl.load(starts_ptr + rows + 1, mask=rows < V, other=0) - first
     short = length <= PIECE
     # Long runs are summed in pieces, and _embedding_long_kernel writes their rows.
     length = tl.where(short, length, 0)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # As long as the longest run of these rows; PIECE bounds it.
     for i in range(tl.max(length, 0)):
+        # In the order of tokens, since the sort is stable: the same bits on every run.
         token = tl.load(order_ptr + first + i, mask=i < length, other=0)
         inside = (i < length)[:, None] & (cols < H)[None, :]
         dw += tl.load(dy_ptr + token[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Every row of dW is written by one program, here or in the kernel of long runs: no atomics.
     mask = (short & (rows < V))[:, None] & (cols < H)[None, :]
     tl.store(dw_ptr + rows[:, None] * H + cols[None, :], dw.to(dw_ptr.dtype.element_ty), mask=mask)
 
@@ -306,6 +327,7 @@ def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     M = ids.numel()
     keys = ids.new_empty(M, dtype=torch.int32)
     sizes = M, V, padding_idx
+    # Counting needs M² comparisons and one launch, radix sort about a dozen launches of M.
     if M <= RANKED:
         order = ids.new_empty(M, dtype=torch.int64)
 

@@ -119,8 +119,10 @@ def _sums_about(
     c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
     mask = (c < D)[:, None] & (s < S)[None, :]
     x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+    # The first tile may reach beyond the slab: the mean is over the numbers that it holds.
     filled = tl.minimum(BLOCK_C, D - first_c * BLOCK_C) * tl.minimum(BLOCK_S, S - first_s * BLOCK_S)
     about = tl.sum(tl.sum(x, 1), 0) / filled
+    # Every place of the tile has its sum: places meet once, after the last tile, and not in each step.
     total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     squares = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
@@ -142,13 +144,16 @@ def _group_norm_stats_kernel(
 ):  # fmt: skip
     """(mean, Σ (x − mean)², count) of each part of a slab, if several programs share a slab."""
     slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
+    # int64: a batch of volumes exceeds 2**31 numbers. Within a slab channels are int64, places in space int32.
     x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
     about, total, squares = _sums_about(
         x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
     )
     channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
+    # In floating point: a part of a slab may hold more than 2**31 numbers.
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
     part_ptr += tl.program_id(0) * 3
+    # A mean and a sum about it, not Σ x and Σ x²: the difference of those two would cancel.
     tl.store(part_ptr, about + total / count)
     # An infinite sum of squares stays infinite, and 1/std is then 0: inf - inf would be NaN, and count for no variance.
     tl.store(part_ptr + 1, tl.maximum(squares - tl.minimum(total * total, 3.4e38) / count, 0.0))
@@ -194,8 +199,11 @@ def _group_norm_fwd_kernel(
         c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
+        # Tiles are read a second time: a slab does not fit into registers, and what the cache still holds costs no
+        # memory traffic.
         y = (x - mean) * rstd
         if w_ptr is not None:
+            # One weight a channel, hence a column: all places of a channel share it.
             y = y * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
         if b_ptr is not None:
             y = y + tl.load(b_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
@@ -218,12 +226,14 @@ def _group_norm_bwd_kernel(
     group = slab % G * D
     dy_ptr += sample.to(tl.int64) * stride_dyb + group.to(tl.int64) * stride_dyc
     x_ptr += sample.to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
+    # Two numbers of the slab, the same for all of its programs.
     mean = tl.load(stats_ptr + 2 * slab)
     rstd = tl.load(stats_ptr + 2 * slab + 1)
     if SUM:
         if NEED_DW or NEED_DB:  # (parts of space within samples, one or both of dW and dbias, C)
             # One row of partial sums for each part of space; sum_rows adds them in a fixed order, without atomics.
             row = (sample * parts_s + part % parts_s).to(tl.int64)
+            # A column for each channel, whichever group: a program writes its own channels' columns of the row.
             partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
         along = tl.zeros((BLOCK_C,), tl.float32)
         shift = tl.zeros((BLOCK_C,), tl.float32)
@@ -235,6 +245,7 @@ def _group_norm_bwd_kernel(
             dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
             x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0)
             dy = dy.to(tl.float32)
+            # Summed over space at once: dW and dbias need channels, and the slab's sums are weighted by channel.
             products = tl.sum(dy * ((x.to(tl.float32) - mean) * rstd), 1)
             total = tl.sum(dy, 1)
             if NEED_DW or NEED_DB:
@@ -260,6 +271,7 @@ def _group_norm_bwd_kernel(
             tl.store(sums_ptr + tl.program_id(0) * 2, along)
             tl.store(sums_ptr + tl.program_id(0) * 2 + 1, shift)
     else:
+        # Every program adds the parts of its slab in their order: all get the same bits.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         sums_ptr += slab * parts_c * parts_s * 2
@@ -278,6 +290,7 @@ def _group_norm_bwd_kernel(
             dy = dy.to(tl.float32)
             if w_ptr is not None:
                 dy = dy * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
+            # What the slab's mean and standard deviation take out of the gradient: its parts along 1 and along xhat.
             dx = (dy - shift - ((x.to(tl.float32) - mean) * rstd) * along) * rstd
             at = c.to(tl.int64)[:, None] * S + s[None, :]
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -307,13 +320,16 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
+    # Two programs a multiprocessor, to have loads of one while the other sums.
     wanted = 1 if slabs > cdiv(processors, 4) else cdiv(2 * processors, slabs)
+    # Parts are made equal: as few programs as possible wait for a last, longer one.
     per_c = cdiv(blocks_c, min(wanted, blocks_c))
     parts_c = cdiv(blocks_c, per_c)
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
     # The forward pass holds two sums for every place of the tile, more than the registers of eight warps.
     warps = 4 if block_c * block_s < 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
+    # A part of a single tile has nothing to prefetch.
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)
 

@@ -111,8 +111,11 @@ def _layer_norm_fwd_kernel(
         # infinite variance gives 1/std = 0 and finite numbers.
         rstd = tl.rsqrt(tl.maximum(tl.fma(left * -1.0, left, tl.sum(centred * centred, 1) / N), 0.0) + eps)
         mean += left
+        # Both statistics are kept in fp32, 8 bytes a row, side by side: the backward pass reads them with one load.
         tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
         tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
+        # x is subtracted before it is scaled: mean · rstd, taken out of the bracket, would round at the size of the
+        # mean.
         y = (x - mean[:, None]) * rstd[:, None]
         if w_ptr is not None:
             y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
@@ -154,13 +157,17 @@ def _layer_norm_row_fwd_kernel(
     # One row a program, in one part or in two. Once the sums are known the row is read again, from the L1 cache. The
     # registers that do not hold it in between serve another program, which waits for memory while this one sums.
     row = tl.program_id(0)
+    # int64: an output of 2**31 elements is 512k rows of 4096. From here on a row is addressed by columns alone, in
+    # int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     cols = tl.arange(0, BLOCK_N)
     mask = cols < N
     x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    # The two parts are added lane by lane first, so that one reduction between warps serves both.
     total = x
     if BLOCK_REST > 0:
+        # A row of 12288 is 8192 + 4096: as one tile, a power of 2, it would be a quarter padding.
         rest = BLOCK_N + tl.arange(0, BLOCK_REST)
         x_rest = tl.load(x_ptr + rest, mask=rest < N, other=0.0).to(tl.float32)
         total = _fold(x, x_rest)
@@ -195,6 +202,7 @@ def _layer_norm_bwd_kernel(
     # registers. Masked columns need no further mask: dy is zero there, and is a factor of every term.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
+    # The weight is the same for every row: it stays in registers for the whole walk.
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
     # A share for every row of the tile: rows are added once, at the end, and not in each step.
@@ -205,6 +213,7 @@ def _layer_norm_bwd_kernel(
         row_mask = rows < M
         mask = row_mask[:, None] & col_mask[None, :]
         dy_ptrs = dy_ptr + (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
+        # dy comes first: every result needs it, and with a bias alone wanted nothing else is read.
         dy = tl.load(dy_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if NEED_DW or dx_ptr is not None:
             x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
@@ -220,12 +229,14 @@ def _layer_norm_bwd_kernel(
             wdy = dy
             if w_ptr is not None:
                 wdy = dy * w[None, :]
+            # The two sums are the components of wdy along xhat and along the constant, which a norm cannot pass on.
             along, shift = sum2(wdy * xhat, wdy)
             dx = (wdy - shift[:, None] / N - xhat * (along[:, None] / N)) * rstd
             tl.store(dx_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_DB:
             db += dy
     if NEED_DW or NEED_DB:
+        # A row of partial sums for each program; sum_rows adds them in a fixed order, without atomics.
         partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
     if NEED_DW:
         tl.store(partial_ptr, tl.sum(dw, 0), mask=col_mask)
@@ -248,6 +259,7 @@ def _row_gradients(
     dy_row, x_row, w_ptr, dx_ptr, cols, mask, mean, rstd, along, shift, dw, db,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
 ):  # fmt: skip
+    # evict_first keeps this load from being merged with the first one. It is also true: nobody reads the row again.
     dy = tl.load(dy_row + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if NEED_DB:
         db += dy
@@ -258,6 +270,7 @@ def _row_gradients(
         dw += dy * xhat
     if dx_ptr is not None:
         if w_ptr is not None:
+            # Unlike the row, the weight is read again for every row of the program: evict_last keeps it cached.
             dy = dy * tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         dx = (dy - shift - xhat * along) * rstd
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -277,16 +290,19 @@ def _layer_norm_row_bwd_kernel(
     # compiler from merging the two loads; and it may move nothing out of the loop into a register (disable_licm).
     cols = tl.arange(0, BLOCK_N)
     mask = cols < N
+    # One row at a time: a share for each row of a tile, as in the kernel above, would not fit into registers.
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     if BLOCK_REST > 0:
         rest = BLOCK_N + tl.arange(0, BLOCK_REST)
         dw_rest = tl.zeros((BLOCK_REST,), tl.float32)
         db_rest = tl.zeros((BLOCK_REST,), tl.float32)
+    # A sector of the cache is 32 bytes, 16 numbers of 16 bits: the least that a load brings in.
     if SECTORS > 0:
         sectors = tl.arange(0, SECTORS)
         seen = tl.zeros((SECTORS,), tl.float32)
     for r in tl.range(tl.program_id(0), M, tl.num_programs(0), loop_unroll_factor=1, disable_licm=True):
+        # int64 by an addition: the loop variable itself is int32, as M is.
         row = r + tl.full((), 0, tl.int64)
         dy_row = dy_ptr + row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
         x_row = x_ptr + row // inner * stride_xo + row % inner * stride_xi
@@ -311,6 +327,7 @@ def _layer_norm_row_bwd_kernel(
             along, shift = tl.reduce((products, total), 0, _add_pairs)
             along = along / N
             shift = shift / N
+        # An arithmetic with None would not compile: without dx there is no address to compute.
         dx_row = dx_ptr if dx_ptr is None else dx_ptr + row * N
         dw, db = _row_gradients(
             dy_row, x_row, w_ptr, dx_row, cols, mask, mean, rstd, along, shift, dw, db, NEED_DW, NEED_DB
@@ -352,6 +369,7 @@ def _layer_norm_wide_fwd_kernel(
     about = tl.sum(tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32), 0) / BLOCK_N
     total = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
+    # Lanes keep sums of their own: they meet once a row, and not once a block.
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -361,6 +379,7 @@ def _layer_norm_wide_fwd_kernel(
         squares += x * x
     shift = tl.sum(total, 0) / N
     mean = about + shift
+    # fma: shift² is not rounded by itself. Never below 0: rounding could make the variance of equal numbers negative.
     rstd = tl.rsqrt(tl.maximum(tl.fma(shift * -1.0, shift, tl.sum(squares, 0) / N), 0.0) + eps)
     tl.store(stats_ptr + 2 * row, mean)
     tl.store(stats_ptr + 2 * row + 1, rstd)
@@ -395,7 +414,9 @@ def _layer_norm_wide_dx_kernel(
         if w_ptr is not None:
             dy = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total += dy
+        # x − mean is scaled by rstd once, after the sum, and not element by element.
         products += dy * (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean)
+    # rstd twice: once for the xhat of the sum, once for that of dx below.
     along = tl.sum(products, 0) * rstd * rstd / N
     shift = tl.sum(total, 0) / N
     for start in range(0, N, BLOCK_N):
@@ -415,10 +436,13 @@ def _layer_norm_wide_dw_kernel(
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Column blocks are the slow index: programs that run together read neighbouring rows of the same columns.
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
+    # dW and dbias need columns only, dx whole rows: in kernels of their own, neither holds what the other sums.
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
+    # A fixed set of rows in a fixed order: the same bits on every run.
     for r in range(part, M, P):
         row = r + tl.full((), 0, tl.int64)
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
@@ -447,6 +471,7 @@ def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int
     compiler buffers weight and bias too. itemsizes: bytes an element of x, weight and bias.
     """
     block_n = next_power_of_2(n)
+    # Narrower rows have other programs beside them, which hide their loads.
     stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
     return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
 
@@ -475,6 +500,7 @@ def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
         if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
             return 1, block_n, warps, 4, programs
+    # 16 KiB a tile, whatever the width: as many loads on their way, narrow rows or wide.
     block_m = max(1, 16384 // x.element_size() // block_n)
     tile_bytes = block_m * block_n * x.element_size()
     stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
@@ -509,6 +535,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
             return M, (*arguments, *parts), {"num_warps": warps}
         itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
         block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
+        # One program a tile, or, with a prefetch, one a multiprocessor, which walks.
         grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
         return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 
@@ -553,6 +580,7 @@ def _layer_norm_bwd(
     partial: Tensor | None = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages, each = _bwd_tile(N, x)
+        # As many programs as run at a time: each has a row of partial sums, which are traffic too.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
@@ -568,9 +596,12 @@ def _layer_norm_bwd(
         launch(kernel, key, (dy, x, weight, stats, out_dx, partial), plan)
     else:
         if need_dx:
+            # dx and the sums read dy and x once each: together, a wide row would leave no registers for the sums.
             tensors = (dy, x, weight, stats, dx)
             launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
         if halves:
+            # Columns alone are too few programs for wide rows: rows are shared out as well, among four a
+            # multiprocessor.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)

@@ -165,6 +165,7 @@ def _logprob_fwd_kernel(
 ):  # fmt: skip
     """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2."""
     row = tl.program_id(0).to(tl.int64)
+    # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
     if target == ignore_index:
@@ -174,10 +175,12 @@ def _logprob_fwd_kernel(
         if lse_ptr is not None:
             tl.store(lse_ptr + row, 0.0)
         if top1_ptr is not None:
+            # Not an argmax: it is enough that no logit exceeds the target's. Ties count as hits.
             tl.store(top1_ptr + row, 0)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, 0.0)
         if stats_ptr is not None:
+            # Finite numbers for the backward pass, which computes with them before it selects 0.
             for i in tl.static_range(3):
                 tl.store(stats_ptr + 3 * row + i, 0.0)
         return
@@ -190,12 +193,15 @@ def _logprob_fwd_kernel(
     # A target out of range reads nothing and turns results and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
+    # Loaded once more, from the cache: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, unit, softcap)
+    # The difference of close numbers first, where it is exact.
     tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
     entropy = 0.0
     if entropy_ptr is not None:
+        # log Σ e − Σ e · log e / Σ e: no probability is formed, and none is lost below fp32's least.
         entropy = (log2_sum - along / row_total) * LN2
         tl.store(entropy_ptr + row, entropy)
     if lse_ptr is not None:
@@ -208,6 +214,8 @@ def _logprob_fwd_kernel(
             mean = mean * unit
         tl.store(mean_ptr + row, mean)
     if stats_ptr is not None:
+        # Maximum and log-sum apart: their sum would be rounded at its own size, and every probability of the row with
+        # it.
         tl.store(stats_ptr + 3 * row, row_top)
         tl.store(stats_ptr + 3 * row + 1, log2_sum)
         tl.store(stats_ptr + 3 * row + 2, entropy)
@@ -227,9 +235,11 @@ def _logprob_bwd_kernel(
     target = tl.load(target_ptr + row)
     counts = target != ignore_index
     mask = (cols < V) & counts
+    # Three numbers a row stand for all of its logits: each element of the gradient is independent of the others.
     top = tl.load(stats_ptr + 3 * row)
     log2_sum = tl.load(stats_ptr + 3 * row + 1)
     z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
+    # From z to natural logarithms: scale and temperature together.
     slope = k * LN2
     if SOFTCAP:
         z, steep = cap(z, unit, softcap)
@@ -238,6 +248,7 @@ def _logprob_bwd_kernel(
     p = tl.exp2(log2_p)
     dz = tl.zeros((BLOCK,), tl.float32)
     if dlogprob_ptr is not None:
+        # stride_p is 0 where all rows have one upstream gradient: it is read without a copy.
         dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
         dz += dlogprob * (tl.where(cols == target, 1.0, 0.0) - p)
     if dentropy_ptr is not None:
@@ -245,6 +256,7 @@ def _logprob_bwd_kernel(
         entropy = tl.load(stats_ptr + 3 * row + 2)
         # p · log p → 0, where log p may be -inf.
         dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
+    # A select: an ignored row's upstream gradient may be NaN.
     dx = tl.where(counts, dz * slope, 0.0)
     tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
 

@@ -106,7 +106,9 @@ def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
     """
     r1, r2, r3 = tl.rsqrt(m1 / N + eps), tl.rsqrt(m2 / N + eps), tl.rsqrt(m3 / N + eps)
     dw0, dw1, dw2 = r3 * s3, r2 * s2, r1 * s1
+    # Also the factors of the forward: y = x · (a + x · (b + x · c)) + bias.
     c, b, a = w0 * r3, w1 * r2, w2 * r1
+    # What each norm takes out of the gradient along its own power of x. The power's derivative brings its exponent.
     f, e, d = c * r3 * dw0 / N, b * r2 * dw1 / N, a * r1 * dw2 / N
     return dw0, dw1, dw2, a, 2 * b, 3 * c, d, 2 * e, 3 * f
 
@@ -124,6 +126,7 @@ def _poly_norm_fwd_kernel(
     w0, w1, w2 = _weights(w_ptr)
     square = x * x
     cube = x * square
+    # Masked columns are 0, and so are their powers; the bias is added after the sums.
     a = w2 * tl.rsqrt(tl.sum(square, 1) / N + eps)
     b = w1 * tl.rsqrt(tl.sum(square * square, 1) / N + eps)
     c = w0 * tl.rsqrt(tl.sum(cube * cube, 1) / N + eps)
@@ -150,8 +153,10 @@ def _poly_norm_bwd_kernel(
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # A sixth power exceeds fp32 from abs(x) = 2.6e6 on.
         square = x * x
         cube = x * square
+        # All seven sums share one exchange between warps.
         s0, s1, s2, s3, m1, m2, m3 = _row_sums(dy, dy * x, dy * square, dy * cube, square, square * square, cube * cube)
         d0, d1, d2, a, b, c, d, e, f = _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps)
         dw0 += d0
@@ -159,9 +164,11 @@ def _poly_norm_bwd_kernel(
         dw2 += d2
         db += s0
         if dx_ptr is not None:
+            # By Horner: the three powers' shares of dy, then what their norms take out.
             dx = dy * (a[:, None] + x * (b[:, None] + x * c[:, None]))
             dx -= x * (d[:, None] + square * (e[:, None] + square * f[:, None]))
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    # Three or four numbers a program, added by sum_rows in a fixed order.
     out = tl.program_id(0) * (3 * DW + DB)
     if DW:
         tl.store(partial_ptr + out, tl.sum(dw0, 0))
@@ -179,6 +186,7 @@ def _poly_norm_wide_fwd_kernel(
     x_ptr += row * stride_xm
     y_ptr += row * N
     w0, w1, w2 = _weights(w_ptr)
+    # Sums by lane: lanes meet once a row.
     m1 = tl.zeros((BLOCK_N,), tl.float32)
     m2 = tl.zeros((BLOCK_N,), tl.float32)
     m3 = tl.zeros((BLOCK_N,), tl.float32)
@@ -190,6 +198,7 @@ def _poly_norm_wide_fwd_kernel(
         m1 += square
         m2 += square * square
         m3 += cube * cube
+    # The three norms are scalars of the row: folded into the coefficients, an element costs three multiply-adds.
     a = w2 * tl.rsqrt(tl.sum(m1, 0) / N + eps)
     b = w1 * tl.rsqrt(tl.sum(m2, 0) / N + eps)
     c = w0 * tl.rsqrt(tl.sum(m3, 0) / N + eps)
@@ -207,10 +216,12 @@ def _poly_norm_wide_bwd_kernel(
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     w0, w1, w2 = _weights(w_ptr)
+    # Scalars in registers for the whole walk over rows.
     dw0 = tl.full((), 0.0, tl.float32)
     dw1 = tl.full((), 0.0, tl.float32)
     dw2 = tl.full((), 0.0, tl.float32)
     db = tl.full((), 0.0, tl.float32)
+    # A persistent grid, so small that the rows in flight are in the L2 cache when they are read again for dx.
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
         # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
@@ -235,6 +246,7 @@ def _poly_norm_wide_bwd_kernel(
             m1 += square
             m2 += square * square
             m3 += cube * cube
+        # Once a row, after the last block.
         s1, s2, s3 = tl.sum(s1, 0), tl.sum(s2, 0), tl.sum(s3, 0)
         m1, m2, m3 = tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
         d0, d1, d2, a, b, c, d, e, f = _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps)

@@ -161,12 +161,16 @@ def _qk_norm_rope_fwd_kernel(
     s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     w1, w2 = load_pairs(w_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
+    # A head is normed before it is turned, and a rotation keeps its length: pairs can be loaded as the rotation needs
+    # them.
     squares = tl.sum(x1 * x1 + x2 * x2, 2)
     if BLOCK_REST > 0:
+        # Partial rotary: dimensions that are not turned count for the norm all the same.
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         there = here & (rest < D)
         x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(x3 * x3, 2)
+    # By D and not by the tile's width: masked members of a pair are 0.
     rstd = tl.rsqrt(squares / D + eps)[:, :, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     n1, n2 = _hat(x1, rstd, dtype, ROUND) * (w1 + offset), _hat(x2, rstd, dtype, ROUND) * (w2 + offset)
@@ -181,6 +185,7 @@ def _qk_norm_rope_fwd_kernel(
 @jit
 def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
     y = x * rstd
+    # Llama's order: the normed head is rounded to its dtype before the weight scales it.
     if ROUND:
         y = y.to(dtype).to(tl.float32)
     return y
@@ -196,16 +201,20 @@ def _bwd_heads(
 ):  # fmt: skip
     """dx of all heads of q, or of k, tile by tile. The program's share of dW stays in registers until the last tile."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # Weights in the layout of a tile's rows, as in the forward: values loaded once would have to move between
+    # threads.
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
     w1, w2 = load_pairs(w_at, everywhere, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     w1, w2 = w1 + offset, w2 + offset
+    # A share for every row of the tile: rows are added once, after the last tile.
     dw1 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     dw2 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         w3 = tl.load(w_at + rest, mask=everywhere & (rest < D), other=0.0).to(tl.float32) + offset
         dw3 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
+    # Heads are the fast index: programs that run together share their tokens' angles.
     blocks = tl.cdiv(heads, BLOCK_H)
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * blocks, tl.num_programs(0), num_stages=STAGES):
         h = tile % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -236,13 +245,17 @@ def _bwd_heads(
             products += tl.sum(g3 * x3, 2)
         rstd = tl.rsqrt(squares / D + eps)[:, :, None]
         if NEED_DW:
+            # dW needs the gradient before the rotation: that of the normed, scaled head.
             dw1 += dn1 * _hat(x1, rstd, dtype, ROUND)
             dw2 += dn2 * _hat(x2, rstd, dtype, ROUND)
             if BLOCK_REST > 0:
                 dw3 += dn3 * _hat(x3, rstd, dtype, ROUND)
         if dx_ptr is not None:
+            # products are of x and not of xhat: their factor rstd is applied once a head.
             mean = products[:, :, None] * rstd / D
             dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + far[None, :] * stride_dxh)[:, :, None]
+            # The component of the gradient along the head itself is taken out, as the norm has fixed the head's
+            # length.
             dx1, dx2 = (g1 - x1 * rstd * mean) * rstd, (g2 - x2 * rstd * mean) * rstd
             store_pairs(dx_at, here, dx1, dx2, HALF, BLOCK_R, INTERLEAVED)
             if BLOCK_REST > 0:
@@ -284,6 +297,7 @@ def _qk_norm_rope_bwd_kernel(
             HALF, INTERLEAVED, ROUND, NEED_DWQ, FAR, BLOCK_TQ, BLOCK_HQ, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
     if dyk_ptr is not None:
+        # Each program's row of partial sums holds dW of q, then dW of k, as far as they are wanted.
         if NEED_DWQ:
             dw_ptr += D
         _bwd_heads(
@@ -301,6 +315,7 @@ def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
     """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Programs of
     one warp need no exchange between warps, and many are in flight at a time."""
     block_r = next_power_of_2(max(1, half))
+    # Heads before tokens: all heads of a token share its angles.
     block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 

@@ -169,6 +169,7 @@ def _rms_norm_fwd_kernel(
     x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
     y_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # Two sets of strides: the layer's output and the residual stream may lie in memory in different orders.
     if r_ptr is not None:
         r_at = (rows // inner_r).to(tl.int64) * stride_ro + (rows % inner_r).to(tl.int64) * stride_ri
         x += tl.load(r_ptr + r_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +177,9 @@ def _rms_norm_fwd_kernel(
         tl.store(s_ptr + y_at, total, mask=mask)
         # The norm of the rounded sum, as the two separate steps have it.
         x = total.to(tl.float32)
+    # Masked columns hold 0 and add nothing, so the sum needs no select; the division is by N and not by BLOCK_N.
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
+    # Only rows too wide for the backward to sum beside dW pay for a saved statistic: 4 bytes a row.
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     y = x * rstd[:, None]
@@ -184,6 +187,7 @@ def _rms_norm_fwd_kernel(
     if ROUND:
         y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
+        # The offset is Gemma's 1 + w, added in fp32: in bf16, 1 + w would drop most bits of a small w.
         y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -199,6 +203,7 @@ def _rms_norm_bwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
+        # Loaded once for all rows of the program, offset included.
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     # A share for every row of the tile: rows are added once, at the end, and not in each step.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -207,11 +212,14 @@ def _rms_norm_bwd_kernel(
         mask = (rows < M)[:, None] & col_mask[None, :]
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
+        # Unmasked work beyond N is harmless: x and dy are 0 there, and each term of each sum has one of them as a
+        # factor.
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if ds_ptr is not None:
             ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
             if rstd_ptr is None:
+                # With registers to spare the residual's gradient is on its way together with x and dy.
                 ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         wdy = dy
         if w_ptr is not None:
@@ -236,10 +244,14 @@ def _rms_norm_bwd_kernel(
             else:
                 dw += dy * xhat
         if dx_ptr is not None:
+            # The component of wdy along xhat changes only the length of the row, which the norm has fixed: it is
+            # taken out.
             dx = (wdy - xhat * mean) * rstd
             if ds_ptr is not None:
                 if rstd_ptr is not None:
                     ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                # In fp32, before the one rounding: a sum in a separate pass would round twice and move dx through
+                # memory again.
                 dx += ds
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -254,11 +266,13 @@ def _rms_norm_wide_fwd_kernel(
     eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    # int64 for the row, once; within a row columns are int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     if r_ptr is not None:
         r_ptr += (row // inner_r).to(tl.int64) * stride_ro + (row % inner_r).to(tl.int64) * stride_ri
         s_ptr += row.to(tl.int64) * N
+    # A sum for every lane: lanes meet once, after the last block.
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -298,6 +312,7 @@ def _rms_norm_wide_dx_kernel(
     if ds_ptr is not None:
         ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
     rstd = tl.load(rstd_ptr + row)
+    # A sum for every lane: lanes meet once a row.
     products = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -312,8 +327,10 @@ def _rms_norm_wide_dx_kernel(
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
+        # x and dy are read a second time, as the row is too wide for registers.
         dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
         if ds_ptr is not None:
+            # In fp32, before the one rounding.
             dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
@@ -327,6 +344,7 @@ def _rms_norm_wide_dw_kernel(
     # Neighbouring programs take neighbouring rows of the same columns.
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
+    # A fixed set of rows in a fixed order: the same bits on every run.
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for r in range(part, M, P):
         # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
@@ -337,6 +355,7 @@ def _rms_norm_wide_dw_kernel(
         dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
         xhat = x * tl.load(rstd_ptr + row)
         if ROUND:
+            # The forward scaled the rounded xhat, so dW has it as its factor.
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         dw += dy * xhat
     tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
@@ -348,6 +367,7 @@ def _rms_norm_wide_dw_kernel(
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
     block_n = next_power_of_2(n)
+    # 16 to 32 numbers a thread: two to four 16-byte loads of 16-bit numbers.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
     return max(1, 2048 // block_n), block_n, 4 if 4 * n <= 3 * block_n else warps  # much padding: fewer idle threads
 
@@ -363,9 +383,11 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     block_n = next_power_of_2(n)
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
+        # Shared memory has to hold every stage of every input of every resident program.
         block_m, stages = 1, 4
         if block_n * itemsize == 8192:
             warps, resident = 4, 2
+    # In the dtype of memory: that is how the pipeline keeps a tile in shared memory.
     tile_bytes = block_m * block_n * itemsize
     if tile_bytes > 16384:
         warps, stages = 16, 1

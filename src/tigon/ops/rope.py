@@ -202,6 +202,7 @@ def _rope_kernel(
     blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
     block = tl.program_id(0) % blocks
     is_q = block < blocks_q
+    # k may have fewer heads than q: a block of heads is one tensor's.
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
     far = h
@@ -215,6 +216,7 @@ def _rope_kernel(
     angle, known = (b * stride_cb + t * stride_ct)[:, None], (token < tokens)[:, None]
     c1, c2 = load_pairs(cos_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
     s1, s2 = load_pairs(sin_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
+    # All heads of a token share its angles.
     c1, c2, s1, s2 = c1[:, None, :], c2[:, None, :], s1[:, None, :], s2[:, None, :]
 
     # One launch for q and k: a program picks its tensor, and both share the code below.
@@ -225,6 +227,7 @@ def _rope_kernel(
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
     here = (known & (h < heads)[None, :])[:, :, None]
+    # A member of a pair needs the other one: both halves of a head are in the same program.
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     if NATIVE:
         y1, y2 = _turn_rounding(x1, x2, c1, c2, s1, s2, y_ptr.dtype.element_ty, INVERSE)

@@ -115,18 +115,22 @@ def _shard_statistics_kernel(
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
+    # Three numbers, and one for each further sum that is wanted: what is sent is as small as the call allows.
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     out_ptr += row * COLUMNS
     label = tl.load(label_ptr + row)
     if label == IGNORED:
+        # Written all the same: every row is sent, and memory never written would differ from run to run.
         for i in tl.static_range(COLUMNS):
             tl.store(out_ptr + i, 0.0)
         return
     logits_ptr += row * stride_m
     top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, DEPTH, BLOCK)
+    # 0 where the class is another device's: the sum over devices is then the logit, without asking who has it.
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, unit, softcap)
+    # Sums are sent relative to this device's maximum, unlogarithmised: they can then be added.
     tl.store(out_ptr, top)
     tl.store(out_ptr + 1, total)
     tl.store(out_ptr + 2, z_target)
@@ -143,7 +147,10 @@ def _merged_rows(
 ):  # fmt: skip
     """Over all classes: max z, log₂ of the sum, the target's z, entropy in nats, Σ z. Added in the order of devices."""
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
+    # A lane is a row: devices are few, rows many, and no lane has to meet another.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
+    # The maximum first, in a reading of its own: with it every sum is rescaled once, and in the same way on all
+    # devices.
     for part in range(world):
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
@@ -156,13 +163,16 @@ def _merged_rows(
         step = tl.maximum((tl.load(at, mask=inside, other=LOWEST) - top) * k, -1000.0)
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
+        # In the order of devices, so that all of them get the same bits.
         total += own * shrink
         # One device has the target's logit, the others 0.
         z_target += tl.load(at + 2, mask=inside, other=0.0)
         if ALONG:
+            # A sum that was relative to the device's maximum: its log shifts by step, hence the second term.
             along += shrink * (tl.load(at + 3, mask=inside, other=0.0) + own * step)
         if SUM:
             sum_z += tl.load(at + 3 + ALONG, mask=inside, other=0.0)
+    # A target out of range: NaN for loss and gradient, on every device.
     log2_sum = tl.where(labels == OUTSIDE, float("nan"), tl.log2(total))
     return top, log2_sum, z_target, (log2_sum - along / total) * LN2, sum_z
 
@@ -175,6 +185,7 @@ def _merge_cross_entropy_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < M
+    # IGNORED beyond M too: those lanes compute with neutral numbers and store nothing.
     labels = tl.load(label_ptr + rows, mask=inside, other=IGNORED)
     counts = labels != IGNORED
     top, log2_sum, z_target, _entropy, sum_z = _merged_rows(
@@ -183,7 +194,9 @@ def _merge_cross_entropy_kernel(
     loss, _, _ = row_loss(
         z_target, 1.0, top, log2_sum, sum_z, 0.0, classes, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
     )
+    # Selected, since the statistics of an ignored row are 0 and their logarithm is not finite.
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
+    # As `_cross_entropy_fwd_kernel` leaves them: the same kernel then computes each device's share of the gradient.
     tl.store(stats_ptr + HEAD + 2 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + HEAD + 2 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
 
@@ -210,13 +223,16 @@ def _merge_logprob_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, tl.where(counts, (top * k + log2_sum) * LN2, 0.0), mask=inside)
     if top1_ptr is not None:
+        # z_target is compared with the maximum over all devices, of which one holds it.
         first = counts & (labels != OUTSIDE) & (z_target >= top)
         tl.store(top1_ptr + rows, first.to(tl.int8), mask=inside)
     if SUM:
+        # Over the classes of all devices.
         mean = sum_z / classes
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + rows, tl.where(counts, mean, 0.0), mask=inside)
+    # The layout of `_logprob_fwd_kernel`, whose backward kernel reads it.
     tl.store(stats_ptr + 3 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + 3 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
     if ALONG:

@@ -129,10 +129,12 @@ def _causal(cols, last, inside):
 @jit
 def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
     """scale · x + mask in fp32, and -inf at columns that are not seen. HIDE: x may not be -inf at those columns."""
+    # A product, then a sum, as PyTorch computes scores · scale + mask. The mask is not scaled.
     z = x.to(tl.float32) * scale
     if mask_ptr is not None:
         z += tl.load(mask_ptr + at, mask=near, other=0.0).to(tl.float32)
     if HIDE:
+        # A scale of 0 makes NaN of the -inf that masked loads give, a negative one inf; causal loads reach past `last`.
         z = tl.where(seen, z, float("-inf"))
     return z
 
@@ -149,6 +151,7 @@ def _again(x):
 def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
     """Where these rows' mask begins. The mask has up to three row dimensions; a stride is 0 where it is broadcast."""
     k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
+    # int64: a mask of its own for every head of 128k queries and keys exceeds 2**31.
     return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
 
 
@@ -165,9 +168,11 @@ def _softmax_fwd_kernel(
         inside = (rows < M)[:, None] & (cols < N)[None, :]
         seen, near = inside, inside
         if CAUSAL:
+            # Rows are queries of all heads in turn, T of each; with T < S the queries are the last ones of the keys.
             seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
         # int64: row * stride reaches 2**31 at 64k rows of width 32768.
         row = rows.to(tl.int64)[:, None]
+        # -inf where masked: its exponential is 0, so neither maximum nor sum needs a select.
         x = tl.load(x_ptr + row * stride_xm + cols[None, :], mask=near, other=float("-inf"))
         at = cols[None, :]
         if mask_ptr is not None:
@@ -177,6 +182,7 @@ def _softmax_fwd_kernel(
         e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2E)
         # One division a row; elements are multiplied.
         y = e * (1.0 / tl.sum(e, 1))[:, None]
+        # Columns that a query does not see are written too: they hold 0, and the product with the values reads them.
         tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -194,6 +200,7 @@ def _softmax_bwd_kernel(
         seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
     row = rows.to(tl.int64)[:, None]
     dy_at = dy_ptr + row * stride_dym + cols[None, :]
+    # The gradient needs the result and not the scores: x is not saved, and mask and scale are not applied again.
     y_at = y_ptr + row * stride_ym + cols[None, :]
     dy = tl.load(dy_at, mask=near, other=0.0)
     y = tl.load(y_at, mask=near, other=0.0)
@@ -206,8 +213,10 @@ def _softmax_bwd_kernel(
         tl.debug_barrier()
         dy = tl.load(dy_at, mask=near, other=0.0)
         y = tl.load(y_at, mask=near, other=0.0)
+    # total is Σ dy · y: what a softmax cannot pass on, since its outputs sum to 1.
     dx = _again(y) * (_again(dy) - total) * scale
     if CAUSAL:
+        # y is 0 here, but 0 · dy is NaN where the unread part of dy holds an inf.
         dx = tl.where(seen, dx, 0.0)
     tl.store(dx_ptr + row * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -242,10 +251,12 @@ def _write_softmax(
     x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, row_top, inverse,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # The row is read a second time instead of being held: a wide row does not fit into registers.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
         # From the end, which the first reading read last and the cache still holds.
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        # Every column is written, also those that are not seen: they hold 0.
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
@@ -257,6 +268,7 @@ def _write_softmax(
 def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """Σ dy · y from start to stop of a row."""
     products = tl.zeros((BLOCK,), tl.float32)
+    # Up to the last column that the row sees: y is 0 behind it.
     for at in range(start, tl.minimum(stop, last + 1), BLOCK):
         cols = at + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
@@ -269,12 +281,14 @@ def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: 
 
 @jit
 def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK: tl.constexpr):
+    # From the end, as in `_write_softmax`: the end of the row was read last.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
+        # A select in every case: beyond the last column nothing has been loaded, and 0 · inf would be NaN.
         dx = tl.where(seen, y * (dy - total) * scale, 0.0)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
@@ -307,12 +321,14 @@ def _softmax_wide_fwd_kernel(
     y_ptr += row.to(tl.int64) * N
     if mask_ptr is not None:
         mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
+    # One row, one query: blocks behind the last column it sees are not even read.
     last = _last(row, N, T, CAUSAL)
     if STEP < 2:
         top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
     else:
         parts = tl.arange(0, BLOCK_P)
         partial_ptr += row * P * 2
+        # A part that the row does not see has the least maximum and a sum of 0: it adds nothing.
         tops = tl.load(partial_ptr + 2 * parts, mask=parts < P, other=-3.4028234663852886e38)
         totals = tl.load(partial_ptr + 2 * parts + 1, mask=parts < P, other=0.0)
         top = tl.max(tops, 0)
@@ -321,6 +337,7 @@ def _softmax_wide_fwd_kernel(
         tl.store(partial_ptr + 2 * tl.program_id(0), top)
         tl.store(partial_ptr + 2 * tl.program_id(0) + 1, total)
     else:
+        # One division a row; elements are multiplied by the inverse.
         _write_softmax(
             x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, top, 1.0 / total, SCALED, CAUSAL, BLOCK
         )
@@ -334,6 +351,7 @@ def _softmax_wide_bwd_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     start, stop = 0, N
+    # As in the forward: step 1 sums each part, step 2 adds the parts in their order and writes.
     if STEP > 0:
         start = row % P * width
         stop = tl.minimum(start + width, N)
@@ -371,6 +389,8 @@ def _prefetch(row_bytes: int, x: Tensor) -> int:
 
 def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
     """How many parts each of M wide rows has, and a part's columns: 1, N if the rows alone are programs enough."""
+    # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
+    # statistics.
     programs = multiprocessors(device)
     parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
     if parts < 2:
@@ -390,6 +410,7 @@ def _launch_wide(
         whole = M, (*arguments, 1, N, 0, BLOCK, 1), {"num_warps": 32}
         launch(kernel, key, (*tensors, None), lambda: whole)
         return
+    # Never read before it is written: step 1 stores every part, also parts without a visible column.
     partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
     block_p = next_power_of_2(cdiv(N, PART))
     for step in (1, 2):
@@ -432,6 +453,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     layout: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
     if mask is not None:
         mask, layout = _mask_layout(mask, x.shape)
+    # T counts a query's row within its head: only the causal mask asks.
     T = x.shape[-2] if causal else 1
     x = rows_of(x)
     M, N = x.shape
@@ -444,6 +466,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         def tiled() -> Plan:
             block_m, block_n, warps = _tile(N)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
+            # Persistent only with a prefetch: otherwise one program a tile lets the hardware balance the load.
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
             return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
 
@@ -460,6 +483,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dx = _softmax_bwd_fake(dy, y, scale, causal)
     if y.numel() == 0:
         return dx
+    # T counts a query's row within its head: only the causal mask asks.
     T = y.shape[-2] if causal else 1
     dy, y = rows_of(dy), rows_of(y)
     M, N = y.shape

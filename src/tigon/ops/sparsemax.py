@@ -82,14 +82,18 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
 @jit
 @do_not_specialize("M")
 def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    # int64: row · stride exceeds 2**31 at 64k rows of width 32768.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    # sparsemax does not change when a constant is added: differences are exact where they matter.
     x = x - tl.max(x, 1)[:, None]
+    # Comparisons drop NaN from the support: it is carried aside and added to the whole row.
     nan = tl.sum(tl.where(x == x, 0.0, x), 1)
     # The maximum is now 0, so that τ lies in [-1, 0). The elements above -1 are a small first guess of the support.
     above = x > -1.0
+    # Counts in fp32: exact, as a row of this kernel is narrower than 2**24.
     size = tl.sum(above.to(tl.float32), 1)
     total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
     dropped = 1
@@ -98,10 +102,13 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
         above = size[:, None] * x > total[:, None]  # x > total / size without rounding a quotient: ties stay outside
         left = tl.sum(above.to(tl.float32), 1)
         sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
+        # One flag for the tile: its rows go on together until the last is done.
         dropped = tl.max((left < size).to(tl.int32), 0)
+        # A row that dropped nothing is done: its sum and size stay as they are while the tile goes on.
         total = tl.where(left < size, sums, total)
         size = tl.minimum(left, size)
     above = size[:, None] * x > total[:, None]
+    # One division a row; and by the same products that have decided the support, so that no y in it is below 0.
     y = tl.where(above, (size[:, None] * x - total[:, None]) * (1.0 / size)[:, None], 0.0) + nan[:, None]
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -117,14 +124,17 @@ def _sparsemax_bwd_kernel(
     lane = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     size = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # One kernel for every width: a narrow row is a single block, and is read twice from the cache.
     blocks = tl.cdiv(N, BLOCK_N)
     for i in range(blocks):
         cols = i * BLOCK_N + lane
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + rows[:, None] * stride_ym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # The result itself says what the support is: x is not saved, nor is τ.
         total += tl.where(y > 0, dy, 0.0)
         size += tl.where(y > 0, 1.0, 0.0)
+    # On the support y = x − τ, and τ moves with the mean of x there. Every row has a support: its sum is 1.
     mean = tl.sum(total, 1) / tl.sum(size, 1)
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK_N + lane
@@ -153,7 +163,9 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     size, total = 1.0, -1.0
     dropped = 1
     first = 1
+    # Each step reads the row again: it does not fit into registers.
     while dropped > 0:
+        # By lane: lanes meet once a step.
         sums = tl.zeros((BLOCK,), tl.float32)
         left = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, N, BLOCK):
@@ -161,10 +173,12 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
             sums += tl.where(size * x > total, x, 0.0)
             left += tl.where(size * x > total, 1.0, 0.0)
         count = tl.sum(left, 0)
+        # The first guess, size 1, is not a count: the first step is a step whatever it finds.
         dropped = ((count < size) | (first > 0)).to(tl.int32)
         total = tl.where(dropped > 0, tl.sum(sums, 0) - 1.0, total)
         size = tl.where(dropped > 0, count, size)
         first = 0
+    # One division a row.
     inverse = 1.0 / size
     for start in range(0, N, BLOCK):
         cols = start + lane

@@ -18,14 +18,17 @@ def _sum_rows_kernel(
     partial_ptr, first_ptr, second_ptr, P, N, stride_p, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
+    # One launch for both halves: dW and dbias lie side by side in each row.
     which = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     partial_ptr += which * N
+    # Rows BLOCK_P apart share a sum, and these sums are added in a tree: in the same order on every run.
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for start in range(0, P, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         mask = (rows < P)[:, None] & (cols < N)[None, :]
         total += tl.load(partial_ptr + rows[:, None].to(tl.int64) * stride_p + cols[None, :], mask=mask, other=0.0)
+    # The one rounding is at the store: partial sums and their sum are fp32.
     out = tl.sum(total, 0)
     if which == 0:
         tl.store(first_ptr + cols, out.to(first_ptr.dtype.element_ty), mask=cols < N)

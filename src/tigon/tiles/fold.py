@@ -16,6 +16,7 @@ def fold(x, top, total, k):
     at LOWEST, which is finite; x may be -inf. k > 0: maxima are taken before it.
     """
     new = tl.maximum(top, tl.max(x, 0))
+    # 1 where the maximum has not moved. From LOWEST to a first logit it is 0, and so was the sum.
     shrink = tl.exp2((top - new) * k)
     e = tl.exp2((x - new[None, :]) * k)
     return new, total * shrink + tl.sum(e, 0), shrink, e

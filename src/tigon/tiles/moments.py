@@ -30,8 +30,10 @@ def row_moments(
         z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
         if SOFTCAP:
             z, _ = cap(z, unit, softcap)
+            # The tanh of a masked -inf is -1, a logit like any other.
             z = tl.where(mask, z, float("-inf"))
         if SUM:
+            # Masked logits are -inf, which no sum may have as a term.
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
         new = tl.maximum(top, tl.max(z, 0))
         # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
@@ -44,6 +46,7 @@ def row_moments(
             along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
         total = total * shrink + tl.sum(e, 0)
         top = new
+    # Lanes meet only here.
     row_top = tl.max(top, 0)
     step = tl.maximum((top - row_top) * k, -1000.0)
     shrink = tl.exp2(step)

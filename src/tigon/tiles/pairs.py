@@ -30,6 +30,7 @@ def load_pairs(
         if SECOND >= 0:
             at += ((pair >= SECOND).to(tl.int32) + (pair >= THIRD).to(tl.int32)) * stride_plane
         mask = here & (pair < HALF)
+        # Two runs of memory half a head apart, each in wide loads.
         x1 = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(at + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     return x1, x2
@@ -41,6 +42,7 @@ def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INT
     dtype = at.dtype.element_ty
     if INTERLEAVED:
         col = tl.arange(0, 2 * BLOCK_R)
+        # Members are interleaved in registers, so that one run of memory is written in wide stores.
         tl.store(at + col, tl.interleave(y1.to(dtype), y2.to(dtype)), mask=here & (col < 2 * HALF))
     else:
         pair = tl.arange(0, BLOCK_R)

@@ -35,9 +35,12 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
         k = scale * LOG2E
         lse = top * scale + log2_sum * LN2
         factor = factor * scale
+    # z − top first: a difference of close numbers, exact. Scaled by k before, either would be rounded at its own
+    # size.
     p = tl.exp2((z - top) * k - log2_sum)
     mass += 2.0 * z_loss * lse
     if taken is None:
+        # Without smoothing no class but the target has mass: the caller writes that one by itself.
         dx = p * (mass * factor)
     else:
         dx = (p * mass - taken) * factor
@@ -76,15 +79,18 @@ def _row_sums(
             best = tl.where(high > peak, first, best)
             peak = tl.maximum(peak, high)
         if SOFTCAP:
+            # From here on z is in the units of the loss: neither the scale nor the cap is applied again.
             z, _ = cap(z, scale, softcap)
             z = tl.where(mask, z, float("-inf"))
         if SMOOTHING:
             if weight_ptr is not None:
                 w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+                # Masked logits are -inf, and -inf · 0 is NaN: hence a select, and not the weight's 0.
                 sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
                 sum_w += tl.sum(w, 0)
             else:
                 sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+        # All lanes rescale in each step, whether or not their maximum has moved: at a branch a warp would diverge.
         new = tl.maximum(top, tl.max(z, 0))
         total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
         top = new
@@ -99,6 +105,7 @@ def _row_sums(
             all_w = tl.sum(sum_w, 0)
     column = 0
     if PREDICT:
+        # Of equal peaks the first column, as torch.argmax has it.
         column = tl.min(tl.where(peak == tl.max(peak, 0), best, NOWHERE), 0)
         column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
     return row_top, log2_sum, all_z, all_w, column
@@ -118,6 +125,7 @@ def _cross_entropy_fwd_kernel(
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         if stats_ptr is not None:
+            # The backward pass reads statistics of every row: an ignored row must not hold what was in memory before.
             for i in tl.static_range(STATS):
                 tl.store(stats_ptr + HEAD + STATS * row + i, 0.0)
         if z_ptr is not None:
@@ -146,6 +154,7 @@ def _cross_entropy_fwd_kernel(
     )
     tl.store(loss_ptr + row, loss)
     if stats_ptr is not None:
+        # Two or three fp32 numbers a row are all that is saved beside the logits: no probabilities.
         stats_ptr += HEAD + STATS * row
         tl.store(stats_ptr, top)
         tl.store(stats_ptr + 1, log2_sum)
@@ -168,6 +177,7 @@ def _cross_entropy_narrow_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = rows < M
+    # Rows beyond M are loaded as ignored ones.
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
     counts = inside & (target != ignore_index)  # `inside` too: ignore_index may not fit the targets' dtype as `other`
     mask = counts[:, None] & (cols < V)[None, :]
@@ -182,6 +192,7 @@ def _cross_entropy_narrow_fwd_kernel(
     top = tl.maximum(tl.max(z, 1), LOWEST)
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
+    # From the cache, where the row has just been; a sum over a comparison would take another exchange.
     z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, scale, softcap)
@@ -195,6 +206,7 @@ def _cross_entropy_narrow_fwd_kernel(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             sum_z = tl.sum(tl.where(mask, z * w[None, :], 0.0), 1)
+            # One number for all rows of the tile.
             sum_w = tl.sum(w, 0)
         else:
             sum_z = tl.sum(tl.where(mask, z, 0.0), 1)
@@ -232,6 +244,7 @@ def _reduce_kernel(
     COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
     at = tl.arange(0, BLOCK)
     if FIRST:
+        # A sum for every lane: its terms are few, so that fp32 suffices for any number of rows.
         loss = tl.zeros((BLOCK,), tl.float32)
         z = tl.zeros((BLOCK,), tl.float32)
         w = tl.zeros((BLOCK,), tl.float32)
@@ -251,14 +264,17 @@ def _reduce_kernel(
                 count += counts.to(tl.int32)
                 if weight_ptr is not None:
                     valid = counts & (target >= 0) & (target < V)
+                    # A target out of range reads no weight. Its loss is NaN, and so is the mean.
                     w += tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
                 if predicted_ptr is not None:
+                    # An ignored row has no prediction, and is in neither count.
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
                     hits += (counts & (predicted == target)).to(tl.int32)
         sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
         # Counts are exact in fp32 below 2**24; above they are rounded once, after the integer sum.
         sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
     else:
+        # One program adds the partial sums; P is at most 256.
         mask = at < P
         sum_loss = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
         sum_z = tl.sum(tl.load(partial_ptr + P + at, mask=mask, other=0.0), 0)
@@ -273,10 +289,12 @@ def _reduce_kernel(
             z_divisor = tl.maximum(sum_count, 1.0)
             divisor = z_divisor
             if weight_ptr is not None:
+                # Weights that sum to 0 over rows that count give NaN, as in PyTorch.
                 divisor = tl.where(sum_count == 0.0, 1.0, sum_w)
             if divisor_ptr is not None:
                 divisor = tl.load(divisor_ptr).to(tl.float32)
                 z_divisor = divisor
+            # The backward pass multiplies by it: no program of that pass divides.
             tl.store(stats_ptr, 1.0 / divisor)
         if out_ptr is not None:
             result = sum_loss / divisor
@@ -318,6 +336,7 @@ def _cross_entropy_bwd_kernel(
     at = stats_ptr + HEAD + STATS * rows
     top = tl.load(at, mask=inside, other=0.0)[:, None]
     log2_sum = tl.load(at + 1, mask=inside, other=0.0)[:, None]
+    # stride_g is 0 for a reduced loss: one upstream gradient for all rows.
     factor = tl.load(dloss_ptr + rows * stride_g, mask=inside, other=0.0).to(tl.float32)[:, None]
     if MEAN:
         factor = factor * tl.load(stats_ptr)
@@ -336,8 +355,10 @@ def _cross_entropy_bwd_kernel(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             off_target = off_target * w[None, :]
+    # Logits of ignored rows are not read.
     inputs = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
+    # A comparison for each element, which this pass can afford: it reads and writes memory for each.
     on_target = tl.where(cols[None, :] == target[:, None], on_target, 0.0)
     dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
     # The gradient of an ignored row is 0, also where its upstream gradient is inf or NaN.
@@ -368,14 +389,17 @@ def _cross_entropy_grad_kernel(
         target = tl.load(target_ptr + row)
         if target == ignore_index:
             tl.store(loss_ptr + row, 0.0)
+            # The logits hold the gradient afterwards: an ignored row's have to be cleared.
             for start in range(0, V, BLOCK):
                 tl.store(row_ptr + start + lane, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=start + lane < V)
         else:
             top, log2_sum, sum_z, sum_w, _ = _row_sums(
                 row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, DEPTH, BLOCK
             )
+            # A target out of range reads nothing, and makes loss and gradient of its row NaN.
             valid = (target >= 0) & (target < V)
             log2_sum = tl.where(valid, log2_sum, float("nan"))
+            # Before the loop below overwrites it.
             x_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
             z_target = x_target
             if SOFTCAP:
@@ -384,6 +408,7 @@ def _cross_entropy_grad_kernel(
                 z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
             )
             tl.store(loss_ptr + row, loss)
+            # One factor for all rows (stride_factor 0), or one a row.
             factor = 1.0
             if factor_ptr is not None:
                 factor = tl.load(factor_ptr + row * stride_factor)
@@ -392,6 +417,8 @@ def _cross_entropy_grad_kernel(
             # like any other class, without a comparison for each element. The target's gradient is written at the end.
             tl.debug_barrier()
             for i in range(blocks):
+                # With eviction policies KEEP and DROP: what is read for the first time stays, what is done with goes
+                # first.
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
                 mask = at < V
                 x = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
@@ -399,6 +426,7 @@ def _cross_entropy_grad_kernel(
                 tl.store(row_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
             # The target's second write has to come after the loop's.
             tl.debug_barrier()
+            # Its own share, and its part of what smoothing spreads over all classes.
             taken = 1.0 - smoothing + smoothing / V
             dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)
             tl.store(row_ptr + target, dx.to(logits_ptr.dtype.element_ty), mask=valid)

@@ -97,6 +97,7 @@ def cross_entropy_rows(
         label_smoothing != 0.0, softcap != 0.0, keep, drop, back, depth, block,
     )  # fmt: skip
     key = (arguments, logits.dtype, target.dtype, factor is None)
+    # Persistent if so many programs are given: as many rows are in flight as the L2 cache is to hold.
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
@@ -137,6 +138,7 @@ def _launch_rows(
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     tensors = (logits, target, weight, loss, stats, z, predicted)
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
+    # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
     key = (M, sizes, dtypes, stats is None, z is None, predicted is None)
 
     def plan() -> Plan:
@@ -155,8 +157,10 @@ def _launch_reduction(
     mean: bool, V: int, ignore_index: int,
 ) -> None:  # fmt: skip
     M = target.shape[0]
+    # Few rows are one program's work: a second launch would take longer than the sum.
     block = 4096 if M > 1024 else 1024
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
+    # Five kinds of sums a program, fp32.
     partial = rows.new_empty(5 * parts) if parts > 1 else None
     tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
     dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
@@ -178,6 +182,7 @@ def _forward(
     loss, *others, stats = outputs
     M, V = target.numel(), logits.shape[-1]
     mean = reduction == "mean"
+    # A grid of no programs cannot be launched; the mean over no row is 0.
     if M == 0 or V == 0:
         loss.zero_()
         if details:
@@ -185,6 +190,7 @@ def _forward(
             others[1].fill_(float("nan"))
             others[2].fill_(-1)
         return outputs
+    # The kernels read targets by row: they are 8 bytes a row, and a copy of them is cheap beside V logits.
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     rows, z, z_rows, accuracy, predicted = loss, None, None, None, None

@@ -47,10 +47,13 @@ def _rows_kernel(
         return
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
+    # fp32, rounded once, where it is stored.
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Rows beyond the expert's last belong to the next expert or to nobody: their results are computed and not stored.
     if DESCRIBED:
         for k in range(0, K, BLOCK_K):
+            # The descriptor loads a tile by one thread, into shared memory, and fills what lies beyond the tensor
+            # with 0.
             rows_of_a = a.load([start, k])
             if BY_COLUMNS:
                 weight = w.load([expert, k, block * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
@@ -63,6 +66,7 @@ def _rows_kernel(
         a_ptrs = a + tl.where(inside, rows, start).to(tl.int64)[:, None] * K + ks[None, :]
         w_ptrs = w + expert.to(tl.int64) * stride_we + cols.to(tl.int64)[None, :] * stride_wn + ks[:, None] * stride_wk
         for k in range(0, K, BLOCK_K):
+            # A mask along K costs a comparison a load: only where the last step is not full.
             if EVEN_K:
                 rows_of_a = tl.load(a_ptrs)
                 weight = tl.load(w_ptrs, mask=mask[None, :], other=0.0)
@@ -73,8 +77,11 @@ def _rows_kernel(
             a_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * stride_wk
     if bias_ptr is not None:
+        # Into the fp32 sum: the bias is not rounded by itself.
         acc += tl.load(bias_ptr + expert * N + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
     y_ptr += rows.to(tl.int64)[:, None] * N + cols[None, :]
+    # The mask is of the expert's own rows: a tile overlaps the next expert's first rows, which another program
+    # writes.
     tl.store(y_ptr, acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & mask[None, :])
 
 
@@ -88,6 +95,7 @@ def _weight_bwd_kernel(
     pid = tl.program_id(0)
     expert = pid // (BLOCKS_M * BLOCKS_N)
     pid = pid % (BLOCKS_M * BLOCKS_N)
+    # As in `_tile`: neighbours share blocks of a and b.
     first = pid // (GROUP * BLOCKS_N) * GROUP
     size = tl.minimum(BLOCKS_M - first, GROUP)
     within = pid % (GROUP * BLOCKS_N)
@@ -97,6 +105,7 @@ def _weight_bwd_kernel(
     ns = n + tl.arange(0, BLOCK_N)
     start = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
+    # One program sums all rows of the expert, in their order. An expert without rows writes zeros.
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if DESCRIBED:
         # Whole steps need no mask; only the last one is cleared.
@@ -113,6 +122,7 @@ def _weight_bwd_kernel(
         for r in range(start, end, BLOCK_R):
             rows = r + tl.arange(0, BLOCK_R)
             inside = (rows < end)[:, None]
+            # int64: rows · width exceeds 2**31 at 512k slots of width 4096.
             at = rows.to(tl.int64)[:, None]
             rows_of_a = tl.load(a + at * M + ms[None, :], mask=inside & (ms < M)[None, :], other=0.0)
             rows_of_b = tl.load(b + at * N + ns[None, :], mask=inside & (ns < N)[None, :], other=0.0)

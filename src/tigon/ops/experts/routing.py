@@ -38,6 +38,7 @@ def _count_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     experts = tl.arange(0, WIDTH)
+    # Counts of one block of slots: blocks are added in their order by the next kernel.
     count = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, tl.minimum(BLOCK, S - block * BLOCK), STEP):
         slot = block * BLOCK + start + tl.arange(0, STEP)
@@ -68,15 +69,18 @@ def _place_kernel(
     if block == 0:
         tl.store(offsets_ptr + experts, begin, mask=experts < E)
         tl.store(offsets_ptr + E, tl.sum(total, 0))
+    # Where the next slot of each expert goes: behind the smaller experts, and behind earlier blocks.
     running = begin + before
     for start in range(0, tl.minimum(BLOCK, S - block * BLOCK), STEP):
         slot = block * BLOCK + start + tl.arange(0, STEP)
         expert = tl.load(index_ptr + slot, mask=slot < S, other=-1)
+        # One row of this matrix has at most one 1: sums over experts pick that expert's number.
         chosen = ((expert[:, None] == experts[None, :]) & (experts < E)[None, :]).to(tl.int32)
         # Slots of the same expert keep their order within a step: the sort is stable.
         earlier = tl.cumsum(chosen, 0) - chosen
         at = tl.sum(chosen * (earlier + running[None, :]), 1)
         known = tl.sum(chosen, 1) > 0
+        # Places are distinct: the scattered stores need no atomics.
         tl.store(order_ptr + at, slot, mask=known)
         tl.store(place_ptr + slot, tl.where(known, at, -1), mask=slot < S)
         running += tl.sum(chosen, 0)

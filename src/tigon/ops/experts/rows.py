@@ -20,10 +20,13 @@ def _take_kernel(
     blocks = tl.cdiv(N, BLOCK_N)
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Sized for S slots; choices without an expert have no place, and only the device knows their number.
     exists = i < tl.load(offsets_ptr + E)
+    # A slot is token · K + choice.
     token = (tl.load(order_ptr + i, mask=exists, other=0) // TOP_K).to(tl.int64)
     mask = exists[:, None] & (cols < N)[None, :]
     row = tl.load(rows_ptr + token[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
+    # The copy costs a pass over memory; the products then read whole tiles, which a descriptor can load.
     tl.store(y_ptr + i[:, None] * N + cols[None, :], row, mask=mask)
 
 
@@ -40,12 +43,14 @@ def _token_sum_kernel(
     # K rows in the order of k, in fp32: adding into y would take atomics, and give other bits on every run.
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for k in tl.static_range(TOP_K):
+        # -1: a choice outside [0, E), which no expert takes.
         place = tl.load(place_ptr + token * TOP_K + k, mask=token < T, other=-1).to(tl.int64)
         known = mask & (place >= 0)[:, None]
         row = tl.load(rows_ptr + place[:, None] * N + cols[None, :], mask=known, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             row *= tl.load(weights_ptr + token * TOP_K + k, mask=token < T, other=0.0).to(tl.float32)[:, None]
         total += tl.where(known, row, 0.0)  # 0 · weight would keep an inf or NaN weight of a choice without a place
+    # Rounded once, after the last of the K rows.
     tl.store(y_ptr + token[:, None] * N + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -56,16 +61,19 @@ def _expert_sum_kernel(
 ):  # fmt: skip
     """y[e] = Σ over the expert's rows; with weights, Σ weight · token's row. The gradient of a bias."""
     blocks = tl.cdiv(N, BLOCK_N)
+    # One program walks all rows of an expert: their number is known on the device alone, and the order stays fixed.
     expert = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
+    # BLOCK_R sums for each column: rows are loaded many at a time, and added to each other once, at the end.
     total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for r in range(start, end, BLOCK_R):
         rows = r + tl.arange(0, BLOCK_R)
         inside = rows < end
         mask = inside[:, None] & (cols < N)[None, :]
         if weights_ptr is not None:
+            # Tokens' rows are found through the order, without a copy of them by expert.
             slot = tl.load(order_ptr + rows, mask=inside, other=0)
             rows = slot // TOP_K
             weight = tl.load(weights_ptr + slot, mask=inside, other=0.0).to(tl.float32)
@@ -85,9 +93,11 @@ def _weight_sum_kernel(
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     place = tl.load(place_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
     known = place >= 0
+    # An unknown place gives a gradient of 0, as that choice added nothing.
     total = tl.load(dots_ptr + place, mask=known, other=0.0)
     if bias_ptr is not None:
         expert = tl.load(index_ptr + slot, mask=known, other=0).to(tl.int64)
+        # The bias is added after the product and weighted with it, but h · dh, taken before it, lacks its share.
         dot = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
         for first in range(0, D, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)

@@ -48,9 +48,11 @@ def _unit(
     else:
         a, da = ACT(held_gate * ALPHA)
         a = a * (1.0 / ALPHA)
+    # The up projection's offset is gpt-oss's up + 1.
     dgate = (held_up + UP_OFFSET) * da
     dup = a
     if LIMIT is not None:
+        # A clamped number has no slope.
         dgate = tl.where(gate > LIMIT, 0.0, dgate)
         dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
     return a * (held_up + UP_OFFSET), dgate, dup
@@ -64,6 +66,7 @@ def _unit_fwd_kernel(
 ):  # fmt: skip
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The number of slots with an expert is known on the device alone: rows beyond it are skipped.
     mask = (rows < tl.load(offsets_ptr + E))[:, None] & (cols < N)[None, :]
     if GATED:
         gate, up = _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED, BLOCK_N)
@@ -86,9 +89,12 @@ def _unit_bwd_kernel(
     dz nor h · dh.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Slots without an expert come last, and have no rows.
     exists = rows < tl.load(offsets_ptr + E)
     slot = tl.load(order_ptr + rows, mask=exists, other=0)
+    # In the order of the sort: rows are by expert, weights by token.
     weight = tl.load(weights_ptr + slot, mask=exists, other=0.0).to(tl.float32)
+    # A sum for every place of the tile, reduced once a row.
     dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, N, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
@@ -123,6 +129,7 @@ def _unit_bwd_kernel(
                 else:
                     tl.store(dz_ptr + at, (dh * dgate).to(dtype), mask=mask)
         if h_ptr is not None:
+            # For the gradient of down, (weight · h)ᵀ dy: the weight is applied here, where h is written anyway.
             tl.store(h_ptr + at, (h * weight[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
     if dots_ptr is not None:
         tl.store(dots_ptr + rows, tl.sum(dots, 1), mask=exists)
