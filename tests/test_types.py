@@ -23,13 +23,14 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.geglu(x, x, approximate="none")
     tigon.gated_linear(x, x, x, act="relu2")
     tigon.rope(x, x, x, x, angles="once")
+    tigon.fuse(torch.nn.Linear(8, 8), recompute="mlp")
     """
-    wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"'}
+    wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"'}
     mistaken = right
     for word, mistake in wrong.items():
         mistaken = mistaken.replace(word, mistake)
     mistaken = mistaken.replace('approximate="none"', 'approximate="erf"')
-    for text, errors in ((right, 0), (mistaken, 5)):
+    for text, errors in ((right, 0), (mistaken, 6)):
         snippet.write_text(textwrap.dedent(text))
         options = ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
         said, _, _ = api.run([*options, str(snippet)])

@@ -112,7 +112,8 @@ class Sides:
     def fuse(self) -> Any:
         from tigon import fuse
 
-        self.fusion = fuse(self.model, recompute=self.setup.recompute, offload=self.setup.offload)
+        level: Any = self.setup.recompute  # the command has checked the word
+        self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload)
         return self.fusion
 
 

@@ -181,7 +181,8 @@ def run(
 
             with _spinner(console) as bar:
                 bar.add_task("fusing", total=None)
-                fusion = fuse(model, recompute=options.recompute, offload=options.offload)
+                level: Any = options.recompute  # TrainOptions.check has checked the word
+                fusion = fuse(model, recompute=level, offload=options.offload)
         trainer_class: Any = ZeroTrainer if layout.kind == "zero3" else CheckpointedTrainer
         if layout.sharded:
             # The sharding casts in place of autocast: at the edges of the shards, and in the collectives.

@@ -25,12 +25,12 @@ from tigon.fusion.reasons import Reason
 from tigon.fusion.report import Report, Row
 from tigon.fusion.site import Record, Site
 from tigon.fusion.step import step_of
-from tigon.memory.recompute import LEVELS, Recompute
+from tigon.memory.recompute import LEVELS, Level, Recompute
 
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, recompute: str = "cheap", offload: bool = False,
+    experts: bool = True, recompute: Level = "cheap", offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -102,7 +102,7 @@ def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
 class Fusion:
     """What tigon.fuse did to one model. The model keeps it; it does not keep the model."""
 
-    def __init__(self, model: nn.Module, recompute: str = "cheap", offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, recompute: Level = "cheap", offload: bool = False) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._ledger = Ledger(model, Recompute(recompute, offload))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
@@ -29,7 +29,8 @@ from tigon.memory.offload import VIEWS, Away, Offload, check_unwritten
 from tigon.runtime import autocast_dtype
 from tigon.runtime.autocast import autocast_as
 
-LEVELS = ("none", "product", "cheap", "mlp")
+Level = Literal["none", "product", "cheap", "mlp"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 # At most this many recomputed results are alive per device. Normally the last consumer frees one; this bounds the case
 # where backward skips a consumer.
 HELD = 2
@@ -46,7 +47,7 @@ class Recompute:
     and rotated. mlp: also gate and up, with the projections that make them.
     """
 
-    def __init__(self, level: str, offload: bool = False) -> None:
+    def __init__(self, level: Level, offload: bool = False) -> None:
         self.level = level
         self.product, self.cheap, self.mlp = (LEVELS.index(level) >= at for at in (1, 2, 3))
         # Either offload or recipes, not both: a recipe keeps its inputs on the device, and offload sends them away.
