@@ -15,6 +15,7 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     jit,
@@ -47,10 +48,12 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     """
     if not x.dtype.is_floating_point or x.dim() == 0:
         raise ValueError(f"dyt: x must be (..., N) floats, got {tuple(x.shape)} {x.dtype}.")
-    if alpha.numel() != 1:
+    if not isinstance(alpha, Tensor) or alpha.numel() != 1:
+        check_tensors("dyt", alpha=alpha)
         raise ValueError(f"dyt: alpha must have one element, got shape {tuple(alpha.shape)}.")
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != x.shape[-1:]:
+        if t is not None and getattr(t, "shape", None) != x.shape[-1:]:
+            check_tensors("dyt", **{name: t})
             raise ValueError(
                 f"dyt: {name} must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
                 f"got {tuple(t.shape)}."

@@ -19,6 +19,7 @@ from torch import Tensor
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     jit,
@@ -59,7 +60,8 @@ def group_norm(
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"group_norm: num_groups must divide the {channels} channels of x, got {num_groups}.")
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != x.shape[1:2]:
+        if t is not None and getattr(t, "shape", None) != x.shape[1:2]:
+            check_tensors("group_norm", **{name: t})
             raise ValueError(
                 f"group_norm: {name} must have shape {(channels,)}, the channels of x {tuple(x.shape)}, "
                 f"got {tuple(t.shape)}."

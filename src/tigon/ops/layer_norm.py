@@ -14,6 +14,7 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     jit,
@@ -59,12 +60,13 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     shape = x.shape[-1:]
     if not shape:
         raise ValueError("layer_norm: x must have at least one dimension, got a scalar.")
-    if (weight is not None and weight.shape != shape) or (bias is not None and bias.shape != shape):
-        name, wrong = ("weight", weight) if weight is not None and weight.shape != shape else ("bias", bias)
-        raise ValueError(
-            f"layer_norm: {name} must have shape {tuple(shape)}, the last dimension of x {tuple(x.shape)}, "
-            f"got {tuple(wrong.shape)}."  # type: ignore[union-attr]
-        )
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and getattr(t, "shape", None) != shape:
+            check_tensors("layer_norm", **{name: t})
+            raise ValueError(
+                f"layer_norm: {name} must have shape {tuple(shape)}, the last dimension of x {tuple(x.shape)}, "
+                f"got {tuple(t.shape)}."
+            )
     if not use_triton(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps=eps)
     return _layer_norm(x, weight, bias, eps)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     jit,
@@ -56,9 +57,11 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> 
     """
     if not x.dtype.is_floating_point or x.dim() == 0:
         raise ValueError(f"poly_norm: x must be (..., N) floats, got {tuple(x.shape)} {x.dtype}.")
-    if weight.shape != (3,):
+    if getattr(weight, "shape", None) != (3,):
+        check_tensors("poly_norm", weight=weight)
         raise ValueError(f"poly_norm: weight must have shape (3,), got {tuple(weight.shape)}.")
-    if bias.numel() != 1:
+    if not isinstance(bias, Tensor) or bias.numel() != 1:
+        check_tensors("poly_norm", bias=bias)
         raise ValueError(f"poly_norm: bias must have one element, got shape {tuple(bias.shape)}.")
     if not use_triton(x, weight, bias):
         return poly_norm_reference(x, weight, bias, eps=eps)

@@ -28,6 +28,7 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     jit,
@@ -77,6 +78,8 @@ def qk_norm_rope(
     if q.dtype != k.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"qk_norm_rope: q and k must have one float dtype, got {q.dtype} and {k.dtype}.")
     D = q.shape[-1]
+    if not (isinstance(q_weight, Tensor) and isinstance(k_weight, Tensor)):
+        check_tensors("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     if q_weight.shape != (D,) or k_weight.shape != (D,) or q_weight.dtype != k_weight.dtype:
         raise ValueError(
             f"qk_norm_rope: q_weight and k_weight must both be ({D},), of one dtype, got {tuple(q_weight.shape)} "

@@ -15,6 +15,7 @@ from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_tensors,
     differentiable,
     do_not_specialize,
     empty_rows,
@@ -113,7 +114,8 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
         raise ValueError(f"{name}: x must have at least one dimension, got a scalar.")
     if cast not in CASTS:
         raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
-    if weight is not None and weight.shape != x.shape[-1:]:
+    if weight is not None and getattr(weight, "shape", None) != x.shape[-1:]:
+        check_tensors(name, weight=weight)
         raise ValueError(
             f"{name}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
             f"got {tuple(weight.shape)}."

@@ -12,6 +12,6 @@ def check_tensors(name: str, **arguments: Any) -> None:
     for argument, value in arguments.items():
         if value is None or isinstance(value, Tensor):
             continue
-        weight = getattr(value, "weight", None)
-        advice = f": pass its {argument.rpartition('_')[2]}" if isinstance(weight, Tensor) else ""
+        attribute = argument.rpartition("_")[2]  # a layer's name for gate_weight is weight
+        advice = f": pass its {attribute}" if isinstance(getattr(value, attribute, None), Tensor) else ""
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")

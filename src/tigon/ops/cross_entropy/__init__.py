@@ -21,7 +21,7 @@ from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_detai
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
 from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
 from tigon.ops.targets import checked_target
-from tigon.runtime import use_triton
+from tigon.runtime import check_tensors, use_triton
 
 __all__ = [
     "CrossEntropyDetails",
@@ -184,6 +184,7 @@ def check_options(
 
 
 def _check_weight(weight: Tensor, logits: Tensor) -> None:
+    check_tensors("cross_entropy", weight=weight)
     if weight.shape != logits.shape[-1:] or not weight.dtype.is_floating_point:
         raise ValueError(
             f"cross_entropy: weight must have shape {tuple(logits.shape[-1:])}, one float a class, got "

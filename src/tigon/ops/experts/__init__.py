@@ -75,7 +75,7 @@ def moe_mlp(
             z = F.linear(F.silu(gate) * up, down[expert])
             y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
-    check_tensors("moe_mlp", x=x, gate_up=gate_up, down=down)
+    check_tensors("moe_mlp", x=x, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
     options = Options(act, gated, interleaved, float(alpha), None if limit is None else float(limit), float(up_offset))
     _check_options(options)
     dtype = _check(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, gated)
