@@ -8,7 +8,8 @@ from numerics import check
 import tigon
 from tigon.ops import group_norm as group_norm_module
 from tigon.ops.group_norm import group_norm_reference
-from tigon.ops.layer_norm import _row_tile, layer_norm_reference
+from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.layer_norm.launches import _row_tile
 
 
 def eager_layer_norm(x, weight=None, bias=None):

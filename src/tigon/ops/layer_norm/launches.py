@@ -1,0 +1,207 @@
+"""Which kernel a width takes, with which tile, and the gradient of the operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.layer_norm.kernels import (
+    _layer_norm_bwd_kernel,
+    _layer_norm_fwd_kernel,
+    _layer_norm_row_bwd_kernel,
+    _layer_norm_row_fwd_kernel,
+    _layer_norm_wide_dw_kernel,
+    _layer_norm_wide_dx_kernel,
+    _layer_norm_wide_fwd_kernel,
+)
+from tigon.ops.sum_rows import sum_rows
+from tigon.runtime import (
+    Plan,
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    row_groups,
+    shared_memory,
+)
+
+# One program holds a row up to this width; wider rows are read twice, block by block.
+MAX_TILE = 16384
+# Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident;
+# and those that it reads twice, in small blocks, where a row would be padded by a third.
+ALONE = ((4097, 6144), (MAX_TILE, MAX_TILE))
+TWICE = (8193, MAX_TILE - 1)
+# Whether the backward of the widest rows asks for the next row while it is at work on this one.
+AHEAD = True
+
+
+def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int, int, int]:
+    """Rows a tile, columns a tile, warps and stages.
+
+    Narrow rows share a tile, so that every warp has 16-byte loads to make; each further warp makes the three sums
+    dearer. With the widest rows the next row is on its way if shared memory holds two of everything that is loaded: the
+    compiler buffers weight and bias too. itemsizes: bytes an element of x, weight and bias.
+    """
+    block_n = next_power_of_2(n)
+    # Narrower rows have other programs beside them, which hide their loads.
+    stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
+    return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
+
+
+def _row_tile(n: int) -> tuple[int, int, int]:
+    """Columns of a row's two parts, and warps.
+
+    A tile is a power of 2, which 12288 is not, but 8192 + 4096 wastes no lane. The second part is empty where it would
+    be as large as the first. Every thread has 16-byte loads to make in both parts.
+    """
+    block_n = next_power_of_2(n)
+    warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
+    rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
+    return (block_n // 2, rest, warps) if rest < block_n // 2 else (block_n, 0, warps)
+
+
+def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages, programs a multiprocessor.
+
+    One program computes a tile while its next two are loaded: 2 inputs · 3 stages · 16 KiB of shared memory. There is
+    no prefetch where that does not fit, or where a row is so wide that registers are short. A row that leaves much of a
+    power of 2 empty loads less and sums more: such tiles hold one row, with one more stage.
+    """
+    block_n = next_power_of_2(n)
+    if 4 * n <= 3 * block_n and 4096 <= block_n <= 8192 and x.element_size() == 2:
+        warps, programs = (4, 2) if block_n == 4096 else (8, 1)
+        if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
+            return 1, block_n, warps, 4, programs
+    # 16 KiB a tile, whatever the width: as many loads on their way, narrow rows or wide.
+    block_m = max(1, 16384 // x.element_size() // block_n)
+    tile_bytes = block_m * block_n * x.element_size()
+    stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
+    return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
+
+
+def _layer_norm_fwd_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
+
+
+@launcher("(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)", _layer_norm_fwd_fake)
+def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    y, stats = _layer_norm_fwd_fake(x, weight, bias, eps)
+    if x.numel() == 0:
+        return y, stats
+    M, N = stats.shape[0], x.shape[-1]
+    x, *strides = row_groups(x)
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+
+    alone = any(least <= N <= most for least, most in ALONE)
+    twice = TWICE[0] <= N <= TWICE[1]
+
+    def plan() -> Plan:
+        arguments = (M, N, *strides, eps)
+        if N > MAX_TILE:
+            return M, (*arguments, 8192), {"num_warps": 16}
+        if twice:
+            return M, (*arguments, 2048), {"num_warps": 8}
+        if alone:
+            *parts, warps = _row_tile(N)
+            return M, (*arguments, *parts), {"num_warps": warps}
+        itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
+        block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
+        # One program a tile, or, with a prefetch, one a multiprocessor, which walks.
+        grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
+        return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
+
+    kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
+    if N > MAX_TILE or twice:
+        kernel = _layer_norm_wide_fwd_kernel
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
+    return y, stats
+
+
+def _layer_norm_bwd_fake(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, need_dx: bool, need_dw: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
+    dw = torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
+    return dx, dw, torch.empty_like(bias) if need_db and bias is not None else x.new_empty(0)
+
+
+@launcher(
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor stats, bool need_dx, bool need_dw, bool need_db)"
+    " -> (Tensor, Tensor, Tensor)",
+    _layer_norm_bwd_fake,
+)
+def _layer_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dw, db = _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db)
+    if x.numel() == 0:
+        return dx, dw.zero_(), db.zero_()
+    M, N = stats.shape[0], x.shape[-1]
+    dy, *dy_strides = row_groups(dy)
+    x, *x_strides = row_groups(x)
+    weight = weight if weight is None else weight.contiguous()
+    out_dx = dx if need_dx else None
+    arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
+    dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype)
+    key = (arguments, dtypes, need_dx, need_dw, need_db)
+    halves = need_dw + need_db
+    partial: Tensor | None = None
+    if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
+        block_m, block_n, warps, stages, each = _bwd_tile(N, x)
+        # As many programs as run at a time: each has a row of partial sums, which are traffic too.
+        programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
+        if halves:
+            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+
+        # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
+        by_row = block_n > 8192
+
+        def plan() -> Plan:
+            tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, stages)
+            return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
+
+        kernel = _layer_norm_row_bwd_kernel if by_row else _layer_norm_bwd_kernel
+        launch(kernel, key, (dy, x, weight, stats, out_dx, partial), plan)
+    else:
+        if need_dx:
+            # dx and the sums read dy and x once each: together, a wide row would leave no registers for the sums.
+            tensors = (dy, x, weight, stats, dx)
+            launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
+        if halves:
+            # Columns alone are too few programs for wide rows: rows are shared out as well, among four a
+            # multiprocessor.
+            columns = cdiv(N, 1024)
+            programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
+            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+            slices = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
+            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, partial), lambda: slices)
+    if halves:
+        sum_rows(partial, dw if need_dw else db, db if need_dw and need_db else None)  # type: ignore[arg-type]
+    return dx, dw, db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, bias, output[1])
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, need_dx, need_dw, need_db)
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
+
+
+norm_of_rows = differentiable(_layer_norm_fwd, _setup_context, _backward)
