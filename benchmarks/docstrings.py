@@ -31,6 +31,8 @@ EVERYWHERE = {"device": "where the parameters are made.", "dtype": "dtype of the
 
 class Docstrings(griffe.Extension):
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        # Keywords that a function refuses, with a sentence that says how they are passed, are no parameters of it.
+        func.parameters = griffe.Parameters(*(p for p in func.parameters if str(p.annotation) != "NoReturn"))
         self.rewrite(func, [p.name for p in func.parameters if p.name not in ("self", "cls")])
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:

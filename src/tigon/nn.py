@@ -400,16 +400,14 @@ class CrossEntropyLoss(_Loss):
 
 
 class KLDivLoss(_Loss):
-    """`tigon.kl_div` with its options fixed: forward(input, target, labels).
+    """`tigon.kl_div` with its options fixed: forward(input, target, mask).
 
     Unlike `torch.nn.KLDivLoss` it takes a target of log-probabilities and divides by the rows, unless told otherwise.
 
     Args:
         reduction: "batchmean", "mean", "sum" or "rows".
         log_target: False for a target of probabilities.
-        logits: both are logits, softmaxed here.
-        temperature: divides the logits before the softmax.
-        ignore_index: labels of rows that do not count.
+        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
     """
 
     def __init__(
@@ -417,32 +415,26 @@ class KLDivLoss(_Loss):
         *,
         reduction: Reduction = "batchmean",
         log_target: bool = True,
-        logits: bool = False,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
+        temperature: float | None = None,
     ) -> None:
         super().__init__()
         check_choice("KLDivLoss", "reduction", reduction, REDUCTIONS)
         check_positive("KLDivLoss", temperature=temperature)
-        self.reduction, self.log_target, self.logits = reduction, log_target, logits
-        self.temperature, self.ignore_index = temperature, ignore_index
+        self.reduction, self.log_target, self.temperature = reduction, log_target, temperature
 
-    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         return kl_div(
-            input, target, reduction=self.reduction, log_target=self.log_target, logits=self.logits,
-            temperature=self.temperature, labels=labels, ignore_index=self.ignore_index,
-        )  # fmt: skip
+            input, target, reduction=self.reduction, log_target=self.log_target, temperature=self.temperature, mask=mask
+        )
 
 
 class JSDLoss(_Loss):
-    """`tigon.jsd` with its options fixed: forward(input, target, labels).
+    """`tigon.jsd` with its options fixed: forward(input, target, mask).
 
     Args:
         beta: weight of the teacher in the mixture, in [0, 1].
         reduction: "batchmean", "mean", "sum" or "rows".
-        logits: both are logits, softmaxed here.
-        temperature: divides the logits before the softmax.
-        ignore_index: labels of rows that do not count.
+        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
     """
 
     def __init__(
@@ -450,52 +442,39 @@ class JSDLoss(_Loss):
         *,
         beta: float = 0.5,
         reduction: Reduction = "batchmean",
-        logits: bool = False,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
+        temperature: float | None = None,
     ) -> None:
         super().__init__()
         check_choice("JSDLoss", "reduction", reduction, REDUCTIONS)
         check_share("JSDLoss", beta=beta)
         check_positive("JSDLoss", temperature=temperature)
-        self.beta, self.reduction, self.logits = beta, reduction, logits
-        self.temperature, self.ignore_index = temperature, ignore_index
+        self.beta, self.reduction, self.temperature = beta, reduction, temperature
 
-    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        return jsd(
-            input, target, beta=self.beta, reduction=self.reduction, logits=self.logits, temperature=self.temperature,
-            labels=labels, ignore_index=self.ignore_index,
-        )  # fmt: skip
+    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        return jsd(input, target, beta=self.beta, reduction=self.reduction, temperature=self.temperature, mask=mask)
 
 
 class TVDLoss(_Loss):
-    """`tigon.tvd` with its options fixed: forward(input, target, labels).
+    """`tigon.tvd` with its options fixed: forward(input, target, mask).
 
     Args:
         reduction: "batchmean", "mean", "sum" or "rows".
-        logits: both are logits, softmaxed here.
-        temperature: divides the logits before the softmax.
-        ignore_index: labels of rows that do not count.
+        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
     """
 
     def __init__(
         self,
         *,
         reduction: Reduction = "batchmean",
-        logits: bool = False,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
+        temperature: float | None = None,
     ) -> None:
         super().__init__()
         check_choice("TVDLoss", "reduction", reduction, REDUCTIONS)
         check_positive("TVDLoss", temperature=temperature)
-        self.reduction, self.logits, self.temperature, self.ignore_index = reduction, logits, temperature, ignore_index
+        self.reduction, self.temperature = reduction, temperature
 
-    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        return tvd(
-            input, target, reduction=self.reduction, logits=self.logits, temperature=self.temperature, labels=labels,
-            ignore_index=self.ignore_index,
-        )  # fmt: skip
+    def forward(self, input: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        return tvd(input, target, reduction=self.reduction, temperature=self.temperature, mask=mask)
 
 
 class LinearCrossEntropyLoss(_Loss):

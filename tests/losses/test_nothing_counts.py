@@ -60,10 +60,12 @@ MEANS = {
     "linear_cross_entropy, num_valid": lambda x, w, t: linear_cross_entropy(
         x, w, t, num_valid=tigon.losses.ValidCount(t)
     ),
-    "kl_div": lambda x, w, t: tigon.kl_div(logits(x, w), other(), logits=True, labels=t),
-    "kl_div, mean": lambda x, w, t: tigon.kl_div(logits(x, w), other(), logits=True, labels=t, reduction="mean"),
-    "jsd": lambda x, w, t: tigon.jsd(logits(x, w), other(), logits=True, labels=t),
-    "tvd": lambda x, w, t: tigon.tvd(logits(x, w), other(), logits=True, labels=t),
+    "kl_div": lambda x, w, t: tigon.kl_div(logits(x, w), other(), temperature=1.0, mask=t != -100),
+    "kl_div, mean": lambda x, w, t: tigon.kl_div(
+        logits(x, w), other(), temperature=1.0, mask=t != -100, reduction="mean"
+    ),
+    "jsd": lambda x, w, t: tigon.jsd(logits(x, w), other(), temperature=1.0, mask=t != -100),
+    "tvd": lambda x, w, t: tigon.tvd(logits(x, w), other(), temperature=1.0, mask=t != -100),
     **{
         f"distill, {kind}": lambda x, w, t, kind=kind: distill(x, w, *teacher(), t, loss_type=kind, hard_weight=0.5)[0]
         for kind in ("kl", "reverse_kl", "jsd", "tvd", "cosine")

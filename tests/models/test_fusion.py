@@ -749,8 +749,8 @@ def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
     from tigon.parts import mlp
 
     calls, hooked = [], []
-    original = mlp.gated_linear
-    monkeypatch.setattr(mlp, "gated_linear", lambda *a, **k: calls.append(1) or original(*a, **k))
+    original = mlp.gated_linear_saved_by
+    monkeypatch.setattr(mlp, "gated_linear_saved_by", lambda *a, **k: calls.append(1) or original(*a, **k))
     model = build("llama")
     plain, plain_grads = step(model, batch("llama"))
     with tigon.fuse(model):

@@ -31,7 +31,7 @@ def test_same_as_torch(reduction, log_target, backend, device):
 @pytest.mark.parametrize("classes", WIDTHS)
 def test_a_distribution_is_nothing_from_itself(op, classes, backend, device):
     a, _ = pair(device, classes=classes)
-    rows = op(a, a.detach(), logits=True, reduction="rows")
+    rows = op(a, a.detach(), temperature=1.0, reduction="rows")
     rows.sum().backward()
     assert rows.abs().max() < 1e-6
     assert a.grad.abs().max() < (1e-7 if backend == "triton" else 1e-6)
@@ -42,7 +42,7 @@ def test_a_distribution_is_nothing_from_itself(op, classes, backend, device):
 def test_logits_are_their_own_distributions(op, classes, backend, device):
     """Given logits or what they mean: the same loss; and a row's gradient along logits sums to zero."""
     a, b = pair(device, classes=classes)
-    loss = op(a, b, logits=True, temperature=2.0)
+    loss = op(a, b, temperature=2.0)
     as_given = F.softmax if op is tigon.tvd else F.log_softmax
     torch.testing.assert_close(loss, op(as_given(a / 2, -1), as_given(b / 2, -1)), rtol=1e-5, atol=1e-6)
     loss.backward()
@@ -55,8 +55,8 @@ def test_logits_are_their_own_distributions(op, classes, backend, device):
 def test_a_constant_changes_nothing(op, offset, classes, backend, device):
     """Logits have no zero: not in the exponentials, and not in the difference of the two sides."""
     a, b = (t.detach().mul(64).round().div(64) for t in pair(device, classes=classes))  # 1e4 + a is exact
-    moved = op((a + offset), b, logits=True, reduction="rows")
-    torch.testing.assert_close(moved, op(a, b, logits=True, reduction="rows"), rtol=2e-6, atol=2e-7)
+    moved = op((a + offset), b, temperature=1.0, reduction="rows")
+    torch.testing.assert_close(moved, op(a, b, temperature=1.0, reduction="rows"), rtol=2e-6, atol=2e-7)
 
 
 def test_beta_goes_from_one_kl_to_the_other(backend, device):
@@ -82,9 +82,9 @@ def test_classes_of_probability_zero_contribute_nothing(op, backend, device):
     a, b = pair(device)
     hidden = torch.arange(50, device=device) >= 40
     masked = a.detach().masked_fill(hidden, -torch.inf).requires_grad_()
-    loss = op(masked, b.masked_fill(hidden, -torch.inf), logits=True)
+    loss = op(masked, b.masked_fill(hidden, -torch.inf), temperature=1.0)
     loss.backward()
-    expected = op(a[:, :40], b[:, :40], logits=True)
+    expected = op(a[:, :40], b[:, :40], temperature=1.0)
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(masked.grad[:, :40], a.grad[:, :40])
@@ -109,18 +109,18 @@ def test_ignored_rows_are_not_read_and_do_not_count(op, logits, backend, device)
     a, b = pair(device)
     a, b = (a, b) if logits else (a.softmax(-1).log(), b.softmax(-1).log())
     a, b = (a, b) if logits or op is not tigon.tvd else (a.exp(), b.exp())
-    labels = torch.tensor([3, -100, 5, 1, -100, 0], device=device)
-    valid = labels != -100
+    options = {"temperature": 1.0 if logits else None}
+    valid = torch.tensor([3, -100, 5, 1, -100, 0], device=device) != -100
     a = a.detach().masked_fill(~valid.unsqueeze(-1), torch.nan if backend == "triton" else 0.0).requires_grad_()
     kept = a.detach()[valid].requires_grad_()
     for reduction in ("batchmean", "mean", "sum"):
-        loss = op(a, b, logits=logits, labels=labels, reduction=reduction)
-        expected = op(kept, b[valid], logits=logits, reduction=reduction)
+        loss = op(a, b, mask=valid, reduction=reduction, **options)
+        expected = op(kept, b[valid], reduction=reduction, **options)
         torch.testing.assert_close(loss, expected)
     (grad,) = torch.autograd.grad(loss, a)
     torch.testing.assert_close(grad[valid], *torch.autograd.grad(expected, kept))
     assert (grad[~valid] == 0).all()
-    rows = op(a, b, logits=logits, labels=labels, reduction="rows")
+    rows = op(a, b, mask=valid, reduction="rows", **options)
     assert (rows[~valid] == 0).all()
 
 
@@ -128,8 +128,7 @@ def test_ignored_rows_are_not_read_and_do_not_count(op, logits, backend, device)
 def test_no_valid_row(op, backend, device):
     """0 for the means, where torch has NaN, and for the sum, and no gradient."""
     a, b = pair(device)
-    labels = torch.full((6,), 7, device=device)
-    options = {"logits": True, "labels": labels, "ignore_index": 7}
+    options = {"temperature": 1.0, "mask": torch.zeros(6, dtype=torch.bool, device=device)}
     for reduction in ("batchmean", "mean", "sum"):
         a.grad = None
         total = op(a, b, reduction=reduction, **options)
@@ -145,7 +144,7 @@ def test_nan_is_seen(op, classes, backend, device):
         both = [t.detach().clone() for t in pair(device, classes=classes)]
         both[side][2, 7] = torch.nan
         a = both[0].requires_grad_()
-        rows = op(a, both[1], logits=True, reduction="rows")
+        rows = op(a, both[1], temperature=1.0, reduction="rows")
         rows.sum().backward()
         others = [0, 1, 3, 4, 5]
         assert rows[2].isnan()
@@ -171,16 +170,27 @@ def test_a_teacher_that_would_learn_is_refused_only_where_it_would(backend, devi
     a, b = pair(device)
     b.requires_grad_()
     with pytest.raises(ValueError, match="target must not require a gradient"):
-        tigon.jsd(a, b, logits=True)
+        tigon.jsd(a, b, temperature=1.0)
     with torch.no_grad():
-        tigon.jsd(a, b, logits=True)
-    tigon.jsd(a, b.detach(), logits=True).backward()
+        tigon.jsd(a, b, temperature=1.0)
+    tigon.jsd(a, b.detach(), temperature=1.0).backward()
 
 
-def test_labels_elsewhere_get_a_sentence(device):
+def test_a_mask_elsewhere_gets_a_sentence(device):
     x = torch.randn(3, 5, device=device)
-    with pytest.raises(ValueError, match="kl_div: labels must be integers on"):
-        tigon.kl_div(x, x, logits=True, labels=torch.zeros(3, dtype=torch.long, device="meta"))
+    with pytest.raises(ValueError, match="kl_div: mask must be booleans on"):
+        tigon.kl_div(x, x, mask=torch.ones(3, dtype=torch.bool, device="meta"))
+
+
+@OF_LOGITS
+def test_a_mask_is_read_where_it_lies(op, backend, device):
+    """Every second element of a longer mask."""
+    a, b = pair(device)
+    mask = torch.tensor([True, False, True, True, False, True], device=device)
+    longer = mask.repeat_interleave(2)
+    longer[1::2] ^= True
+    expected = op(a, b, temperature=1.0, mask=mask, reduction="rows")
+    assert torch.equal(op(a, b, temperature=1.0, mask=longer[::2], reduction="rows"), expected)
 
 
 @pytest.mark.gpu
@@ -188,7 +198,7 @@ def test_labels_elsewhere_get_a_sentence(device):
 def test_more_than_two_to_the_31_elements(op, device, triton_backend):
     a = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     b = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16)
-    op(a, b, logits=True, reduction="sum").backward()
+    op(a, b, temperature=1.0, reduction="sum").backward()
     last = a[-2:].detach().clone().requires_grad_()
-    op(last, b[-2:], logits=True, reduction="sum").backward()
+    op(last, b[-2:], temperature=1.0, reduction="sum").backward()
     assert torch.equal(a.grad[-2:], last.grad)

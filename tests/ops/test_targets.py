@@ -27,12 +27,6 @@ def logits_of(x, w):
     return (x @ w.t()).flatten(0, 1)
 
 
-def divergence(fn):
-    return lambda x, w, target, **o: fn(
-        logits_of(x, w), logits_of(2 * x, w).detach(), labels=target.flatten(), logits=True, **o
-    )
-
-
 REFERENCE = {"ref_logps": torch.full((S,), -30.0), "kl": 0.1}
 PAIRS = {"ref_chosen_logps": torch.full((2,), -30.0), "ref_rejected_logps": torch.full((2,), -30.0)}
 TEACHER = torch.zeros(S * T, 1).long(), -torch.ones(S * T, 1)
@@ -45,9 +39,6 @@ def on(x, options):
 OPERATORS = {
     "cross_entropy": lambda x, w, t, **o: tigon.cross_entropy(logits_of(x, w), t.flatten(), **o),
     "logprob": lambda x, w, t, **o: tigon.logprob(logits_of(x, w), t.flatten(), **o).logprob.sum(),
-    "kl_div": divergence(tigon.kl_div),
-    "jsd": divergence(tigon.jsd),
-    "tvd": divergence(tigon.tvd),
     "linear_cross_entropy": linear_cross_entropy,
     "linear_logprob": lambda x, w, t, **o: linear_logprob(x, w, t, **o).logprob.sum(),
     "dpo": lambda x, w, t, **o: flat.dpo(x, w, t, **on(x, PAIRS), **o)[0],

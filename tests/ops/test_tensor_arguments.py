@@ -54,7 +54,17 @@ def test_other_arguments():
         losses.distill(X, HEAD.weight, losses.Hidden(X, nn.Embedding(16, 8)))
     with pytest.raises(ValueError, match=r"linear_cross_entropy: bias must be a tensor, got Linear: pass its bias"):
         tigon.linear_cross_entropy(X, tigon.Head(HEAD.weight, HEAD), TARGET)
-    with pytest.raises(ValueError, match=r"gated_mlp: down_weight must be a tensor, got Linear: pass its weight"):
-        tigon.gated_mlp(X, HEAD.weight, HEAD.weight, nn.Linear(16, 8))
+    with pytest.raises(ValueError, match=r"gated_mlp: down must be a weight, a pair .* got Embedding\.$"):
+        tigon.gated_mlp(X, HEAD.weight, HEAD.weight, nn.Embedding(16, 8))
+    with pytest.raises(ValueError, match=r"gated_mlp: gate must be .* got tuple of Linear, Parameter\.$"):
+        tigon.gated_mlp(X, (HEAD, HEAD.bias), HEAD.weight, HEAD)
     with pytest.raises(ValueError, match=r"moe_mlp: down must be a tensor, got list\.$"):
         tigon.moe_mlp(X[0], TARGET[0, :, None], X[0, :, :1], torch.ones(1, 8, 8), [1.0])
+
+
+def test_a_layer_of_a_gated_mlp_is_a_weight_a_pair_or_a_linear(backend):
+    gate, up, down = nn.Linear(8, 6), nn.Linear(8, 6, bias=False), nn.Linear(6, 8)
+    expected = tigon.gated_mlp(X, gate, up, down)
+    torch.testing.assert_close(expected, down(torch.nn.functional.silu(gate(X)) * up(X)))
+    pairs = (gate.weight, gate.bias), up.weight, (down.weight, down.bias)
+    assert torch.equal(tigon.gated_mlp(X, *pairs), expected)

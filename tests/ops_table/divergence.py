@@ -14,43 +14,39 @@ from ops_table.row import Bad, Case, Inputs, Op
 from tigon.ops.divergence import divergence_reference, jsd, kl_div, tvd
 
 
-def _make_divergence(forms: tuple[str, str], labels: bool = False, target_dtype: torch.dtype | None = None):
+def _make_divergence(forms: tuple[str, str], masked: bool = False, target_dtype: torch.dtype | None = None):
     """forms: what input and target hold, of "logits", "log" and "probabilities"."""
 
-    def make(shape, dtype, generator, forms=forms, labels=labels, target_dtype=target_dtype):
+    def make(shape, dtype, generator, forms=forms, masked=masked, target_dtype=target_dtype):
         def side(form: str, dtype: torch.dtype) -> Tensor:
             z = 2 * torch.randn(shape, generator=generator)
             z = {"logits": lambda: z, "log": lambda: z.log_softmax(-1), "probabilities": lambda: z.softmax(-1)}[form]()
             return z.to(dtype)
 
         a, b = side(forms[0], dtype), side(forms[1], target_dtype or dtype)
-        if not labels:
-            return a, b, None
-        rows = torch.arange(math.prod(shape[:-1])).view(shape[:-1])
-        return a, b, torch.where(rows % 4 == 1, -100, rows)
+        return a, b, torch.arange(math.prod(shape[:-1])).view(shape[:-1]) % 4 != 1 if masked else None
 
     return make
 
 
 def _public(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda input, target, labels=None, **options: fn(input, target, labels=labels, **options)
+    return lambda input, target, mask=None, **options: fn(input, target, mask=mask, **options)
 
 
-def _reduced(rows: Tensor, input: Tensor, labels: Tensor | None, reduction: str) -> Tensor:
+def _reduced(rows: Tensor, input: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     if reduction in ("rows", "sum"):
         return rows if reduction == "rows" else rows.sum()
-    valid = max(1, rows.numel()) if labels is None else (labels != -100).sum().clamp(min=1)  # over no row: 0
+    valid = max(1, rows.numel()) if mask is None else mask.sum().clamp(min=1)  # over no row: 0
     return rows.sum() / valid / (input.shape[-1] if reduction == "mean" else 1)
 
 
 def _reference(name: str) -> Callable[..., Tensor]:
-    def reference(
-        input, target, labels=None, *, reduction="batchmean", logits=False, temperature=1.0, log_target=True, beta=0.0
-    ):
+    def reference(input, target, mask=None, *, reduction="batchmean", temperature=None, log_target=True, beta=0.0):
         kind = {"kl_div": "kl", "tvd": "tvd", "jsd": {0: "kl", 1: "reverse"}.get(beta, "jsd")}[name]
-        form = "logits" if logits else "log" if name == "jsd" or (name == "kl_div" and log_target) else "probabilities"
-        rows = divergence_reference(input, target, labels, kind, form, beta, temperature, -100)
-        return _reduced(rows, input, labels, reduction)
+        form = "log" if name == "jsd" or (name == "kl_div" and log_target) else "probabilities"
+        form = form if temperature is None else "logits"
+        rows = divergence_reference(input, target, mask, kind, form, beta, temperature or 1.0)
+        return _reduced(rows, input, mask, reduction)
 
     return reference
 
@@ -69,23 +65,21 @@ def _eager(name: str) -> Callable[..., Tensor]:
         to_p = F.kl_div(log_m, b, reduction="none", log_target=True)
         return beta * to_p + (1 - beta) * F.kl_div(log_m, a, reduction="none", log_target=True)
 
-    def eager(
-        input, target, labels=None, *, reduction="batchmean", logits=False, temperature=1.0, log_target=True, beta=0.0
-    ):
+    def eager(input, target, mask=None, *, reduction="batchmean", temperature=None, log_target=True, beta=0.0):
         a, b = (t if t.dtype == torch.float64 else t.float() for t in (input, target))
-        if logits:
+        if temperature is not None:
             a, b = F.log_softmax(a / temperature, -1), F.log_softmax(b / temperature, -1)
             a, b = (a.exp(), b.exp()) if name == "tvd" else (a, b)
         rows = elements(a, b, log_target, beta).sum(-1)
-        rows = rows if labels is None else torch.where(labels == -100, 0.0, rows)
-        return _reduced(rows, input, labels, reduction)
+        rows = rows if mask is None else torch.where(mask, rows, 0.0)
+        return _reduced(rows, input, mask, reduction)
 
     return eager
 
 
 def _bad(name: str) -> tuple[Bad, ...]:
-    def inputs(input=(3, 7), target=(3, 7), labels=None, dtype=torch.float32, grad=False) -> Callable[[], Inputs]:
-        return lambda: (torch.ones(input), torch.ones(target, dtype=dtype, requires_grad=grad), labels)
+    def inputs(input=(3, 7), target=(3, 7), mask=None, dtype=torch.float32, grad=False) -> Callable[[], Inputs]:
+        return lambda: (torch.ones(input), torch.ones(target, dtype=dtype, requires_grad=grad), mask)
 
     return (
         Bad(
@@ -98,21 +92,20 @@ def _bad(name: str) -> tuple[Bad, ...]:
         Bad(inputs((), ()), rf"{name}: input must be \(\.\.\., V\) floats, got \(\)"),
         Bad(inputs(grad=True), rf"{name}: target must not require a gradient.*detach"),
         Bad(
-            inputs(labels=torch.zeros(4).long()),
-            rf"{name}: labels must be integers on .*, one a row, \(3,\), got \(4,\)",
+            inputs(mask=torch.ones(4, dtype=torch.bool)),
+            rf"{name}: mask must be booleans on .*, one a row, \(3,\), got \(4,\)",
         ),
-        Bad(inputs(labels=torch.zeros(3)), rf"{name}: labels must be integers.*torch.float32"),
-        Bad(inputs(), rf"{name}: temperature must be positive, and 1 without logits", {"temperature": 2.0}),
-        Bad(inputs(), rf"{name}: temperature must be positive.*got 0", {"temperature": 0, "logits": True}),
+        Bad(inputs(mask=torch.zeros(3).long()), rf"{name}: mask must be booleans.*torch.int64"),
+        Bad(inputs(), rf"{name}: temperature must be positive or None, got 0", {"temperature": 0}),
     )
 
 
 _LOG, _LOGITS = ("log", "log"), ("logits", "logits")
 _GIVEN = {"forms": _LOGITS}
 _MODELS = (
-    Case("Llama-2-7B", (8192, 32000), {"logits": True}, _GIVEN),
+    Case("Llama-2-7B", (8192, 32000), {"temperature": 1.0}, _GIVEN),
     Case("Llama-3-8B", (4096, 128256)),
-    Case("labels", (4096, 128256), {"logits": True, "temperature": 2.0}, {**_GIVEN, "labels": True}),
+    Case("masked rows", (4096, 128256), {"temperature": 2.0}, {**_GIVEN, "masked": True}),
     Case("fp32 teacher", (4096, 128256), {}, {"target_dtype": torch.float32}),
 )
 
@@ -120,22 +113,22 @@ _MODELS = (
 def _cases(typical: dict[str, Any] | None = None) -> tuple[Case, ...]:
     more = typical or {}
     return (
-        Case("logits", (6, 100), {"logits": True, **more}, {**_GIVEN, "labels": True}),
+        Case("logits", (6, 100), {"temperature": 1.0, **more}, {**_GIVEN, "masked": True}),
         Case("least", (1, 2), {"reduction": "sum", **more}, draws=64),
         Case("beyond one block", (3, 5000), {"reduction": "rows", **more}),
-        Case("logits beyond one block", (2, 2, 9000), {"logits": True, "temperature": 2.0, **more}, _GIVEN),
-        Case("mean", (6, 130), {"reduction": "mean", **more}, {"labels": True}),
+        Case("logits beyond one block", (2, 2, 9000), {"temperature": 2.0, **more}, _GIVEN),
+        Case("mean", (6, 130), {"reduction": "mean", **more}, {"masked": True}),
         Case(
             "fp32 teacher",
             (6, 130),
-            {"reduction": "rows", "logits": True, **more},
+            {"reduction": "rows", "temperature": 1.0, **more},
             {**_GIVEN, "target_dtype": torch.float32},
         ),
     )
 
 
 _LARGE = (
-    Case("logits", (1000, 4096), {"logits": True, "reduction": "rows"}, {**_GIVEN, "labels": True}),
+    Case("logits", (1000, 4096), {"temperature": 1.0, "reduction": "rows"}, {**_GIVEN, "masked": True}),
     Case("beyond one block", (100, 40000), {"reduction": "rows"}),
 )
 
@@ -155,8 +148,8 @@ KL_DIV = Op(
         *_bad("kl_div"),
         Bad(
             lambda: (torch.ones(2), torch.ones(2)),
-            r"kl_div: log_target must be True with logits=True.*got False",
-            {"logits": True, "log_target": False},
+            r"kl_div: log_target must be True with a temperature.*got False",
+            {"temperature": 1.0, "log_target": False},
         ),
     ),
     launches=("divergence_fwd", "divergence_bwd"),
@@ -175,7 +168,7 @@ JSD = Op(
     make=_make_divergence(_LOG),
     cases=(
         *_cases({"beta": 0.3}),
-        Case("reverse KL of logits", (6, 130), {"beta": 1.0, "logits": True}, _GIVEN),
+        Case("reverse KL of logits", (6, 130), {"beta": 1.0, "temperature": 1.0}, _GIVEN),
         Case("reverse KL", (6, 130), {"beta": 1.0, "reduction": "rows"}),
         Case("forward KL", (6, 130), {"beta": 0.0}),
     ),

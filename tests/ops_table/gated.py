@@ -232,8 +232,9 @@ def eager_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_b
 
 
 def _public_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
-    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    return gated_mlp(x, gate_weight, up_weight, down_weight, **biases, **options)
+    """With a bias where there is one: a weight alone is a layer too."""
+    pairs = ((gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias))
+    return gated_mlp(x, *(weight if bias is None else (weight, bias) for weight, bias in pairs), **options)
 
 
 def _bad_gated_mlp(**replaced: Any) -> Callable[[], Inputs]:
@@ -265,10 +266,10 @@ GATED_MLP = Op(
     empty=((0, 8, 4, 8),),
     bad=(
         Bad(_bad_gated_mlp(), r"gated_mlp: act must be one of .*got 'tanh'", {"act": "tanh"}),
-        Bad(_bad_gated_mlp(up=torch.ones(5, 4)), r"gated_mlp: up_weight must be \(6, 4\)|down_weight must be"),
-        Bad(_bad_gated_mlp(down=torch.ones(5, 4)), r"gated_mlp: down_weight must be \(5, 6\).*got \(5, 4\)"),
-        Bad(_bad_gated_mlp(gate_bias=torch.ones(4)), r"gated_mlp: gate_bias must be \(6,\).*got \(4,\)"),
-        Bad(_bad_gated_mlp(gate=torch.ones(7, 4), up=None), r"gated_mlp: gate_weight must be \(2N, 4\).*got \(7, 4\)"),
+        Bad(_bad_gated_mlp(up=torch.ones(5, 4)), r"gated_mlp: up must be \(6, 4\).*got \(5, 4\)"),
+        Bad(_bad_gated_mlp(down=torch.ones(5, 4)), r"gated_mlp: down must be \(5, 6\).*got \(5, 4\)"),
+        Bad(_bad_gated_mlp(gate_bias=torch.ones(4)), r"gated_mlp: gate must have a bias \(6,\).*got \(4,\)"),
+        Bad(_bad_gated_mlp(gate=torch.ones(7, 4), up=None), r"gated_mlp: gate must be \(2N, 4\).*got \(7, 4\)"),
         Bad(_bad_gated_mlp(x=torch.ones(3, 4).long()), r"gated_mlp: x must be .*torch.int64"),
     ),
     launches=("gated_mlp_fwd", "gated_mlp_bwd"),

@@ -8,7 +8,7 @@ and rounded once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +18,41 @@ from tigon.linear import weight_gradient
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.runtime import autocast_device, autocast_dtype, check_tensors, differentiable, launcher, use_triton
+from tigon.runtime import (
+    Layer,
+    autocast_device,
+    autocast_dtype,
+    check_tensors,
+    differentiable,
+    launcher,
+    unknown_keyword,
+    use_triton,
+    weight_and_bias,
+)
 
 # Tensors of a tile that are alive at once in the backward pass: gate, up, and the product's gradient.
 HELD = 3
 
 
+HOMES = {
+    f"{layer}_{part}": f"{layer}=({layer}_weight, {layer}_bias)"
+    for layer in ("gate", "up", "down")
+    for part in ("weight", "bias")
+}
+
+
 def gated_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, *, gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: Act = "silu", tile_bytes: int | None = None,
+    x: Tensor, gate: Layer, up: Layer | None, down: Layer, *, act: Act = "silu", tile_bytes: int | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """(act(x gate_weightᵀ + gate_bias) · (x up_weightᵀ + up_bias)) down_weightᵀ + down_bias, keeping x alone.
+    """down(act(gate(x)) · up(x)) of three linear layers, keeping x alone.
 
     Args:
         x: (..., H).
-        gate_weight: (N, H), or (2N, H) holding gate and up one after the other when up_weight is None.
-        up_weight: (N, H), or None.
-        down_weight: (M, N).
-        gate_bias, up_bias, down_bias: of the width of their weight's rows, or None.
+        gate: a weight (N, H), a pair of it and a bias (N,), or a `torch.nn.Linear`. Where up is None it has 2N rows, of
+            gate and up one after the other.
+        up: likewise, (N, H); or None.
+        down: likewise, (M, N).
         act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
         tile_bytes: of gate, up and one gradient of their width, together. By default TIGON_CHUNK_BYTES, else 1 GiB
             (32 MiB on a CPU).
@@ -45,10 +62,15 @@ def gated_mlp(
 
     Replaces::
 
-        y = F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
+        y = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     """
+    if unknown:
+        raise unknown_keyword("gated_mlp", unknown, HOMES)
     checked_act("gated_mlp", act)
-    check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    check_tensors("gated_mlp", x=x)
+    gate_weight, gate_bias = weight_and_bias("gated_mlp", "gate", gate)
+    up_weight, up_bias = (None, None) if up is None else weight_and_bias("gated_mlp", "up", up)
+    down_weight, down_bias = weight_and_bias("gated_mlp", "down", down)
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     device = x.device.type
     dtype = autocast_dtype(device)
@@ -67,23 +89,18 @@ def _checked(
         raise ValueError(f"gated_mlp: x must be (..., H) floats, got {tuple(x.shape)} {x.dtype}.")
     H, rows = x.shape[-1], gate_weight.shape[0] if gate_weight.dim() == 2 else -1
     if up_weight is None and rows % 2:
-        raise ValueError(
-            f"gated_mlp: gate_weight must be (2N, {H}) where up_weight is None, got {tuple(gate_weight.shape)}."
-        )
+        raise ValueError(f"gated_mlp: gate must be (2N, {H}) where up is None, got {tuple(gate_weight.shape)}.")
     N = rows if up_weight is not None else rows // 2
     M = down_weight.shape[0]
-    for name, weight, shape in (
-        ("gate_weight", gate_weight, (rows, H)), ("up_weight", up_weight, (N, H)),
-        ("down_weight", down_weight, (M, N)), ("gate_bias", gate_bias, (rows,)), ("up_bias", up_bias, (N,)),
-        ("down_bias", down_bias, (M,)),
+    for name, t, shape in (
+        ("gate must be", gate_weight, (rows, H)), ("gate must have a bias", gate_bias, (rows,)),
+        ("up must be", up_weight, (N, H)), ("up must have a bias", up_bias, (N,)),
+        ("down must be", down_weight, (M, N)), ("down must have a bias", down_bias, (M,)),
     ):  # fmt: skip
-        if weight is not None and (tuple(weight.shape) != shape or weight.dtype != x.dtype):
+        if t is not None and (tuple(t.shape) != shape or t.dtype != x.dtype):
             raise ValueError(
-                f"gated_mlp: {name} must be {shape} {x.dtype}, to fit x {tuple(x.shape)}, got {tuple(weight.shape)} "
-                f"{weight.dtype}."
+                f"gated_mlp: {name} {shape} {x.dtype}, to fit x {tuple(x.shape)}, got {tuple(t.shape)} {t.dtype}."
             )
-    if up_weight is None and up_bias is not None:
-        raise ValueError("gated_mlp: up_bias must be None where up_weight is: gate_bias holds both.")
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not use_triton(*tensors):
         return gated_mlp_reference(*tensors, act)

@@ -13,88 +13,81 @@ them. Given logits, neither side's log-probabilities are ever made: a row keeps 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
-from tigon.ops.targets import as_labels
 from tigon.runtime import (
     Plan,
     cdiv,
     differentiable,
-    do_not_specialize,
     jit,
     launch,
     launcher,
     next_power_of_2,
     rows_of,
     tl,
+    unknown_keyword,
     use_triton,
 )
 from tigon.tiles.constants import LN2, LOG2E, LOWEST
 from tigon.tiles.divergence import half_sign, sides
 from tigon.tiles.fold import fold
 
-REDUCTIONS = ("batchmean", "mean", "sum", "rows")
+Reduction = Literal["batchmean", "mean", "sum", "rows"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+HOMES = {
+    "logits": "temperature=1.0, since with any temperature both sides are logits",
+    "labels": "mask=labels != ignore_index",
+    "ignore_index": "mask=labels != ignore_index",
+}
 
 
 def kl_div(
-    input: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = "batchmean",
-    log_target: bool = True,
-    logits: bool = False,
-    temperature: float = 1.0,
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", log_target: bool = True,
+    temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     """KL(P ‖ Q) of each row: the target's P against the input's Q.
 
     Args:
         input: (..., V) log-probabilities, or logits; any float dtype.
         target: (..., V), of input's shape: log-probabilities, probabilities or logits. It gets no gradient.
-        reduction: "batchmean" divides the sum by the number of valid rows (`F.kl_div` by the first dimension, which is
-            the same for (M, V)), "mean" by the number of their elements, "sum" does not divide, "rows" gives one value
-            a row.
+        reduction: "batchmean" divides the sum by the number of rows that count (`F.kl_div` by the first dimension,
+            which is the same for (M, V)), "mean" by the number of their elements, "sum" does not divide, "rows" gives
+            one value a row.
         log_target: False for a target of probabilities. `F.kl_div` has the other default.
-        logits: both are logits, softmaxed here.
-        temperature: divides the logits before the softmax. The loss is not multiplied by its square.
-        labels, ignore_index: (...), integers; rows where they are ignore_index give 0, no gradient, and do not count.
+        temperature: both sides are logits, softmaxed here: divides them first, so 1.0 takes them as they are. The loss
+            is not multiplied by its square. None: input holds log-probabilities.
+        mask: (...), booleans, such as `labels != -100`: False for rows that give 0, no gradient, and do not count.
     Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0. The
         means over no row are 0, with a gradient of 0.
     Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
 
-    Replaces (logits=True, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
+    Replaces (given a temperature, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
 
         log_q = F.log_softmax(input.float() / temperature, dim=-1)
         log_p = F.log_softmax(target.float() / temperature, dim=-1)
         loss = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     """
-    if logits and not log_target:
-        raise ValueError("kl_div: log_target must be True with logits=True, since both sides are softmaxed, got False.")
-    form = "logits" if logits else "log" if log_target else "probabilities"
-    return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, labels, ignore_index)
+    if unknown:
+        raise unknown_keyword("kl_div", unknown, HOMES)
+    if temperature is not None and not log_target:
+        raise ValueError("kl_div: log_target must be True with a temperature, which softmaxes both sides, got False.")
+    form = "logits" if temperature is not None else "log" if log_target else "probabilities"
+    return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, mask)
 
 
 def jsd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 0.5,
-    reduction: str = "batchmean",
-    logits: bool = False,
-    temperature: float = 1.0,
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: Reduction = "batchmean",
+    temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     """Generalised Jensen-Shannon divergence of each row, as in on-policy distillation.
 
     Args:
         input, target: (..., V) log-probabilities, or logits; any float dtypes. The target gets no gradient.
         beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
-        reduction, logits, temperature, labels, ignore_index: as for `kl_div`.
+        reduction, temperature, mask: as for `kl_div`.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
 
@@ -105,28 +98,25 @@ def jsd(
         to_q = F.kl_div(log_m, log_q, reduction="batchmean", log_target=True)
         loss = beta * to_p + (1 - beta) * to_q
     """
+    if unknown:
+        raise unknown_keyword("jsd", unknown, HOMES)
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"jsd: beta must lie in [0, 1], got {beta}.")
     kind = "kl" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
-    form = "logits" if logits else "log"
-    return _divergence("jsd", kind, form, input, target, reduction, beta, temperature, labels, ignore_index)
+    form = "log" if temperature is None else "logits"
+    return _divergence("jsd", kind, form, input, target, reduction, beta, temperature, mask)
 
 
 def tvd(
-    input: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = "batchmean",
-    logits: bool = False,
-    temperature: float = 1.0,
-    labels: Tensor | None = None,
-    ignore_index: int = -100,
-) -> Tensor:
+    input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", temperature: float | None = None,
+    mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
 
     Args:
         input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
-        reduction, logits, temperature, labels, ignore_index: as for `kl_div`.
+        reduction, mask: as for `kl_div`.
+        temperature: as for `kl_div`; None: both sides are probabilities.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`.
 
@@ -134,13 +124,15 @@ def tvd(
 
         loss = 0.5 * (input - target).abs().sum(-1).mean()
     """
-    form = "logits" if logits else "probabilities"
-    return _divergence("tvd", "tvd", form, input, target, reduction, 0.0, temperature, labels, ignore_index)
+    if unknown:
+        raise unknown_keyword("tvd", unknown, HOMES)
+    form = "probabilities" if temperature is None else "logits"
+    return _divergence("tvd", "tvd", form, input, target, reduction, 0.0, temperature, mask)
 
 
 def _divergence(
-    name: str, kind: str, form: str, input: Tensor, target: Tensor, reduction: str, beta: float, temperature: float,
-    labels: Tensor | None, ignore_index: int,
+    name: str, kind: str, form: str, input: Tensor, target: Tensor, reduction: str, beta: float,
+    temperature: float | None, mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     if reduction not in REDUCTIONS:
         more = " For one value an element there is torch.nn.functional.kl_div." if reduction == "none" else ""
@@ -154,35 +146,33 @@ def _divergence(
         )
     if target.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: target must not require a gradient, as it gets none, got one that does: detach it.")
-    if temperature <= 0 or (temperature != 1.0 and form != "logits"):
-        raise ValueError(f"{name}: temperature must be positive, and 1 without logits=True, got {temperature}.")
-    if labels is not None and (
-        labels.shape != input.shape[:-1] or labels.dtype.is_floating_point or labels.device != input.device
-    ):
+    if temperature is None:
+        temperature = 1.0
+    elif not temperature > 0:
+        raise ValueError(f"{name}: temperature must be positive or None, got {temperature}.")
+    if mask is not None and (mask.shape != input.shape[:-1] or mask.dtype != torch.bool or mask.device != input.device):
         raise ValueError(
-            f"{name}: labels must be integers on {input.device}, one a row, {tuple(input.shape[:-1])}, "
-            f"got {tuple(labels.shape)} {labels.dtype} on {labels.device}."
+            f"{name}: mask must be booleans on {input.device}, one a row, {tuple(input.shape[:-1])}, "
+            f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
         )
-    labels = None if labels is None else as_labels(labels, ignore_index)
-    options = (kind, form, beta, temperature, ignore_index)
-    rows = _rows(input, target, labels, *options) if use_triton(input, target) else None
+    options = (kind, form, beta, temperature)
+    rows = _rows(input, target, mask, *options) if use_triton(input, target) else None
     if rows is None:
-        rows = divergence_reference(input, target, labels, *options)
+        rows = divergence_reference(input, target, mask, *options)
     if reduction == "rows":
         return rows
-    if labels is None:
+    if mask is None:
         total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
     else:
         total = rows.sum()
         if reduction != "sum":
-            total = total / (labels != ignore_index).sum().clamp(min=1)  # the mean over no row is 0
+            total = total / mask.sum().clamp(min=1)  # the mean over no row is 0
     return total / max(1, input.shape[-1]) if reduction == "mean" else total
 
 
 def divergence_reference(
-    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
-    ignore_index: int,
-) -> Tensor:  # fmt: skip
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> Tensor:
     """One value a row, (...)."""
     acc = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     a, b = input.to(acc), target.to(acc)
@@ -206,7 +196,7 @@ def divergence_reference(
     else:
         raise NotImplementedError(f"divergence_reference: {kind!r} has no formula.")
     rows = terms.sum(-1)
-    return rows if labels is None else torch.where(labels == ignore_index, 0.0, rows)
+    return rows if mask is None else torch.where(mask, rows, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -224,20 +214,19 @@ def _split(lse):
 
 
 @jit
-@do_not_specialize("ignore_index")
 def _divergence_fwd_kernel(
-    input_ptr, target_ptr, labels_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, ignore_index, beta, k,
+    input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, beta, k,
     KIND: tl.constexpr, FORM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if labels_ptr is not None:
-        label = tl.load(labels_ptr + row)
-        if label == ignore_index:
+    if mask_ptr is not None:
+        counts = tl.load(mask_ptr + row)
+        if counts == 0:
             # Neither side of an ignored row is read: a prompt costs no traffic.
             tl.store(rows_ptr + row, 0.0)
             if FORM == "logits":
                 # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is
-                # NaN), and the backward then needs no labels.
+                # NaN), and the backward then needs no mask.
                 tl.store(stats_ptr + 3 * row, float("inf"))
             return
     input_ptr += row * stride_im
@@ -313,10 +302,9 @@ def _divergence_fwd_kernel(
 
 
 @jit
-@do_not_specialize("ignore_index")
 def _divergence_bwd_kernel(
-    drows_ptr, input_ptr, target_ptr, labels_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm,
-    ignore_index, beta, k, KIND: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
+    drows_ptr, input_ptr, target_ptr, mask_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm, beta, k,
+    KIND: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -326,8 +314,8 @@ def _divergence_bwd_kernel(
     if FORM == "logits":
         high_a, low_a = _split(tl.load(stats_ptr + 3 * row))
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
-    elif labels_ptr is not None:
-        valid = tl.load(labels_ptr + row) != ignore_index
+    elif mask_ptr is not None:
+        valid = tl.load(mask_ptr + row) != 0
     mask = (cols < V) & valid
     # Ignored rows are not read: their mask is empty.
     b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
@@ -375,30 +363,28 @@ def _bwd_tile(v: int) -> tuple[int, int]:
 
 
 def _divergence_fwd_fake(
-    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> tuple[Tensor, Tensor]:
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
     return rows, input.new_empty((rows.numel() if form == "logits" else 0, 3), dtype=torch.float64)
 
 
 @launcher(
-    "(Tensor input, Tensor target, Tensor? labels, str kind, str form, float beta, float temperature, int ignore_index)"
+    "(Tensor input, Tensor target, Tensor? mask, str kind, str form, float beta, float temperature)"
     " -> (Tensor, Tensor)",
     _divergence_fwd_fake,
 )
 def _divergence_fwd(
-    input: Tensor, target: Tensor, labels: Tensor | None, kind: str, form: str, beta: float, temperature: float,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows, stats = _divergence_fwd_fake(input, target, labels, kind, form, beta, temperature, ignore_index)
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    rows, stats = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature)
     if input.numel() == 0:
         return rows.zero_(), stats
     a, b = rows_of(input), rows_of(target)
     M, V = a.shape
-    arguments = (V, a.stride(0), b.stride(0), ignore_index, beta, LOG2E.value / temperature, kind, form)
-    tensors = (a, b, None if labels is None else labels.contiguous(), rows, stats)
-    key = (M, arguments, a.dtype, b.dtype, None if labels is None else labels.dtype)
+    arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form)
+    tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
+    key = (M, arguments, a.dtype, b.dtype, mask is None)
 
     def plan() -> Plan:
         depth, block, warps = _fwd_tile(V, kind, form)
@@ -409,20 +395,20 @@ def _divergence_fwd(
 
 
 def _divergence_bwd_fake(
-    drows: Tensor, input: Tensor | None, target: Tensor, labels: Tensor | None, stats: Tensor, kind: str, form: str,
-    beta: float, temperature: float, ignore_index: int, dtype: torch.dtype,
+    drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return target.new_empty(target.shape, dtype=dtype)
 
 
 @launcher(
-    "(Tensor drows, Tensor? input, Tensor target, Tensor? labels, Tensor stats, str kind, str form, float beta,"
-    " float temperature, int ignore_index, ScalarType dtype) -> Tensor",
+    "(Tensor drows, Tensor? input, Tensor target, Tensor? mask, Tensor stats, str kind, str form, float beta,"
+    " float temperature, ScalarType dtype) -> Tensor",
     _divergence_bwd_fake,
 )
 def _divergence_bwd(
-    drows: Tensor, input: Tensor | None, target: Tensor, labels: Tensor | None, stats: Tensor, kind: str, form: str,
-    beta: float, temperature: float, ignore_index: int, dtype: torch.dtype,
+    drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
@@ -433,9 +419,9 @@ def _divergence_bwd(
     a, b = None if input is None else rows_of(input), rows_of(target)
     M, V = b.shape
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
-    arguments = (V, *strides, ignore_index, beta, LOG2E.value / temperature, kind, form)
-    tensors = (g, a, b, None if labels is None else labels.contiguous(), stats, dinput)
-    key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, None if labels is None else labels.dtype)
+    arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form)
+    tensors = (g, a, b, None if mask is None else mask.contiguous(), stats, dinput)
+    key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, mask is None)
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
@@ -449,11 +435,11 @@ def _divergence_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, target, labels, *ctx.options = inputs
+    input, target, mask, *ctx.options = inputs
     ctx.dtype = input.dtype
     # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
     linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"
-    ctx.save_for_backward(None if linear else input, target, labels, output[1])
+    ctx.save_for_backward(None if linear else input, target, mask, output[1])
 
 
 def _backward(ctx: Any, drows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,7 @@ With `inplace` nothing else of that width exists beside gate, up and the scratch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,14 @@ from tigon.runtime import (
     graph_is_kept,
     is_traced,
     launcher,
+    unknown_keyword,
     use_triton,
 )
 
 
 def gated_linear(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: Act = "silu",
-    inplace: bool = False, saved_by: tuple[Any, Any] | None = None,
+    inplace: bool = False, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """(act(gate) · up) Wᵀ + bias, keeping gate and up alone for the backward pass.
 
@@ -46,14 +47,26 @@ def gated_linear(
         act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
         inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
             the graph is kept (`retain_graph=True`), nor under torch.compile.
-        saved_by: a checkpoint's hooks (pack, unpack), to save by before anything is computed: it computes again up to
-            the last tensor that was saved. torch itself saves the inputs of a Function after its forward pass.
     Returns: (..., M) in gate's dtype.
     Raises: ValueError for shapes, dtypes or an act that do not fit.
 
     Replaces::
 
         y = F.linear(F.silu(gate) * up, weight, bias)
+    """
+    if unknown:
+        raise unknown_keyword("gated_linear", unknown, {})
+    return gated_linear_saved_by(None, gate, up, weight, bias, act, inplace)
+
+
+def gated_linear_saved_by(
+    hooks: tuple[Any, Any] | None, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str,
+    inplace: bool,
+) -> Tensor:  # fmt: skip
+    """`gated_linear` in a checkpoint, whose hooks (pack, unpack) save the inputs before anything is computed.
+
+    A checkpoint computes again up to the last tensor that was saved. torch itself saves the inputs of a Function after
+    its forward pass.
     """
     checked_act("gated_linear", act)
     check_tensors("gated_linear", gate=gate, up=up, weight=weight, bias=bias)
@@ -64,7 +77,7 @@ def gated_linear(
         with torch.autocast(
             autocast_device(device), enabled=False
         ):  # done above, and not to be done again in the middle
-            return gated_linear(*cast, act=act, inplace=inplace, saved_by=saved_by)  # type: ignore[arg-type]
+            return gated_linear_saved_by(hooks, *cast, act, inplace)  # type: ignore[arg-type,call-arg]
     if not gate.dtype.is_floating_point or gate.dim() == 0:
         raise ValueError(f"gated_linear: gate must be (..., N) floats, got {tuple(gate.shape)} {gate.dtype}.")
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
@@ -83,8 +96,8 @@ def gated_linear(
         )
     if not use_triton(gate, up, weight, bias):
         return gated_linear_reference(gate, up, weight, bias, act)
-    if saved_by is not None:
-        return _SavedFirst.apply(gate, up, weight, bias, act, inplace, saved_by)  # type: ignore[no-any-return]
+    if hooks is not None:
+        return _SavedFirst.apply(gate, up, weight, bias, act, inplace, hooks)  # type: ignore[no-any-return]
     return _gated_linear(gate, up, weight, bias, act, inplace)
 
 
@@ -200,9 +213,9 @@ class _SavedFirst(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
-        saved_by: tuple[Any, Any],
+        hooks: tuple[Any, Any],
     ) -> Tensor:  # fmt: skip
-        pack, ctx.unpack = saved_by
+        pack, ctx.unpack = hooks
         ctx.packed = [t if t is None else pack(t) for t in (gate, up, weight)]
         ctx.act, ctx.inplace = act, inplace
         ctx.set_materialize_grads(False)

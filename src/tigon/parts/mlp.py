@@ -32,7 +32,7 @@ from tigon.fusion.reasons import Reason
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
-from tigon.ops.gated_linear import gated_linear
+from tigon.ops.gated_linear import gated_linear_saved_by
 from tigon.runtime import autocast_dtype
 
 
@@ -69,10 +69,7 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
     if patch.ledger.recompute.is_elsewhere() and is_one_tile(x, width):
         return None  # a checkpoint recomputes the whole unit anyway; only a unit too wide for that is cut into tiles
     patch.ledger.count("mlp", patch.key)
-    return gated_mlp(
-        x, gate.weight, None if up is None else up.weight, down.weight, gate_bias=gate.bias,
-        up_bias=None if up is None else up.bias, down_bias=down.bias, act=formula.act,
-    )  # fmt: skip
+    return gated_mlp(x, gate, up, down, act=formula.act)
 
 
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
@@ -94,9 +91,8 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
         own = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
-        y = gated_linear(
-            gate, up, down.weight, down.bias, act=formula.act, inplace=own, saved_by=recompute.checkpoint_hooks()
-        )
+        hooks = recompute.checkpoint_hooks()
+        y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, own)
     else:
         product = _gated_product(self, patch, gate, up)
         if formula.between is not None:

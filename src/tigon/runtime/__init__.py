@@ -7,10 +7,10 @@ launches    launching a compiled kernel without Triton's dispatch
 device      properties of a device on which launches depend
 rows        how the rows of a tensor lie in memory
 autocast    which dtype autocast casts to
-arguments   checks that an argument is a tensor
+arguments   what callers may pass: tensors, layers, keywords that exist
 """
 
-from tigon.runtime.arguments import check_tensors
+from tigon.runtime.arguments import Layer, check_tensors, unknown_keyword, weight_and_bias
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
     can_look,
@@ -41,6 +41,7 @@ __all__ = [
     "DTYPES",
     "HAS_TRITON",
     "INTERPRET",
+    "Layer",
     "Plan",
     "autocast_as",
     "autocast_device",
@@ -70,8 +71,10 @@ __all__ = [
     "shared_memory",
     "tl",
     "triton",
+    "unknown_keyword",
     "use_backend",
     "use_triton",
     "way_back",
+    "weight_and_bias",
     "why_not_triton",
 ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+# A weight alone, a weight with its bias, or the layer that holds both.
+Layer = Tensor | tuple[Tensor, Tensor | None] | torch.nn.Linear
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
@@ -15,3 +20,34 @@ def check_tensors(name: str, **arguments: Any) -> None:
         attribute = argument.rpartition("_")[2]  # a layer's name for gate_weight is weight
         advice = f": pass its {attribute}" if isinstance(getattr(value, attribute, None), Tensor) else ""
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")
+
+
+def unknown_keyword(name: str, unknown: Mapping[str, Any], homes: Mapping[str, str]) -> TypeError:
+    """The error for keywords that a function does not have.
+
+    Args:
+        name: the function's name. unknown: the keywords.
+        homes: for what users may look for among the keywords, how they say it: "config=tigon.Rope(interleaved=…)".
+    """
+    keyword, value = next(iter(unknown.items()))
+    if keyword not in homes:
+        return TypeError(f"{name}: got an unexpected keyword argument {keyword!r}.")
+    given = "a tensor" if isinstance(value, Tensor) else repr(value)
+    return TypeError(f"{name}: {keyword} must be passed as {homes[keyword]}, got {keyword}={given}.")
+
+
+def weight_and_bias(name: str, argument: str, layer: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of an argument that is a `Layer`; a ValueError if it is none."""
+    if isinstance(layer, Tensor):
+        return layer, None
+    if isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward:
+        return layer.weight, layer.bias
+    if isinstance(layer, tuple) and len(layer) == 2:
+        weight, bias = layer
+        if isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
+            return weight, bias
+    held = f" of {', '.join(type(t).__name__ for t in layer)}" if isinstance(layer, tuple) else ""
+    raise ValueError(
+        f"{name}: {argument} must be a weight, a pair of weight and bias, or a torch.nn.Linear, got "
+        f"{type(layer).__name__}{held}."
+    )

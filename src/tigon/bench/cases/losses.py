@@ -162,7 +162,7 @@ def _divergences() -> list[Op]:
                 nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
                 counted=("both logits", "both logits → dinput"),
                 implementations={
-                    "tigon": Implementation(tigon(name, reduction="batchmean", logits=True)),
+                    "tigon": Implementation(tigon(name, reduction="batchmean", temperature=1.0)),
                     **plain(_eager_batchmean(whole)),
                     "liger": Implementation(
                         _load_liger_of_logits(peer, arguments, probabilities),

@@ -5,7 +5,7 @@ Losses are fp32 whatever the inputs are, and no gradient flows to the teacher.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,18 @@ from tigon.linear.walk import Walk
 from tigon.losses.distillation import Distill, distill
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
+from tigon.ops.targets import as_labels
+
+Reduction = Literal["batchmean", "mean", "sum", "none"]
+
+
+def _mask(labels: Tensor | None, ignore_index: int) -> Tensor | None:
+    """Which rows count."""
+    return None if labels is None else as_labels(labels, ignore_index) != ignore_index
 
 
 def liger_kl_div(
-    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: Reduction = "mean",
     log_target: bool = False, eps: float = 1e-10,
 ) -> Tensor:  # fmt: skip
     """`tigon.kl_div` by Liger's arguments: KL(target ‖ input).
@@ -54,11 +62,11 @@ def liger_jsd(
         beta: the teacher's weight in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
     Returns: (), the mean over the rows that count.
     """
-    return jsd(input, target.detach(), beta=beta, labels=shift_labels, ignore_index=ignore_index)
+    return jsd(input, target.detach(), beta=beta, mask=_mask(shift_labels, ignore_index))
 
 
 def liger_tvd(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: Reduction = "mean",
     ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     """`tigon.tvd` by Liger's arguments: ½ Σ |input − target|.
@@ -72,7 +80,8 @@ def liger_tvd(
         input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))
         distance = 0.5 * (input - target).abs()
         return distance if shift_labels is None else distance * (shift_labels != ignore_index).unsqueeze(-1)
-    return tvd(input, target.detach(), reduction=reduction, labels=shift_labels, ignore_index=ignore_index)
+    mask = _mask(shift_labels, ignore_index)
+    return tvd(input, target.detach(), reduction=reduction, mask=mask)
 
 
 def liger_fused_linear_jsd(
@@ -119,7 +128,7 @@ def liger_fused_linear_kl_div(
 
     def rows(logits: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         log_q = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
-        return (kl_div(log_q, target, reduction="rows", log_target=False, labels=labels, ignore_index=ignored),)
+        return (kl_div(log_q, target, reduction="rows", log_target=False, mask=_mask(labels, ignored)),)
 
     (loss,) = in_chunks(
         rows, student_input, student_weight, None, target.detach(), labels, accum_dtype=accum_dtype
@@ -146,8 +155,8 @@ class LigerFusedCETVDLoss(Options):
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         ce = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
         distance = tvd(
-            student_logits, teacher_logits.detach(), reduction="rows", logits=True, labels=target,
-            ignore_index=self.ignore_index,
+            student_logits, teacher_logits.detach(), reduction="rows", temperature=1.0,
+            mask=_mask(target, self.ignore_index),
         )  # fmt: skip
         return ce, distance
 
@@ -171,13 +180,14 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        return liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps)
+        reduction = cast(Reduction, self.reduction)
+        return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=self.log_target, eps=self.eps)
 
 
 class LigerTVDLoss(Options):
     """`liger_tvd` with its options fixed: forward(p of the student, q of the teacher, shift_labels)."""
 
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+    def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
         self._keep(reduction=reduction, ignore_index=ignore_index)
 

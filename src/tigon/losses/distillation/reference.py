@@ -36,7 +36,7 @@ def distill_reference(
         rows = 1 - F.cosine_similarity(z, t, dim=-1)
     else:
         kind = kind_of(loss_type, beta)
-        rows = divergence_reference(z, t, None, kind, "logits", beta, temperature, ignore_index)
+        rows = divergence_reference(z, t, None, kind, "logits", beta, temperature)
     return _reduced(rows, logits, target, temperature, ignore_index, softcap, scale, **options)
 
 
