@@ -92,7 +92,7 @@ REPLACED = [
         "sin": randn(1, 2, 4, 8)[0], "unsqueeze_dim": 2},
     ),
     Replaced(
-        "rope(q, k, cos, sin, mrope_section=mrope_section)", "q, k", {**HEADS, "unsqueeze_dim": 1,
+        "rope(q, k, cos, sin, config=tigon.Rope(mrope_section=mrope_section))", "q, k", {**HEADS, "unsqueeze_dim": 1,
         "mrope_section": [1, 1, 2], "cos": randn(3, 2, 5, 8), "sin": randn(1, 3, 2, 5, 8)[0]}, (1, 0),
     ),
     Replaced("qk_norm_rope(q, k, q_weight, k_weight, cos, sin)", "q, k", {**HEADS, "q_weight": randn(8),
@@ -126,6 +126,7 @@ REPLACED = [
 GIVEN = {
     "Head": tigon.Head,
     "F": F,
+    "tigon": tigon,
     "torch": torch,
     "math": math,
     "rotate_half": rotate_half,

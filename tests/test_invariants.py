@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -675,7 +676,10 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 def arguments_of(name: str) -> set[str]:
     """The names of a public function's parameters, and of the fields of what they hold."""
     home = next(m for m in (tigon, tigon.losses, import_module("tigon.ops.gated_linear")) if name in dir(m))
-    words = set(inspect.signature(getattr(home, name)).parameters)
+    parameters = inspect.signature(getattr(home, name)).parameters
+    words = set(parameters)
+    if dataclasses.is_dataclass(config := parameters["config"].default if "config" in parameters else None):
+        words |= {field.name for field in dataclasses.fields(config)}
     if "head" in words:
         values = (tigon.Head, *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Sampler", "TopK", "Walk")))
         options = (getattr(tigon.losses, n) for n in ("GRPO", "Distill", "DistillTopK"))

@@ -22,7 +22,7 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.cross_entropy(x, t, reduction="sum")
     tigon.geglu(x, x, approximate="none")
     tigon.gated_linear(x, x, x, act="relu2")
-    tigon.rope(x, x, x, x, angles="once")
+    tigon.Rope(angles="once")
     tigon.fuse(torch.nn.Linear(8, 8), recompute="mlp")
     """
     wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"'}

@@ -38,6 +38,7 @@ from tigon.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from tigon.ops.relu2 import relu2 as relu2
 from tigon.ops.rms_norm import add_rms_norm as add_rms_norm
 from tigon.ops.rms_norm import rms_norm as rms_norm
+from tigon.ops.rope import Rope as Rope
 from tigon.ops.rope import rope as rope
 from tigon.ops.softmax import softmax as softmax
 from tigon.ops.sparsemax import sparsemax as sparsemax

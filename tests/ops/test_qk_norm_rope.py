@@ -22,14 +22,14 @@ def inputs(device):
     return q, k, *weights, *(torch.cat((a, a), -1) for a in (angle.cos(), angle.sin()))
 
 
-@pytest.mark.parametrize("options", [{}, GEMMA, {"eps": 0.1, "interleaved": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, GEMMA, {"eps": 0.1, "config": tigon.Rope(interleaved=True)}], ids=str)
 def test_norm_then_rotation(inputs, options, backend, device):
     q, k, q_weight, k_weight, cos, sin = inputs
     normed = [
-        tigon.rms_norm(x, w, **{n: v for n, v in options.items() if n != "interleaved"})
+        tigon.rms_norm(x, w, **{n: v for n, v in options.items() if n != "config"})
         for x, w in ((q, q_weight), (k, k_weight))
     ]
-    expected = tigon.rope(*normed, cos, sin, interleaved=options.get("interleaved", False))
+    expected = tigon.rope(*normed, cos, sin, config=options.get("config", tigon.Rope()))
     for a, b in zip(qk_norm_rope(*inputs, **options), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

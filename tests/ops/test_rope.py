@@ -1,5 +1,7 @@
 """rope as a rotation, and as models write it."""
 
+import dataclasses
+import functools
 import importlib
 
 import pytest
@@ -93,9 +95,9 @@ def test_native_arithmetic_is_eager_code_bit_by_bit(qk, angle_dtype, interleaved
         upstream = [torch.linspace(-3, 3, r.numel(), device=device).view(r.shape).to(r) for r in results]
         return torch.autograd.grad(results, inputs, upstream)
 
-    got = tigon.rope(*inputs, cos, sin, arithmetic="native", interleaved=interleaved)
-    expected = eager_rope(*inputs, cos, sin, interleaved=interleaved)
-    rounded_once = tigon.rope(*inputs, cos, sin, interleaved=interleaved)
+    got = tigon.rope(*inputs, cos, sin, config=tigon.Rope(arithmetic="native", interleaved=interleaved))
+    expected = eager_rope(*inputs, cos, sin, config=tigon.Rope(interleaved=interleaved))
+    rounded_once = tigon.rope(*inputs, cos, sin, config=tigon.Rope(interleaved=interleaved))
     for a, b in zip((*got, *gradients(got)), (*expected, *gradients(expected)), strict=True):
         assert torch.equal(a, b)
     assert angle_dtype == torch.float32 or not torch.equal(rounded_once[0], expected[0])
@@ -108,7 +110,10 @@ def test_neighbours_are_halves_in_another_order(qk, backend, device):
     order = torch.cat((order, torch.arange(12, 16, device=device)))
     halves = tigon.rope(q, k, cos, sin)
     neighbours = tigon.rope(
-        q[..., order], k[..., order], *(a[..., :6].repeat_interleave(2, -1) for a in (cos, sin)), interleaved=True
+        q[..., order],
+        k[..., order],
+        *(a[..., :6].repeat_interleave(2, -1) for a in (cos, sin)),
+        config=tigon.Rope(interleaved=True),
     )
     for a, b in zip(halves, neighbours, strict=True):
         torch.testing.assert_close(a[..., order], b)
@@ -122,7 +127,8 @@ def test_planes_of_angles_are_combined_on_the_fly(qk, section, backend, device):
     combined = [
         torch.cat([m[i % 3] for i, m in enumerate(a.split(section * 2, dim=-1))], dim=-1) for a in (cos, sin)
     ]  # fmt: skip
-    for a, b in zip(tigon.rope(q, k, cos, sin, mrope_section=section), tigon.rope(q, k, *combined), strict=True):
+    planes = tigon.rope(q, k, cos, sin, config=tigon.Rope(mrope_section=section))
+    for a, b in zip(planes, tigon.rope(q, k, *combined), strict=True):
         assert torch.equal(a, b)
 
 
@@ -158,11 +164,12 @@ def test_the_key_of_a_launch_tells_all_that_it_depends_on(device, triton_backend
     for x in layouts:
         leaf = x.detach().requires_grad_()
         for cos, sin in several:
-            for options in ({}, {"unsqueeze_dim": 2}, {"interleaved": True}):
+            for options in ({}, {"unsqueeze_dim": 2}, {"config": tigon.Rope(interleaved=True)}):
+                native = dataclasses.replace(options.get("config", tigon.Rope()), arithmetic="native")
                 for y in (
                     tigon.rope(leaf, leaf, cos, sin, **options),
                     tigon.rope(leaf, None, cos, sin, **options),
-                    tigon.rope(leaf, leaf, cos, sin, arithmetic="native", **options),
+                    tigon.rope(leaf, leaf, cos, sin, **options | {"config": native}),
                     tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, **options),
                     tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, eps=0.1, **options),
                     tigon.qk_norm_rope(leaf, leaf, *weights, cos, sin, offset=1.0, **options),
@@ -212,7 +219,7 @@ def test_neighbours_as_families_rotate_them(qk, family, width, backend, device):
     repeated = [a[..., : width // 2].repeat_interleave(2, -1) for a in (cos, sin)]
     # GLM's function repeats the angles itself.
     expected = module.apply_rotary_pos_emb(*qk, *(repeated if family == "cohere" else (cos, sin)))
-    for a, b in zip(tigon.rope(*qk, *repeated, interleaved=True), expected, strict=True):
+    for a, b in zip(tigon.rope(*qk, *repeated, config=tigon.Rope(interleaved=True)), expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -237,9 +244,48 @@ def test_angles_that_stand_once(interleaved, R, backend, device):
     q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 1, 5, 8, device=device)
     once = torch.randn(5, R // 2, device=device)
     twice = once.repeat_interleave(2, -1) if interleaved else torch.cat((once, once), -1)
-    expected = tigon.rope(q, k, twice.cos(), twice.sin(), interleaved=interleaved)
-    got = tigon.rope(q, k, once.cos(), once.sin(), interleaved=interleaved, angles="once")
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="rope: angles must be 'twice' or 'once', got 'half'"):
-        tigon.rope(q, k, once.cos(), once.sin(), angles="half")
+    configs = [tigon.Rope(interleaved=interleaved, angles=angles) for angles in ("twice", "once")]
+    weights = torch.randn(2, 8, device=device).unbind()
+    for op in (tigon.rope, lambda q, k, cos, sin, config: tigon.qk_norm_rope(q, k, *weights, cos, sin, config=config)):
+        expected = op(q, k, twice.cos(), twice.sin(), config=configs[0])
+        got = op(q, k, once.cos(), once.sin(), config=configs[1])
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"angles": "half"}, "rope: angles must be 'twice' or 'once', got 'half'"),
+        ({"arithmetic": "bf16"}, "rope: arithmetic must be 'fp32' or 'native', got 'bf16'"),
+        ({"mrope_section": [4, 4]}, r"rope: mrope_section must be three numbers of pairs, got \(4, 4\)"),
+        ({"mrope_section": [4, 5, -1]}, r"rope: mrope_section must be three numbers of pairs, got \(4, 5, -1\)"),
+    ],
+)
+def test_options_that_do_not_fit_raise_when_they_are_made(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tigon.Rope(**options)
+
+
+MADE_BEFORE = tigon.Rope(interleaved=True)
+
+
+def test_options_made_before_and_inside_of_a_compiled_function(qk, backend, device):
+    """Equal options find the same compiled code, others get their own."""
+    cos, sin = angles(6, 16, device)
+    compiled = torch.compile(lambda q, k, config: tigon.rope(q, k, cos, sin, config=config), fullgraph=True)
+    for options in ({}, {"interleaved": True}, {"arithmetic": "native"}):
+        for made in (tigon.Rope(**options), tigon.Rope(**options)):
+            for a, b in zip(compiled(*qk, made), tigon.rope(*qk, cos, sin, config=made), strict=True):
+                assert torch.equal(a, b)
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def inside(q, k, planes):
+        of_planes = tigon.rope(q, k, *planes, config=tigon.Rope(mrope_section=[2, 3, 3]))
+        return *of_planes, *tigon.rope(q, k, cos, sin, config=MADE_BEFORE)
+
+    planes = torch.randn(2, 3, 2, 6, 16, device=device).unbind()
+    got = inside(*qk, planes)
+    expected = tigon.rope(*qk, *planes, config=tigon.Rope(mrope_section=(2, 3, 3)))
+    for a, b in zip(got, (*expected, *tigon.rope(*qk, cos, sin, config=MADE_BEFORE)), strict=True):
+        assert torch.equal(a, b)

@@ -44,6 +44,9 @@ def _make_rope(
     return q, None if alone else k, *_make_angles(R, *shape[:2], angle_dtype or dtype, generator, angles, interleaved)
 
 
+_HALVES = tigon.Rope()
+
+
 def rotate_half(x, interleaved=False):
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -51,10 +54,11 @@ def rotate_half(x, interleaved=False):
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def eager_rope(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False, mrope_section=None, arithmetic=None):
+def eager_rope(q, k, cos, sin, *, unsqueeze_dim=1, config=_HALVES):
     """apply_rotary_pos_emb of transformers, partial as in GPT-NeoX, planes as in Qwen2-VL."""
-    if mrope_section is not None:
-        sizes = [2 * n for n in mrope_section] if interleaved else mrope_section * 2
+    interleaved, section = config.interleaved, config.mrope_section
+    if section is not None:
+        sizes = [2 * n for n in section] if interleaved else section * 2
         cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(sizes, dim=-1))], dim=-1) for a in (cos, sin))
     cos, sin = ((a if a.dim() == 3 else a[None]).unsqueeze(unsqueeze_dim) for a in (cos, sin))
     R = cos.shape[-1]
@@ -75,7 +79,8 @@ def _bad_rope(**replaced: Any) -> Callable[[], Inputs]:
     return inputs
 
 
-_NEIGHBOURS = {"interleaved": True}
+_NEIGHBOURS = {"config": tigon.Rope(interleaved=True)}
+_NATIVE = {"config": tigon.Rope(arithmetic="native")}
 ROPE = Op(
     name="rope",
     public=tigon.rope,
@@ -93,15 +98,17 @@ ROPE = Op(
         Case("heads after time", (5, 2, 3, 2, 12), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
         Case("fp32 angles", (5, 2, 3, 2, 12), {}, {"angle_dtype": torch.float32}),
         Case("neighbours, partial", (5, 2, 3, 2, 20), _NEIGHBOURS, {"rotary": 12, "interleaved": True}),
-        Case("planes of angles", (5, 2, 3, 1, 12), {"mrope_section": [1, 2, 3]}, {"angles": "planes"}),
+        Case(
+            "planes of angles", (5, 2, 3, 1, 12), {"config": tigon.Rope(mrope_section=[1, 2, 3])}, {"angles": "planes"}
+        ),
         Case(
             "planes of neighbours",
             (3, 2, 3, 1, 20),
-            {"mrope_section": [4, 0, 2], **_NEIGHBOURS},
+            {"config": tigon.Rope(mrope_section=[4, 0, 2], interleaved=True)},
             {"rotary": 12, "angles": "shared planes", "interleaved": True},
         ),
         Case("one tensor", (5, 2, 3, 1, 12), {}, {"alone": True}),
-        Case("native arithmetic", (5, 2, 3, 2, 12), {"arithmetic": "native"}),
+        Case("native arithmetic", (5, 2, 3, 2, 12), _NATIVE),
     ),
     empty=((0, 2, 3, 2, 8), (3, 0, 3, 2, 8), (3, 2, 0, 2, 8)),
     bad=(
@@ -113,10 +120,13 @@ ROPE = Op(
         Bad(
             _bad_rope(),
             r"rope: cos and sin must both be \(3, 2, 3, R\) or \(3, 1, 3, R\) .* got \(1, 3, 8\)",
-            {"mrope_section": [1, 1, 2]},
+            {"config": tigon.Rope(mrope_section=[1, 1, 2])},
         ),
-        Bad(_bad_rope(), r"rope: mrope_section must be .* sum to 4, .* got \(1, 1, 1\)", {"mrope_section": [1, 1, 1]}),
-        Bad(_bad_rope(), r"rope: arithmetic must be 'fp32' or 'native', got 'bf16'", {"arithmetic": "bf16"}),
+        Bad(
+            _bad_rope(),
+            r"rope: config.mrope_section must sum to 4, .* got \(1, 1, 1\)",
+            {"config": tigon.Rope(mrope_section=[1, 1, 1])},
+        ),
     ),
     launches=("rope_launch",),
     models=(
@@ -128,8 +138,13 @@ ROPE = Op(
         Case("heads after time", (4096, 4, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
         Case("neighbours, Command R", (4096, 4, 64, 8, 128), _NEIGHBOURS, {"interleaved": True}),
         Case("neighbours, partial, GLM-4-9B", (4096, 4, 32, 2, 128), _NEIGHBOURS, {"rotary": 64, "interleaved": True}),
-        Case("Qwen2-VL-7B", (4096, 4, 28, 4, 128), {"mrope_section": [16, 24, 24]}, {"angles": "planes"}),
-        Case("native arithmetic", (4096, 4, 32, 8, 128), {"arithmetic": "native"}),
+        Case(
+            "Qwen2-VL-7B",
+            (4096, 4, 28, 4, 128),
+            {"config": tigon.Rope(mrope_section=[16, 24, 24])},
+            {"angles": "planes"},
+        ),
+        Case("native arithmetic", (4096, 4, 32, 8, 128), _NATIVE),
         Case("one tensor", (4096, 4, 32, 8, 128), {}, {"alone": True}),
     ),
     fixed=(2, 3),
@@ -154,11 +169,11 @@ def _make_qk_norm_rope(
 
 
 def eager_qk_norm_rope(
-    q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, offset=0.0, cast="llama", unsqueeze_dim=1, interleaved=False
+    q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, offset=0.0, cast="llama", unsqueeze_dim=1, config=_HALVES
 ):
     """What Qwen3Attention and Gemma3Attention of transformers do between the projections and the attention."""
     q, k = (eager_rms_norm(x, w, eps=eps, offset=offset, cast=cast) for x, w in ((q, q_weight), (k, k_weight)))
-    return eager_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
+    return eager_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, config=config)
 
 
 def _bad_qk_norm_rope(**replaced: Any) -> Callable[[], Inputs]:
@@ -193,6 +208,7 @@ QK_NORM_ROPE = Op(
     empty=((0, 2, 3, 2, 8), (3, 0, 3, 2, 8), (3, 2, 0, 2, 8)),
     bad=(
         Bad(_bad_qk_norm_rope(q=torch.ones(2, 3, 8)), r"qk_norm_rope: q must have four dimensions"),
+        Bad(_bad_qk_norm_rope(), r"qk_norm_rope: config.arithmetic must be left out, got 'native'", _NATIVE),
         Bad(_bad_qk_norm_rope(), r"qk_norm_rope: cast must be one of .*got 'qwen'", {"cast": "qwen"}),
         Bad(_bad_qk_norm_rope(k_weight=torch.ones(6)), r"qk_norm_rope: q_weight and k_weight must .*\(8,\).* got .*6"),
         Bad(_bad_qk_norm_rope(k=torch.ones(2, 2, 3, 8).half()), r"qk_norm_rope: q and k must have one float dtype"),

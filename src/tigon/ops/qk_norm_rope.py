@@ -9,13 +9,17 @@ queries and keys; Zhang & Sennrich 2019 and Su et al. 2021 for the two halves.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tigon.ops.rms_norm import CASTS, Cast
 from tigon.ops.rope import (
+    DEFAULT,
+    HOMES,
+    NEIGHBOURS,
+    Rope,
     angle_strides,
     check_rotary,
     far_apart,
@@ -37,6 +41,7 @@ from tigon.runtime import (
     multiprocessors,
     next_power_of_2,
     tl,
+    unknown_keyword,
     use_triton,
 )
 from tigon.tiles.pairs import load_pairs, store_pairs, turn
@@ -44,7 +49,7 @@ from tigon.tiles.pairs import load_pairs, store_pairs, turn
 
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
-    offset: float = 0.0, cast: Cast = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
+    offset: float = 0.0, cast: Cast = "llama", unsqueeze_dim: int = 1, config: Rope = DEFAULT, **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Norm each head of q and of k, scale it, and rotate it by its position, in one launch.
 
@@ -63,15 +68,20 @@ def qk_norm_rope(
             "none"   nothing is; the result has the promoted dtype of x, weight and cos.
             Scale and rotation follow in fp32 and are rounded once: eager code rounds after the scale, after either
             product and after the sum.
-        unsqueeze_dim, interleaved: as for `tigon.rope`.
+        unsqueeze_dim, config: as for `tigon.rope`; no mrope_section, and arithmetic "fp32".
     Returns: q and k, normed and rotated. For the backward pass nothing is kept but the inputs.
-    Raises: ValueError for shapes or dtypes that do not fit, an unknown cast, and a cos or sin that requires a gradient.
+    Raises: ValueError for shapes, dtypes or options that do not fit, and a cos or sin that requires a gradient.
 
     Replaces (cast="llama")::
 
         q, k = q_norm(q), k_norm(k)                      # LlamaRMSNorm over the last dimension
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
     """
+    if unknown:
+        raise unknown_keyword("qk_norm_rope", unknown, HOMES)
+    if config is not DEFAULT:
+        _check_config(config)
+        cos, sin = config.spread(cos, sin)
     check_rotary("qk_norm_rope", q, k, cos, sin, unsqueeze_dim)
     if cast not in CASTS:
         raise ValueError(f"qk_norm_rope: cast must be one of {CASTS}, got {cast!r}.")
@@ -88,18 +98,26 @@ def qk_norm_rope(
     if not use_triton(q, k, q_weight, k_weight, cos, sin):
         return qk_norm_rope_reference(
             q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, cast=cast, unsqueeze_dim=unsqueeze_dim,
-            interleaved=interleaved,
+            config=NEIGHBOURS if config.interleaved else DEFAULT,
         )  # fmt: skip
     dtype = _out_dtype(q, q_weight, cos, cast)
     result: tuple[Tensor, Tensor] = _qk_norm_rope(
-        q, k, q_weight, k_weight, cos, sin, eps, offset, cast == "llama", unsqueeze_dim, interleaved, dtype
+        q, k, q_weight, k_weight, cos, sin, eps, offset, cast == "llama", unsqueeze_dim, config.interleaved, dtype
     )
     return result
 
 
+def _check_config(config: Rope) -> None:
+    for name, value in (("mrope_section", config.mrope_section), ("arithmetic", config.arithmetic)):
+        if value != getattr(DEFAULT, name):
+            raise ValueError(
+                f"qk_norm_rope: config.{name} must be left out, got {value!r}: use rms_norm and rope for it."
+            )
+
+
 def qk_norm_rope_reference(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
-    offset: float = 0.0, cast: str = "llama", unsqueeze_dim: int = 1, interleaved: bool = False,
+    offset: float = 0.0, cast: str = "llama", unsqueeze_dim: int = 1, config: Rope = DEFAULT,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
@@ -108,9 +126,7 @@ def qk_norm_rope_reference(
             y = y + (y.to(x.dtype).to(acc) - y).detach()  # the rounded value, with the unrounded gradient
         return y * (weight.to(acc) + offset)
 
-    y = rope_reference(
-        norm(q, q_weight), norm(k, k_weight), cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved
-    )
+    y = rope_reference(norm(q, q_weight), norm(k, k_weight), cos, sin, unsqueeze_dim=unsqueeze_dim, config=config)
     dtype = _out_dtype(q, q_weight, cos, cast)
     return y[0].to(dtype), y[1].to(dtype)
 

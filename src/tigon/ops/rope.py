@@ -10,7 +10,8 @@ Cohere. Angles of time, height and width: Qwen2-VL, https://arxiv.org/abs/2409.1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,24 +26,17 @@ from tigon.runtime import (
     launcher,
     next_power_of_2,
     tl,
+    unknown_keyword,
     use_triton,
 )
 from tigon.tiles.pairs import load_pairs, store_pairs, turn
 
 
-def rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, interleaved: bool = False,
-    mrope_section: Sequence[int] | None = None, arithmetic: Literal["fp32", "native"] = "fp32",
-    angles: Literal["twice", "once"] = "twice",
-) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
-    """Rotate q and k by their positions, in one launch.
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Options of `rope` and, but for mrope_section and arithmetic, of `qk_norm_rope`: how cos and sin turn a head.
 
     Args:
-        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any float dtype and strides.
-        k: like q, with its own number of heads; or None.
-        cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
-            the others pass unchanged. No gradient flows to them.
-        unsqueeze_dim: where the head dimension stands, by the name that transformers uses.
         interleaved: the pairs are neighbours, (x[0], x[1]), (x[2], x[3]), …; cos and sin then hold the angle of each
             pair twice in a row, as `repeat_interleave(2, dim=-1)` leaves them.
         mrope_section: how many of the R/2 pairs turn by the first, the second and the third plane of angles (time,
@@ -52,6 +46,52 @@ def rope(
         angles: "twice" where cos and sin hold the angle of each pair twice, as transformers' do; "once" where they are
             (…, R/2), as flash-attention's and torchtitan's are. Shapes cannot tell: half as wide as the head, cos is
             either a whole head's angles once, or those of half a head twice.
+    Raises: ValueError for options that do not fit.
+    """
+
+    interleaved: bool = False
+    mrope_section: Sequence[int] | None = None
+    arithmetic: Literal["fp32", "native"] = "fp32"
+    angles: Literal["twice", "once"] = "twice"
+
+    def __post_init__(self) -> None:
+        if self.arithmetic not in ("fp32", "native"):
+            raise ValueError(f"rope: arithmetic must be 'fp32' or 'native', got {self.arithmetic!r}.")
+        if self.angles not in ("twice", "once"):
+            raise ValueError(f"rope: angles must be 'twice' or 'once', got {self.angles!r}.")
+        if self.mrope_section is not None:
+            section = tuple(self.mrope_section)  # of a list, which could not be hashed
+            object.__setattr__(self, "mrope_section", section)
+            if len(section) != 3 or min(section) < 0:
+                raise ValueError(f"rope: mrope_section must be three numbers of pairs, got {section}.")
+
+    def spread(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin with the angle of each pair twice."""
+        if self.angles == "twice":
+            return cos, sin
+        if self.interleaved:
+            return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+DEFAULT = Rope()
+NEIGHBOURS = Rope(interleaved=True)
+HOMES = {field.name: f"config=tigon.Rope({field.name}=…)" for field in fields(Rope)}
+
+
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, config: Rope = DEFAULT,
+    **unknown: NoReturn,
+) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
+    """Rotate q and k by their positions, in one launch.
+
+    Args:
+        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any float dtype and strides.
+        k: like q, with its own number of heads; or None.
+        cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
+            the others pass unchanged. No gradient flows to them.
+        unsqueeze_dim: where the head dimension stands, by the name that transformers uses.
+        config: a `tigon.Rope`: which dimensions are pairs, and how cos and sin hold their angles.
     Returns: q and k rotated, in the promoted dtype of each with cos; q alone where k is None.
     Raises: ValueError for shapes or options that do not fit, and for a cos or sin that requires a gradient.
 
@@ -60,28 +100,22 @@ def rope(
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
-    and, with mrope_section and not interleaved, before it::
+    and, with config.mrope_section and not interleaved, before it::
 
         cos, sin = (torch.cat([m[i % 3] for i, m in enumerate(a.split(mrope_section * 2, dim=-1))], dim=-1)
                     for a in (cos, sin))
     """
-    if angles != "twice":
-        if angles != "once":
-            raise ValueError(f"rope: angles must be 'twice' or 'once', got {angles!r}.")
-        cos, sin = ((t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
-    planes = (-1, -1)
-    if mrope_section is not None:
-        planes = _planes(mrope_section, cos)
-    check_rotary("rope", q, k, cos, sin, unsqueeze_dim, 1 if mrope_section is None else 3)
-    if arithmetic != "fp32" and arithmetic != "native":
-        raise ValueError(f"rope: arithmetic must be 'fp32' or 'native', got {arithmetic!r}.")
-    options: Any = (unsqueeze_dim, interleaved, *planes, arithmetic == "native", False)
+    if unknown:
+        raise unknown_keyword("rope", unknown, HOMES)
+    if config.angles != "twice":
+        cos, sin = config.spread(cos, sin)
+    section = config.mrope_section
+    planes = (-1, -1) if section is None else _planes(section, cos)
+    check_rotary("rope", q, k, cos, sin, unsqueeze_dim, 1 if section is None else 3)
     if not use_triton(q, k, cos, sin):
-        rotated: tuple[Tensor, Tensor] | Tensor = rope_reference(
-            q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved, mrope_section=mrope_section,
-            arithmetic=arithmetic,
-        )  # fmt: skip
+        rotated: tuple[Tensor, Tensor] | Tensor = _rotated(q, k, cos, sin, unsqueeze_dim, config)
         return rotated
+    options: Any = (unsqueeze_dim, config.interleaved, *planes, config.arithmetic == "native", False)
     turned: tuple[Tensor, Tensor] = _rope(
         q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promoted(q, cos)
     )
@@ -133,11 +167,8 @@ def check_rotary(
 def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:
     """The pairs from which the second and the third plane of angles hold."""
     half = cos.shape[-1] // 2 if cos.dim() else 0
-    if len(section) != 3 or min(section) < 0 or sum(section) != half:
-        raise ValueError(
-            f"rope: mrope_section must be three numbers of pairs that sum to {half}, half the width of cos, got "
-            f"{tuple(section)}."
-        )
+    if sum(section) != half:
+        raise ValueError(f"rope: config.mrope_section must sum to {half}, half the width of cos, got {tuple(section)}.")
     return section[0], section[0] + section[1]
 
 
@@ -146,12 +177,17 @@ def _promoted(x: Tensor, cos: Tensor) -> torch.dtype:
 
 
 def rope_reference(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, interleaved: bool = False,
-    mrope_section: Sequence[int] | None = None, arithmetic: str = "fp32",
-) -> Any:  # fmt: skip
-    if mrope_section is not None:
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, config: Rope = DEFAULT
+) -> Any:
+    return _rotated(q, k, *config.spread(cos, sin), unsqueeze_dim, config)
+
+
+def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
+    """The operator in plain PyTorch, of cos and sin that hold each angle twice."""
+    interleaved, section = config.interleaved, config.mrope_section
+    if section is not None:
         # Pair p holds dimensions p and R/2 + p, or 2p and 2p + 1: both take the plane of the pair.
-        sizes = [2 * n for n in mrope_section] if interleaved else [*mrope_section, *mrope_section]
+        sizes = [2 * n for n in section] if interleaved else [*section, *section]
         cos, sin = (
             torch.cat([m[i % 3] for i, m in enumerate(a.split(sizes, dim=-1))], dim=-1) for a in (cos, sin)
         )  # fmt: skip
@@ -161,7 +197,7 @@ def rope_reference(
     def rotate(x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, cos.dtype)
         turned, rest, c, s = x[..., :R], x[..., R:], cos, sin
-        if arithmetic == "fp32":
+        if config.arithmetic == "fp32":
             turned, c, s = (t.to(torch.promote_types(dtype, torch.float32)) for t in (turned, c, s))
         if interleaved:
             other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tigon.fusion.probe import CASES, Case, probing, run, same_numbers
 from tigon.fusion.reading import reading_of_function
 from tigon.fusion.reasons import Reason
-from tigon.ops.rope import rope_reference
+from tigon.ops.rope import DEFAULT, NEIGHBOURS, rope_reference
 
 # The names of a function's leading arguments; freqs are complex numbers, cos + i sin.
 ARGUMENTS = ("q k cos sin", "x cos sin", "x sin cos", "q k freqs")
@@ -61,7 +61,7 @@ class Turn:
         if self.pairs == "parted":
             heads = tuple(x.unflatten(-1, (R // 2, 2)).transpose(-1, -2).flatten(-2) for x in heads)
         q, k = heads if len(heads) == 2 else (heads[0], None)
-        turned = rope(q, k, cos, sin, unsqueeze_dim=dim, interleaved=self.pairs == "neighbours")
+        turned = rope(q, k, cos, sin, unsqueeze_dim=dim, config=NEIGHBOURS if self.pairs == "neighbours" else DEFAULT)
         turned = turned if isinstance(turned, tuple) else (turned,)
         if passed is not None:
             turned = tuple(torch.cat((x.to(y.dtype), y), dim=-1) for x, y in zip(passed, turned, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,10 +120,17 @@ def _torch_qk_norm_rope(
 # -------------------------------------------------------------------------------------------------------------- peers
 
 
-def _load_tigon_mrope() -> Callable[..., Any]:
-    from tigon import rope
+def _load_tigon_interleaved() -> Callable[..., Any]:
+    from tigon import Rope, rope
 
-    return lambda q, k, cos, sin: rope(q, k, cos, sin, mrope_section=_sections(q.shape[-1]))
+    return functools.partial(rope, config=Rope(interleaved=True))
+
+
+def _load_tigon_mrope() -> Callable[..., Any]:
+    from tigon import Rope, rope
+
+    planes = functools.cache(lambda width: Rope(mrope_section=_sections(width)))
+    return lambda q, k, cos, sin: rope(q, k, cos, sin, config=planes(q.shape[-1]))
 
 
 def _load_liger_qk_norm_rope() -> Callable[..., Any]:
@@ -195,7 +203,7 @@ OPS = (
         nbytes=lambda s, b: (2 * _bytes(s, b) + 2 * s[1] * s[4] * b,) * 2,
         counted=("q, k, cos, sin → q, k", "dq, dk, cos, sin → dq, dk"),
         implementations={
-            "tigon": Implementation(tigon("rope", interleaved=True)),
+            "tigon": Implementation(_load_tigon_interleaved),
             **plain(_eager_interleaved),
             **quack(_load_quack_rope(True), "q and k one after the other"),
         },

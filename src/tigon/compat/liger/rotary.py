@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.compat.liger.options import without_effect
-from tigon.ops.rope import rope
+from tigon.ops.rope import NEIGHBOURS, Rope, rope
 
 Pair = tuple[Tensor, Tensor]
 
@@ -61,7 +61,7 @@ def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
 ) -> Pair:
     """`tigon.rope` with mrope_section: cos, sin: (3, B, T, D), of time, height and width."""
-    return _as(q, k, rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, mrope_section=mrope_section))
+    return _as(q, k, rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, config=Rope(mrope_section=mrope_section)))
 
 
 def liger_qwen2vl_mrope(
@@ -83,7 +83,7 @@ def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) 
     imaginary = freqs_cis.imag if freqs_cis.is_complex() else torch.zeros_like(freqs_cis)
     real = freqs_cis.real if freqs_cis.is_complex() else freqs_cis
     cos, sin = (part.repeat_interleave(2, dim=-1) for part in (real, imaginary))
-    return _as(xq, xk, rope(xq, xk, cos, sin, unsqueeze_dim=2, interleaved=True))
+    return _as(xq, xk, rope(xq, xk, cos, sin, unsqueeze_dim=2, config=NEIGHBOURS))
 
 
 def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
