@@ -20,6 +20,7 @@ from small_llama import absent, assert_same_step, batch, llama, stand_in, step
 import tigon
 from tigon.integrations import hub
 from tigon.integrations.hub import layers
+from tigon.ops.acts import ACTS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hub_kernels.py"
 LAYERS = [c for c in vars(layers).values() if isinstance(c, type) and c.__module__ == layers.__name__]
@@ -45,7 +46,7 @@ def calls(monkeypatch):
 
         return call
 
-    for name in ("rms_norm", "swiglu", "geglu", "rope"):
+    for name in ("rms_norm", "swiglu", "gated_unit", "rope"):
         monkeypatch.setattr(layers, name, counting(name, getattr(layers, name)))
     return counted
 
@@ -151,7 +152,13 @@ def test_where_the_operator_does_not_apply_the_module_runs_its_own(kernels, call
 
 @pytest.mark.parametrize(
     ("name", "act"),
-    [("SiluAndMul", "silu"), ("GeluAndMul", "gelu"), ("GeluTanhAndMul", "gelu_pytorch_tanh")],
+    [
+        ("SiluAndMul", "silu"),
+        ("GeluAndMul", "gelu"),
+        ("GeluTanhAndMul", "gelu_pytorch_tanh"),
+        ("ReluAndMul", "relu"),
+        ("Relu2AndMul", "relu2"),
+    ],
 )
 def test_activations_of_packed_halves(kernels, name, act):
     from transformers.activations import ACT2FN
@@ -170,6 +177,26 @@ def test_activations_of_packed_halves(kernels, name, act):
         kernels.kernelize(module, mode=kernels.Mode.TRAINING)
     assert vars(module[1])["forward"].__func__ is getattr(layers, name).forward
     torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_every_activation_has_a_layer_for_its_mlp(kernels, calls, act):
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+            self.act = ACTS[act].value
+
+        def forward(self, x):
+            return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+    model, x = nn.ModuleList([MLP()]), torch.randn(5, 8)
+    mark(kernels, model[0], "MLP")
+    plain = model[0](x)
+    assert hub.layers_for(model) == {"MLP": layers.LAYERS[act][0]}
+    kernelize(kernels, model)
+    torch.testing.assert_close(model[0](x), plain, rtol=1e-5, atol=1e-6)
+    assert calls == {"gated_unit": 1}
 
 
 @pytest.mark.parametrize(("family", "layer"), [("llama", "RotaryPosEmb"), ("olmo2", "RotaryPosEmbKept")])
@@ -214,7 +241,7 @@ def test_a_kernelized_model_is_the_plain_model(kernels, calls):
     assert hub.layers_for(model) == {"RMSNorm": "RMSNorm", "MLP": "SwiGLUMLP"}
     kernelize(kernels, model)
     assert_same_step(step(model, inputs), plain)
-    assert calls == {"rms_norm": 5, "swiglu": 2}
+    assert calls == {"rms_norm": 5, "gated_unit": 2}
     with kernels.use_kernel_mapping({}, inherit_mapping=False):
         kernels.kernelize(model, mode=kernels.Mode.TRAINING)
     calls.clear()
@@ -288,7 +315,7 @@ def test_the_configuration_for_transformers(kernels, calls, monkeypatch):
     with kernels.use_kernel_mapping(config.kernel_mapping, inherit_mapping=False):
         kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="xpu")
     assert_same_step(step(model, inputs), plain)
-    assert calls == {"rms_norm": 5, "swiglu": 2}
+    assert calls == {"rms_norm": 5, "gated_unit": 2}
 
 
 @pytest.mark.parametrize("call", [hub.mapping, hub.kernel_config])

@@ -12,24 +12,19 @@ from torch import Tensor
 
 from tigon.bench.cases.row import OVERWRITES_INPUTS, Implementation, Op, liger, plain, tigon
 from tigon.bench.inputs import Draw, Inputs, Shape, expect_rows
+from tigon.ops.acts import ACTS, Act
 
 _ROWS = ((1, 14336), (17, 14336), (10**6, 256))
 
 
-def _eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def _eager_reglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.relu(gate) * up
+def _eager(act: Act) -> Callable[[Tensor, Tensor], Tensor]:
+    """act(gate) · up as the models write it."""
+    value = ACTS[act].value
+    return lambda gate, up: value(gate) * up
 
 
 def _eager_relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+    return ACTS["relu2"].value(x)
 
 
 def _make_gated(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -52,7 +47,7 @@ def _liger_gated(function: str) -> dict[str, Implementation]:
 
 
 def _eager_gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(F.silu(gate) * up, weight)
+    return F.linear(ACTS["silu"].value(gate) * up, weight)
 
 
 def _make_gated_linear(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -107,9 +102,9 @@ OPS = (
             },
         )
         for name, eager, peer in (
-            ("swiglu", _eager_swiglu, "LigerSiLUMulFunction"),
-            ("geglu", _eager_geglu, "LigerGELUMulFunction"),
-            ("reglu", _eager_reglu, None),
+            ("swiglu", _eager("silu"), "LigerSiLUMulFunction"),
+            ("geglu", _eager("gelu_tanh"), "LigerGELUMulFunction"),
+            ("reglu", _eager("relu"), None),
         )
     ),
     Op(

@@ -21,6 +21,7 @@ from torch import nn
 from tigon.fusion.probe import signature_of
 from tigon.fusion.reasons import Reason
 from tigon.install import install
+from tigon.integrations.hub.layers import LAYERS
 from tigon.parts.mlp import Gated, recognize_mlp
 from tigon.parts.norm import Norm, recognize_norm
 from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
@@ -34,7 +35,7 @@ _NORMS = {
     (1.0, "gemma", False): "RMSNormZeroCentered",
     (0.0, "llama", True): "RMSNormGated",
 }
-_MLPS = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}
+_MLPS = {act: mlp for act, (mlp, _) in LAYERS.items()}
 _ROTARY = {False: "RotaryPosEmb", True: "RotaryPosEmbKept"}
 
 

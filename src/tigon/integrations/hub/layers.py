@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tigon.fusion.patch import transformed
 from tigon.logits.recipe import DTYPES
-from tigon.ops.gated import geglu, swiglu
+from tigon.ops.acts import ACTS
+from tigon.ops.gated import gated_unit, swiglu
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 
@@ -68,58 +69,47 @@ class RMSNormGated(nn.Module):
         return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
 
 
-class SwiGLUMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) · up_proj(x)). The layers are called as modules: adapters and hooks keep working."""
+def _gated_mlp(act: Any, formula: str) -> type[nn.Module]:
+    class GatedMLP(nn.Module):
+        can_torch_compile = True
+        has_backward = True
 
-    can_torch_compile = True
-    has_backward = True
+        def forward(self, x: Tensor) -> Tensor:
+            if transformed():
+                return type(self).forward(self, x)
+            return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), act=act))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if transformed():
-            return type(self).forward(self, x)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    GatedMLP.__doc__ = f"""down_proj(act(gate_proj(x)) · up_proj(x)), act(g) = {formula}.
 
-
-class GeGLUMLP(nn.Module):
-    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu by its tanh formula."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if transformed():
-            return type(self).forward(self, x)
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+    The layers are called as modules: adapters and hooks keep working."""
+    return GatedMLP
 
 
-class SiluAndMul(nn.Module):
-    """silu of the first half of x times the second half."""
+def _act_and_mul(act: Any, formula: str) -> type[nn.Module]:
+    class ActAndMul(nn.Module):
+        can_torch_compile = True
+        has_backward = True
 
-    can_torch_compile = True
-    has_backward = True
+        def forward(self, x: Tensor) -> Tensor:
+            return type(self).forward(self, x) if transformed() else gated_unit(x, act=act)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) if transformed() else swiglu(x)
-
-
-class GeluAndMul(nn.Module):
-    """gelu of the first half of x, by erf, times the second half."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) if transformed() else geglu(x, approximate="none")
+    ActAndMul.__doc__ = f"""act of the first half of x times the second half, act(g) = {formula}."""
+    return ActAndMul
 
 
-class GeluTanhAndMul(nn.Module):
-    """gelu of the first half of x, by its tanh formula, times the second half."""
+def _made_for(act: str) -> tuple[str, str]:
+    """Make the two layers of an activation, and return their names."""
+    camel = "".join(word.capitalize() for word in act.split("_"))
+    # The names that other kernel repositories give the two usual MLPs.
+    mlp, halves = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(act, f"{camel}GatedMLP"), f"{camel}AndMul"
+    for name, make in ((mlp, _gated_mlp), (halves, _act_and_mul)):
+        layer = make(act, ACTS[act].formula)
+        layer.__name__ = layer.__qualname__ = name
+        globals()[name] = layer  # `kernels` looks a layer up as an attribute of this module
+    return mlp, halves
 
-    can_torch_compile = True
-    has_backward = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).forward(self, x) if transformed() else geglu(x, approximate="tanh")
+LAYERS = {act: _made_for(act) for act in ACTS}  # activation → the names of its layers: MLP, packed halves
 
 
 class RotaryPosEmb(nn.Module):
