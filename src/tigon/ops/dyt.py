@@ -87,6 +87,7 @@ def _dyt_fwd_kernel(
     col_mask = cols < N
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # No select is needed: tanh(0) = 0, and masked columns are not stored.
     mask = (rows < M)[:, None] & col_mask[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     # alpha is read on the device: a number of the host would be a synchronisation.
@@ -145,6 +146,7 @@ def _dyt_bwd_kernel(
     if dalpha_ptr is not None:
         by_column = tl.sum(da, 0)
         if w_ptr is not None:
+            # dα = Σ w · Σ_rows slope · x: one multiplication a column, and not one an element.
             by_column *= w
         # One number a program, added by sum_rows: alpha's gradient is a sum over everything.
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))

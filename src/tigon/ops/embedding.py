@@ -281,6 +281,7 @@ def _embedding_bwd_kernel(
 
 def _fwd_tile(H: int) -> tuple[int, int, int]:
     """Rows, columns and warps."""
+    # Two 16-byte loads of 16-bit numbers a thread: rows share a program where they are narrow.
     block_n = min(1024, next_power_of_2(H))
     return 2048 // block_n, block_n, 4
 
@@ -298,6 +299,7 @@ def _rank_tile() -> tuple[int, int, int]:
 
 def _piece_tile(H: int) -> tuple[int, int, int]:
     """Rows on their way at a time, columns and warps, of tokens and of partial sums."""
+    # Eight rows in flight, since their places are known only when the order has been read.
     block_n = min(512, next_power_of_2(H))
     return 8, block_n, 4
 

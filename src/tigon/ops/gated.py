@@ -178,6 +178,7 @@ def _gated_fwd_kernel(
     elif u_ptr is not None:  # relu² alone has no second factor
         y *= tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
     if multiplier is not None:
+        # After the product, before the one rounding.
         y = y * multiplier
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 

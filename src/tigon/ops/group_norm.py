@@ -342,6 +342,7 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
         dense = 1
         for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
             if size != 1 and stride != dense:
+                # Places within a channel have to be one run of memory; samples and channels may lie anywhere.
                 x = x.contiguous()
                 break
             dense *= size
@@ -371,6 +372,7 @@ def _group_norm_fwd(
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (slabs, num_groups, D, S, *strides, dtypes, eps)
     cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
+    # One program a slab needs one launch; parts of a slab need their statistics first, in a launch of their own.
     parts = cut.programs // slabs
     partial = x.new_empty((cut.programs, 3), dtype=torch.float32) if parts > 1 else None
     arguments = (num_groups, D, S, *strides, *cut.parts, *cut.per)
@@ -414,8 +416,10 @@ def _group_norm_bwd(
     parts, halves = cut.programs // slabs, need_dw + need_db
     partial: Tensor | None = None
     if halves:
+        # Parts of channels write different columns: rows of partial sums are for samples and parts of space.
         rows = slabs // num_groups * cut.parts[1]
         partial = x.new_empty((rows, halves, num_groups * D), dtype=torch.float32)
+    # Only where a slab has parts: otherwise its program has both sums in registers when it writes dx.
     sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
     arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
     tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}

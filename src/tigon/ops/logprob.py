@@ -271,6 +271,7 @@ def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
 
 
 def _bwd_tile(V: int) -> tuple[int, int]:
+    # Wide loads, and nothing to sum.
     return min(2048, next_power_of_2(V)), 4
 
 
@@ -298,6 +299,7 @@ def logprob_rows(
         return
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
+        # The kernel stores bytes of 0 and 1, which is what torch.bool is made of.
         values[3] = values[3].view(torch.int8)
     arguments = (V, logits.stride(0), ignore_index, *_units(temperature, softcap, scale), softcap != 0.0)
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
@@ -327,6 +329,7 @@ def logprob_gradient_rows(
             _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
         )
         return
+    # A reduced loss expands one number over all rows: its stride of 0 goes to the kernel, and no copy is made.
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
     arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0)
@@ -341,7 +344,7 @@ def logprob_gradient_rows(
 
 
 def _logprob_fwd_fake(
-    logits: Tensor, target: Tensor, ignore_index: Any, temperature: Any, softcap: Any, scale: Any,
+    logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     one = logits.new_empty(target.shape, dtype=torch.float32)
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
@@ -366,7 +369,7 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
 
 def _logprob_bwd_fake(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: Any,
-    temperature: Any, softcap: Any, scale: Any,
+    temperature: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 

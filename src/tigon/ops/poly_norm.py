@@ -84,6 +84,7 @@ def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float =
 
 @jit
 def _weights(w_ptr):
+    # Three numbers, the same for every program: they stay in registers.
     return tl.load(w_ptr).to(tl.float32), tl.load(w_ptr + 1).to(tl.float32), tl.load(w_ptr + 2).to(tl.float32)
 
 
@@ -205,6 +206,7 @@ def _poly_norm_wide_fwd_kernel(
     a = w2 * tl.rsqrt(tl.sum(m1, 0) / N + eps)
     b = w1 * tl.rsqrt(tl.sum(m2, 0) / N + eps)
     c = w0 * tl.rsqrt(tl.sum(m3, 0) / N + eps)
+    # A number, not a row: read once.
     bias = tl.load(b_ptr).to(tl.float32)
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
@@ -258,6 +260,7 @@ def _poly_norm_wide_bwd_kernel(
         dw2 += d2
         if DB:
             db += tl.sum(s0, 0)
+        # The second reading of x and dy, for which the row's sums had to be known.
         if dx_ptr is not None:
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
@@ -289,6 +292,7 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     """Rows, columns, warps, stages and programs a multiprocessor. The sums along a row make a program wait; other
     programs run in the meantime, and each has its next two tiles on their way if shared memory allows."""
     block_n = next_power_of_2(n)
+    # 8 KiB a tile, or a whole row where that is more.
     block_m = max(1, 8192 // itemsize // block_n)
     tile_bytes = block_m * block_n * itemsize
     resident = max(1, 32768 // tile_bytes)

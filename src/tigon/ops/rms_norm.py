@@ -500,6 +500,7 @@ def _rms_norm_bwd(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     out_dx = dx if need_dx else None
+    # None where the forward has saved none: the kernel then computes 1/rms again.
     saved = rstd if rstd.numel() else None
     key = (
         M, N, need_dx, need_dw, dy.dtype, ds if ds is None else ds.dtype, x.dtype,

@@ -246,6 +246,7 @@ ROWS = 128  # rows of a program of the merge
 
 def _tile(V: int, capped: bool, more: bool) -> tuple[int, int, int]:
     """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
+    # As deep as `row_moments` has registers for: each further sum takes a lane's worth.
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if capped else 4 if more else 8, next_power_of_2(V) // block)), block, 4
 
@@ -309,6 +310,7 @@ def merge_cross_entropy(
         both = torch.stack([merged.top, merged.log2_sum], -1)
         stats[4:] = torch.where(counts.unsqueeze(-1), both, 0.0).view(-1)
         return
+    # Many rows a program: the statistics of a row are a few numbers.
     sizes = M, world, classes, label_smoothing, z_loss, scale, k
     branches = label_smoothing != 0.0, softcap != 0.0, IGNORED, OUTSIDE, ROWS
     plan = cdiv(M, ROWS), (*sizes, *branches), {"num_warps": 4}

@@ -36,6 +36,7 @@ def gelu_tanh(g):
 @jit
 def gelu(g):
     """g Φ(g), Φ the normal distribution."""
+    # The two constants are 1/√2 and 1/√(2π); s is Φ(g) and ds its density.
     s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
     ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
     return g * s, s + g * ds
@@ -52,4 +53,5 @@ def relu(g):
 def relu2(g):
     """max(g, 0)²."""
     r = tl.where(g <= 0, 0.0, g)
+    # From r and not from g: NaN has passed the comparison, and stays.
     return r * r, 2.0 * r

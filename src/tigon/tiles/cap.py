@@ -14,9 +14,12 @@ def cap(x, scale, softcap):
     caller puts -inf back where a mask had it. NaN stays NaN.
     """
     u = x * scale / softcap
+    # Of the absolute value: one exponential, at most 1, whatever the sign of u.
     e = tl.exp(-2.0 * tl.abs(u))
     t = tl.where(u >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
+    # Both ways are computed and one is selected: threads of a warp would otherwise diverge at |u| = 0.3.
     s = u * u
     series = u + u * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
     t = tl.where(tl.abs(u) < 0.3, series, t)
+    # dtanh = 1 − tanh²: near the cap, where t rounds to ±1, the slope is 0, as that of PyTorch's tanh.
     return softcap * t, scale * (1.0 - t * t)

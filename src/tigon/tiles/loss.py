@@ -25,6 +25,7 @@ def row_loss(
     nll = (top - z_target) * unit + log2_sum * LN2
     mass = 1.0
     if WEIGHTED:
+        # Without weights the multiplications are left out, and so is a load of the weight.
         loss = w_target * nll
         mass = w_target
         if SMOOTHING:
@@ -33,6 +34,8 @@ def row_loss(
     else:
         loss = nll
         if SMOOTHING:
+            # The same sum with all weights 1, in which V cancels.
             loss += smoothing * (z_target - sum_z / V) * unit
     z = z_loss * lse * lse
+    # The share of z-loss by itself, for callers that report it.
     return loss + z, z, mass

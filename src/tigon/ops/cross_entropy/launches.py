@@ -135,6 +135,7 @@ def _launch_rows(
     """Write each row's loss, and stats, z-loss and predicted class where these are not None."""
     M, V = logits.shape
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
+    # Constants of the kernel: an option that is off leaves no instruction behind.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     tensors = (logits, target, weight, loss, stats, z, predicted)
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
@@ -198,6 +199,7 @@ def _forward(
         z, accuracy, predicted = others
         z_rows = z
     if reduction != "none":
+        # Losses of rows are kept only until they are reduced.
         rows = stats.new_empty(M)
         # With weights the means of the loss and of its z-loss have different divisors.
         if details or (mean and weight is not None and divisor is None and options[2] != 0.0):
@@ -267,6 +269,7 @@ def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:
     dlogits = logits.new_empty(logits.shape)
+    # The gradient is dense, whatever the strides of the logits.
     x, dx = rows_of(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
     _launch_gradient(dloss, x, target, weight, stats, dx, mean, *options)
     return dlogits
@@ -286,6 +289,7 @@ def _launch_gradient(
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     M, V = x.shape
+    # No statistic is computed here: the tile is chosen for wide loads alone.
     warps, block_m, block_n = _bwd_tile(V)
     arguments = (
         M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),

@@ -116,6 +116,7 @@ def _weight_bwd(a: Tensor, b: Tensor, routing: Routing, dw: Tensor) -> None:
     """Write Σ over each expert's rows of aᵀ b, a (S, M) and b (S, N), to dw (E, M, N)."""
     if dw.stride(2) != 1:  # stored by columns
         a, b, dw = b, a, dw.transpose(1, 2)
+    # The result is written as the weight lies: an optimiser reads both.
     E, M, N = dw.shape
     if not dw.numel():
         return
@@ -166,6 +167,7 @@ def _moe_mlp_fwd(
     take(rows_of(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
     _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows)
+    # z is kept and h is not: h is one elementwise pass from z, and z is what the activation's gradient needs.
     h = x.new_empty((S, N))
     unit(z, h, routing, Options(*options))
     if not keep:
@@ -173,6 +175,7 @@ def _moe_mlp_fwd(
     # room again: the experts' input rows have been multiplied, and nothing reads them any more.
     _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows)
     y = x.new_empty(x.shape)
+    # Each token gathers its rows: experts adding into y would need atomics, and give other bits on every run.
     token_sum(room, routing, weights.contiguous(), y, K)
     return y, z, *routing
 
@@ -236,6 +239,7 @@ def _moe_mlp_bwd(
     dz = None
     if need_dh or needs[3]:
         room = x.new_empty((S, D))  # the workspace, in turn: rows of dy, rows of x, rows that sum to dx
+        # Rows of dy are copied out as those of x were: the product reads whole tiles.
         take(dy, routing, room, K)
         dh = x.new_empty((S, N)) if need_dh else None
         if dh is not None:
@@ -255,6 +259,7 @@ def _moe_mlp_bwd(
         del dh, h  # freed before the gradient of gate_up, the largest of all, is allocated
     if dz is not None and needs[2]:
         found[2] = gradient(2)
+        # Copied again, instead of kept since the forward: S · D numbers less are alive in between.
         take(x, routing, room, K)
         _weight_bwd(dz, room, routing, found[2])
     if dz is not None and needs[0]:

@@ -115,6 +115,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
         return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
 
+    # By width alone: all kernels write the same statistics, so that any backward kernel reads them.
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
     if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
@@ -148,10 +149,12 @@ def _layer_norm_bwd(
     dy, *dy_strides = row_groups(dy)
     x, *x_strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
+    # None, and not an empty tensor: a kernel without dx is compiled without its sums.
     out_dx = dx if need_dx else None
     arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
     dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype)
     key = (arguments, dtypes, need_dx, need_dw, need_db)
+    # dW and dbias lie side by side in a row of partial sums: one launch adds both.
     halves = need_dw + need_db
     partial: Tensor | None = None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
