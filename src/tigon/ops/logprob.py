@@ -368,7 +368,7 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
 
 
 def _logprob_bwd_fake(
-    logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: Any,
+    logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
     temperature: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
