@@ -34,6 +34,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 import tigon
+from tigon.linear.lora_mlp import lora_mlp
 from tigon.optim.perturb import perturb, squared_norm
 from tigon.runtime import device as device_facts
 from tigon.runtime import dispatch as backend
@@ -181,7 +182,19 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 second = tigon.NestedAbsmax(torch.empty(256), torch.empty(3584), torch.empty(1)) if nested else None
                 packed = torch.empty(29360128, dtype=torch.uint8)
                 tigon.dequantize_4bit(tigon.FourBit(packed, numbers, torch.empty(16), (14336, 4096), dtype, 64, second))
+        for dtype, rank in itertools.product((torch.bfloat16, torch.float16), (16, 64)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "lora_mlp", "case": f"rank {rank}", "shape": (8192, 4096), "frozen": None}
+                context |= {"dtype": str(dtype).removeprefix("torch.")}
+                x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
+                layers = [adapted(n, k, rank, dtype) for n, k in ((14336, 4096), (14336, 4096), (4096, 14336))]
+                lora_mlp(x, tuple(layers)).sum().backward()
     return list(launches.values())
+
+
+def adapted(wide: int, deep: int, rank: int, dtype: torch.dtype) -> tigon.LoRA:
+    a, b = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((rank, deep), (wide, rank)))
+    return tigon.LoRA(torch.empty(wide, deep, dtype=dtype), a, b, 2.0)
 
 
 def kernels() -> list[str]:

@@ -8,6 +8,7 @@ from tigon.ops import embedding as embedding
 from tigon.ops import experts as experts
 from tigon.ops import gated as gated
 from tigon.ops import gated_linear as gated_linear
+from tigon.ops import gated_lora as gated_lora
 from tigon.ops import group_norm as group_norm
 from tigon.ops import layer_norm as layer_norm
 from tigon.ops import logprob as logprob

@@ -1,0 +1,140 @@
+"""A gated MLP whose three frozen layers carry adapters, as one unit: y = down(act(gate(x)) · up(x)).
+
+As `lora_linear` and `gated_lora_linear` in a row, but the adapters' parts of gate and up are never written to memory:
+the frozen products stand alone, and the gated unit adds the adapters to the tiles that it reads (tigon.ops.gated_lora).
+So does the backward pass with the gradient that comes through the layer behind.
+
+    forward     t = x [Ag; Au]ᵀ;  g = x Wgᵀ, u = x Wuᵀ;  h = act(g + sg tg Bgᵀ) · (u + su tu Buᵀ);  y = down(h)
+    backward    dh = dy Wd, and the adapter's part in the kernel that gives dg, du and h again; then as for any layers
+    kept        x, t, g, u
+
+A checkpoint that computes again stops before h.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.linear.adapters import LoRA, _by_hand, _checked, _keep, _kept, _Plan, gated_lora_linear, lora_linear
+from tigon.ops.acts import Act, checked_act
+from tigon.ops.gated_lora import WIDEST, Added, gated_lora_backward, gated_lora_forward
+from tigon.runtime import first_order, graph_is_kept, use_triton
+
+
+def lora_mlp(
+    x: Tensor, layers: tuple[LoRA, LoRA, LoRA], *, act: Act = "silu", inplace: bool = True,
+    saved_by: tuple[Any, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x and the frozen results of gate and up.
+
+    Args:
+        x: (..., H).
+        layers: gate, up and down, each a `tigon.LoRA`: (N, H), (N, H) and (H', N).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        inplace: the backward pass writes the gradients of gate and up over them, which nobody else can see. Not where
+            the graph is kept (`retain_graph=True`).
+        saved_by: as in `lora_linear`.
+    Returns: (..., H') in x's dtype.
+    Raises: ValueError as `lora_linear`, and for layers whose sizes do not fit each other.
+
+    Replaces::
+
+        g, u = (F.linear(x, w) + s * F.linear(F.linear(x, a), b) for w, a, b, s, _ in layers[:2])
+        h = F.silu(g) * u
+        w, a, b, s, _ = layers[2]
+        y = F.linear(h, w) + s * F.linear(F.linear(h, a), b)
+    """
+    checked_act("lora_mlp", act)
+    gate, up, down = layers
+    dtype, autocast = _checked("lora_mlp", x, (gate, up))
+    if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
+        sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
+        raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
+    saved_by = saved_by if torch.is_grad_enabled() else None
+    tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
+    one_pass = (
+        dtype in (torch.bfloat16, torch.float16)
+        and use_triton(x, *tensors)
+        and all(_by_hand(dtype, autocast, (layer,), x) for layer in layers)
+        and gate.bias is None
+        and up.bias is None
+        and max(layer.a.shape[0] for layer in layers) <= WIDEST
+    )
+    x = x if x.dtype == dtype or not one_pass else x.to(dtype)
+    plans = _Plan((gate, up), dtype, wide=not autocast), _Plan((down,), dtype, wide=not autocast)
+    if not one_pass or any(plan.thin != dtype for plan in plans):
+        g, u = lora_linear(x, (gate, up), saved_by=saved_by)
+        return gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
+    own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
+    y = _LoraMLP.apply(x, plans, act, inplace, saved_by, *own)
+    return y[0]  # type: ignore[no-any-return]
+
+
+class _LoraMLP(torch.autograd.Function):
+    """x, …, A and B of gate and up, their weights, and A, B, bias and weight of down → y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plans: tuple[_Plan, _Plan], act: str, inplace: bool, saved_by: Any, *tensors: Any
+    ) -> tuple[Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.plans, ctx.act, ctx.inplace, ctx.by_hooks = True, plans, act, inplace, saved_by is not None
+        first, last = plans
+        ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
+        rows = x.reshape(-1, x.shape[-1])
+        t = first.thin_products(rows, (ag, au))
+        g, u = (torch.mm(rows, first.weight(i, (wg, wu)).t()) for i in (0, 1))
+        if saved_by is not None:
+            _keep(ctx, saved_by, x, t, g, u, None, *tensors)
+        h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
+        td = last.thin_products(h, (ad,))
+        if saved_by is None:
+            _keep(ctx, saved_by, x, t, g, u, td, *tensors)
+        y = last.results(h, td, (bd,), (bias,), (wd,))[0]
+        return (y.view(*x.shape[:-1], y.shape[1]),)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_lora_mlp_backward, ctx, *gradients)
+
+
+def _added(plan: _Plan, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
+    one, other = t.split(plan.ranks, 1)
+    return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
+
+
+def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+    first, last = ctx.plans
+    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = _kept(ctx)
+    if dy is None:
+        return (None,) * 15
+    need_x, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
+        ctx.needs_input_grad[i] for i in (0, *range(5, 15))
+    )
+    rows = dy.reshape(-1, dy.shape[-1])
+    ud = last.upstream([rows], (bd,))[0]
+    # The frozen layer's part alone; the kernel adds ud A, and then writes h over it.
+    dh = torch.mm(rows, last.weight(0, (wd,)))
+    if ctx.inplace and not graph_is_kept():
+        dg, du = g, u
+    else:
+        dg, du = torch.empty_like(g), torch.empty_like(u)
+    added = (*_added(first, t, (bg, bu)), Added(ud, ad))
+    gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), dh)
+    h = dh
+    dad = last.a_gradients([ud], h, (ad,), (need_ad,))[0]
+    dbd = None
+    if need_bd:
+        dbd = last.b_gradients([rows], last.thin_products(h, (ad,)) if td is None else td, (bd,), (True,))[0]
+    del dh, h
+    us = first.upstream((dg, du), (bg, bu))
+    dx = None
+    if need_x:
+        dx = first.input_gradient((dg, du), us, (ag, au), (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
+    dags = first.a_gradients(us, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
+    dbs = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
+    dbias = rows.sum(0) if need_bias else None
+    return dx, None, None, None, None, *dags, *dbs, None, None, dad, dbd, dbias, None
