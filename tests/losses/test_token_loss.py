@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from flat import token_loss
 from torch.utils.checkpoint import checkpoint
 
+from tigon.linear.chunks import Chunks
+from tigon.linear.head import Projection
 from tigon.losses import ValidLengths
 from tigon.losses import token_loss as module
 from tigon.losses.token_loss import BATCH, Family, split
@@ -118,9 +120,12 @@ def test_parts_change_nothing(together, with_reference, known, chunk_bytes, dtyp
 def test_every_row_that_counts_is_in_one_part(lengths, together, device):
     target = batch(device)[3]
     seen = []
-    for part in split(target, together, lengths, -100, 128):
-        rows = torch.arange(S * T, device=device)[part.rows]
-        assert rows.numel() == part.count
+    head = Projection(torch.zeros(S * T, 2, device=device), torch.zeros(V, 2, device=device), None)
+    known = sum(lengths) if lengths and not together else None
+    whole = Chunks(head, target.view(-1), -100, known, 128 * V * 4)
+    for part in split(whole, target, together, lengths, -100, 128):
+        rows = torch.arange(S * T, device=device)[part.chunks.places(0, part.chunks.visited)]
+        assert rows.numel() == part.chunks.visited
         seen += rows.tolist()
         sequences = {int(r) // T for r in rows}
         if together == 2:

@@ -12,14 +12,16 @@ Rows whose target is ignored can be left out (`num_valid`): time and memory then
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tigon.linear import weight_gradient
 from tigon.linear.head import Projection, empty_logits, logit_bytes, take
 from tigon.linear.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.shard_statistics import columns, shard_statistics
@@ -152,10 +154,14 @@ class _Arrival:
 
 @dataclass
 class Chunk:
-    """Rows start to stop in the order of `Chunks`, with their logits (scratch memory), inputs and targets."""
+    """Rows start to stop in the order of `Chunks`, with their logits (scratch memory), inputs and targets.
+
+    at: the rows' places in the batch.
+    """
 
     start: int
     stop: int
+    at: Tensor | slice
     logits: Tensor
     x: Tensor
     target: Tensor
@@ -186,24 +192,78 @@ class Chunks:
         self.dtype = head.x.dtype if dtype is None else dtype
         # Second buffer, allocated on first use: the gradient of wide logits, narrowed for the products.
         self._narrow: Tensor | None = None
-        self.input_gradient = InputGradient(head, shards)
         # Chunks follow from the widest shard, so that every device has the same chunks and its collectives match.
         N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
-        self.visited = N if num_valid is None else max(0, min(num_valid, N))
+        visited = N if num_valid is None else max(0, min(num_valid, N))
+        # The first row, and with an index all rows, in the order of the walk.
+        self._first = 0
         self.index: Tensor | None = None
-        if self.visited < N:
+        if visited < N:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
-            self.index = order[: self.visited]
-        # Zero visited rows mean zero chunks: the losses then zero their gradients themselves.
-        self.size = chunk_rows(self.visited, V * logit_bytes(head.x.dtype, self.dtype), budget) if self.visited else 0
-        self.count = -(-self.visited // self.size) if self.visited else 0
+            self.index = order[:visited]
+        self._cut(visited, V * logit_bytes(head.x.dtype, self.dtype), budget)
+
+    def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
+        self.visited = visited
+        # Zero visited rows mean zero chunks, and `Gradients` then zeroes what no chunk writes.
+        self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
+        self.count = -(-visited // self.size) if visited else 0
+
+    def among(self, rows: Tensor | slice, most: int) -> Chunks:
+        """The walk over some rows of the batch, in their order, in chunks of about at most `most` rows."""
+        part = copy.copy(self)
+        if isinstance(rows, slice):
+            part._first, part.index, visited = rows.start, None, rows.stop - rows.start
+        else:
+            part._first, part.index, visited = 0, rows, rows.numel()
+        part._cut(visited, 1, most)
+        return part
+
+    def through(self, head: Projection) -> Chunks:
+        """The same walk over the rows of another head's x, in logits of the same dtype."""
+        other = copy.copy(self)
+        other.head = head
+        return other
 
     def __iter__(self) -> Iterator[Chunk]:
         # One buffer for all chunks. A chunk is done with its logits before the next one is computed.
-        buffer = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
+        return self.forwards(empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype))
+
+    def forwards(self, room: Tensor) -> Iterator[Chunk]:
+        """The chunks, their logits computed into `room`, (at least `size`, V).
+
+        As many of the last chunks as fit the room together keep their logits there; the chunks before them use the
+        front of the room in turn.
+        """
+        kept = self._kept(room)
         for start, stop in self.spans():
-            yield self.compute(start, stop, buffer[: stop - start])
+            at = max(0, start - kept)
+            yield self.compute(start, stop, room[at : at + stop - start])
+
+    def backwards(self, room: Tensor, last: Chunk | None = None, scratch: Tensor | None = None) -> Iterator[Chunk]:
+        """The chunks from the last to the first, after `forwards`: logits that are in the room still are not computed
+        again.
+
+        last: the last chunk, if you have it: its rows of x are then not gathered again.
+        scratch: where logits are computed again, if those in the room must last.
+        """
+        kept = self._kept(room)
+        for start, stop in reversed(self.spans()):
+            if last is not None:
+                yield last
+                last = None  # its rows of x are memory that the next chunk's rows need
+            elif start >= kept:
+                yield self.with_logits(start, stop, room[start - kept : stop - kept])
+            else:
+                yield self.compute(start, stop, (room if scratch is None else scratch)[: stop - start])
+
+    def _kept(self, room: Tensor) -> int:
+        """The first row, in the order of the walk, whose logits the room holds after `forwards`."""
+        if not self.count:
+            return 0
+        before_last = (self.count - 1) * self.size
+        return max(0, before_last - (room.shape[0] - (self.visited - before_last)) // self.size * self.size)
 
     def with_statistics(
         self, dtype: torch.dtype, temperature: float, softcap: float, scale: float, along: bool, total: bool
@@ -221,14 +281,19 @@ class Chunks:
         """Where the chunks start and stop."""
         return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
 
+    def places(self, start: int, stop: int) -> Tensor | slice:
+        """The places in the batch of rows start to stop of the walk."""
+        return slice(self._first + start, self._first + stop) if self.index is None else self.index[start:stop]
+
     def rows_of(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The chunk's rows of each tensor; the tensors have N rows, in the order of the batch."""
-        rows = slice(start, stop) if self.index is None else self.index[start:stop]
+        rows = self.places(start, stop)
         return tuple(take(t, rows) for t in tensors)
 
     def with_logits(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop, whose logits have been computed before."""
-        return Chunk(start, stop, logits, *self.rows_of(start, stop, self.head.x, self.target))
+        at = self.places(start, stop)
+        return Chunk(start, stop, at, logits, take(self.head.x, at), take(self.target, at))
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop; its logits are written to `logits`, (stop − start, V)."""
@@ -250,12 +315,47 @@ class Chunks:
             return results
         return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
-    def clear_unvisited(self, dx: Tensor) -> None:
-        """Zero dx (N, H) if some rows are not visited: no chunk writes those rows."""
-        if self.index is not None:
-            dx.zero_()
 
-    def add_input_gradient(self, dx: Tensor, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
-        """The chunk's rows of dx = dlogits W; chunk.logits hold dlogits. `more` = (a, b, alpha) adds alpha · a b."""
-        rows = chunk.rows if self.index is None else self.index[chunk.rows]
-        self.input_gradient.add(dx, rows, chunk.logits, more)
+class Gradients:
+    """dx, dW and db of a walk: three products with each chunk's dlogits. None in a gradient's place spares its product.
+
+    Args:
+        walk: the chunks that will be added, or those of the batch whose parts will be.
+        dx: (N, H), uninitialised. Rows that `walk` does not visit are zeroed.
+        dw: the tensors of `weight_gradient.parts`, uninitialised unless `add`.
+        db: (V,), uninitialised.
+        add: add to what `dw` holds.
+    """
+
+    def __init__(
+        self, walk: Chunks, dx: Tensor | None, dw: Sequence[Tensor] | None, db: Tensor | None, add: bool = False
+    ) -> None:
+        self.dx, self.dw, self.db = dx, dw, db
+        self._input = InputGradient(walk.head, walk.shards)
+        # The first product overwrites dW, which spares a pass that zeroes it.
+        self._first = not add
+        if dx is not None and walk.index is not None:
+            dx.zero_()
+        if db is not None:
+            db.zero_()
+
+    def __bool__(self) -> bool:
+        """Whether any gradient is wanted."""
+        return self.dx is not None or self.dw is not None or self.db is not None
+
+    def add(self, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
+        """Take in a chunk whose logits hold dlogits by now. `more` = (a, b, alpha) adds alpha · a b to its dx."""
+        if self.dx is not None:
+            # Before dW: a sum of dx over the devices travels while dW's product is computed.
+            self._input.add(self.dx, chunk.at, chunk.logits, more)
+        if self.dw is not None:
+            weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
+        if self.db is not None:
+            self.db += chunk.logits.sum(0, dtype=self.db.dtype)
+        self._first = False
+
+    def finish(self) -> None:
+        """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
+        self._input.arrive()
+        if self._first and self.dw is not None:
+            weight_gradient.zero(self.dw)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
 from tigon.linear.head import Head, Projection, check_head, head_of
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
@@ -231,21 +231,10 @@ def _walk(
     db: Tensor | None, add: bool, *options: Any,
 ) -> None:  # fmt: skip
     """Write the rows' losses, and the gradients times factor to dx, dw and db unless they are None. add: dw += …."""
-    if dx is not None:
-        chunks.clear_unvisited(dx)
-    if db is not None:
-        db.zero_()
-    if dw is not None and chunks.count == 0 and not add:
-        weight_gradient.zero(dw)
-    gradient = dx is not None or dw is not None or db is not None
-    for chunk in _computed(chunks, losses, factor, gradient, *options):
-        if dx is not None:
-            chunks.add_input_gradient(dx, chunk)
-        if dw is not None:
-            weight_gradient.accumulate(dw, chunk.logits, chunk.x, first=chunk.start == 0 and not add)
-        if db is not None:
-            db += chunk.logits.sum(0, dtype=db.dtype)
-    chunks.input_gradient.arrive()
+    gradients = Gradients(chunks, dx, dw, db, add)
+    for chunk in _computed(chunks, losses, factor, bool(gradients), *options):
+        gradients.add(chunk)
+    gradients.finish()
 
 
 def _computed(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradient: bool, *options: Any) -> Iterator[Chunk]:
@@ -302,24 +291,16 @@ def _linear_cross_entropy_bwd(
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     dx = x.new_empty(x.shape if need_dx else (0,), dtype=compute)
-    if need_dx:
-        chunks.clear_unvisited(dx)
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
-    sums = weight_gradient.parts(dw, more)
-    if chunks.count == 0:
-        weight_gradient.zero(sums)
-    db = x.new_zeros(weight.shape[0] if need_db else 0, dtype=acc)
+    db = x.new_empty(weight.shape[0] if need_db else 0, dtype=acc)
+    sums = weight_gradient.parts(dw, more) if need_dw else None
+    gradients = Gradients(chunks, dx if need_dx else None, sums, db if need_db else None)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # scratch: the kernel writes the losses again together with the gradient
     for chunk in _computed(chunks, losses, rows, True, *options):
-        if need_dx:
-            chunks.add_input_gradient(dx, chunk)
-        if need_dw:
-            weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
-        if need_db:
-            db += chunk.logits.sum(0, dtype=acc)
-    chunks.input_gradient.arrive()
+        gradients.add(chunk)
+    gradients.finish()
     dw = weight_gradient.narrowed(dw, more) if more.numel() else dw.to(weight.dtype)
     return dx.to(x.dtype), dw, db.to(weight.dtype) if need_db else x.new_empty(0)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, chunk_budget, chunk_rows, nan_if_more
+from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, chunk_rows, nan_if_more
 from tigon.linear.head import Head, Projection, check_head, class_blocks, empty_logits, head_of
 from tigon.linear.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
 from tigon.linear.walk import Walk
@@ -126,21 +126,20 @@ def linear_logprob_reference(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-class _Adapted:
+class _Adapted(Chunks):
     """The walk over chunks of a head that may have an adapter, in the compute dtype."""
 
     def __init__(
         self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index, shards
     ) -> None:
         number = None if valid < 0 else valid
-        rows = Projection.of(x, weight, bias, compute)
-        self.chunks = Chunks(rows, target, ignore_index, number, budget, shards)
+        super().__init__(Projection.of(x, weight, bias, compute), target, ignore_index, number, budget, shards)
         self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
         self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)
         self.lora_scale = lora_scale
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
-        chunk = self.chunks.compute(start, stop, logits)
+        chunk = super().compute(start, stop, logits)
         if self.lora_a is not None:
             # Through the rank: W + s · B A would be a second weight of full size.
             through = chunk.x @ self.lora_a.t()
@@ -190,22 +189,16 @@ def _linear_logprob_fwd(
     *_, stats, logits = _fwd_fake(
         x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options, shards=shards
     )
-    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
-    chunks = head.chunks
+    chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
-    widest = _widest(weight, shards)
-    first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
     own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
-    for start, stop in chunks.spans():
-        # Chunks that are not kept use the front of the buffer in turn; the kept chunks then fill it.
-        at = max(0, start - first_kept)
-        chunk = head.compute(start, stop, logits[at : at + stop - start])
+    for chunk in chunks.forwards(logits):
         if shards is not None:
-            shard_statistics(chunk.logits, chunk.target, own[start:stop], *options[1:], along=True, total=True)
+            shard_statistics(chunk.logits, chunk.target, own[chunk.rows], *options[1:], along=True, total=True)
             continue
-        places = tuple(f[start:stop] for f in found)
-        logprob_rows(chunk.logits, chunk.target, places, stats[start:stop], *options)
+        places = tuple(f[chunk.rows] for f in found)
+        logprob_rows(chunk.logits, chunk.target, places, stats[chunk.rows], *options)
     if shards is not None and chunks.visited:
         (labels,) = chunks.rows_of(0, chunks.visited, target)
         merge_logprob(shards.gather(own).wait(), labels, tuple(found), stats, shards.classes, *options[1:])
@@ -239,60 +232,44 @@ def _linear_logprob_bwd(
 
     ours: whether the kept logits may be overwritten, and their memory used for the other chunks.
     """
-    head = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
-    chunks = head.chunks
+    chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     dx, db, da, dlb = (x.new_zeros(0) for _ in range(4))
     if needs[0]:
         dx = x.new_empty(x.shape, dtype=compute)
-        chunks.clear_unvisited(dx)
     # One chunk needs no sum: its product rounds once, into the weight's dtype.
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
     dw, more_dw = weight_gradient.places(weight, compute, wide, budget, needs[1])
-    sums = weight_gradient.parts(dw, more_dw)
-    if chunks.count == 0:
-        weight_gradient.zero(sums)
     if needs[2]:
-        db = x.new_zeros(weight.shape[0], dtype=acc)
+        db = x.new_empty(weight.shape[0], dtype=acc)
+    sums = weight_gradient.parts(dw, more_dw) if needs[1] else None
+    gradients = Gradients(chunks, dx if needs[0] else None, sums, db if needs[2] else None)
     if lora_a is not None and lora_b is not None:
         da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
     upstream = [
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]
-    widest = _widest(weight, shards)
-    first_kept = chunks.visited - _kept_chunks(chunks.visited, widest, compute, budget, keep)[0]
     # Another backward pass may read the kept logits, as under retain_graph: the gradient then has scratch memory.
     scratch = None if ours else empty_logits(chunks.size, weight.shape[0], x, compute)
-    for start, stop in reversed(chunks.spans()):
-        if start >= first_kept:
-            here = logits[start - first_kept : stop - first_kept]
-            chunk = chunks.with_logits(start, stop, here)
-        else:
-            room = logits if scratch is None else scratch
-            chunk = head.compute(start, stop, room[: stop - start])
-        slopes = [d if d is None else d[start:stop] for d in upstream]
-        dlogits = chunk.logits if scratch is None else scratch[: stop - start]
-        place = None if stats is None else stats[start:stop]
+    for chunk in chunks.backwards(logits, scratch=scratch):
+        slopes = [d if d is None else d[chunk.rows] for d in upstream]
+        dlogits = chunk.logits if scratch is None else scratch[: chunk.logits.shape[0]]
+        place = None if stats is None else stats[chunk.rows]
         merged = shards is not None
         logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options, merged=merged)
         chunk.logits = dlogits
         # The walk goes backwards, so the last chunk is the first to write the sums.
-        last, more = stop == chunks.visited, None
-        if head.lora_a is not None:
-            through = dlogits @ head.lora_b  # (n, r)
+        last, more = chunk.stop == chunks.visited, None
+        if chunks.lora_a is not None:
+            through = dlogits @ chunks.lora_b  # (n, r)
             # dx gains s · (dlogits B) A. The product with B serves the gradient of A as well.
-            more = through, head.lora_a, lora_scale
+            more = through, chunks.lora_a, lora_scale
             if needs[3]:
                 weight_gradient.accumulate([da], through, chunk.x, first=last)
             if needs[4]:
-                weight_gradient.accumulate([dlb], dlogits, chunk.x @ head.lora_a.t(), first=last)
-        if needs[0]:
-            chunks.add_input_gradient(dx, chunk, more)
-        if needs[1]:
-            weight_gradient.accumulate(sums, dlogits, chunk.x, first=last)
-        if needs[2]:
-            db += dlogits.sum(0, dtype=acc)
-    chunks.input_gradient.arrive()
+                weight_gradient.accumulate([dlb], dlogits, chunk.x @ chunks.lora_a.t(), first=last)
+        gradients.add(chunk, more)
+    gradients.finish()
     if shards is not None and needs[3]:
         shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
     if more_dw.numel():

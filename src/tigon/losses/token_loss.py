@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import chunk_budget, chunk_rows, spared_by_one_chunk
-from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits, head_of, take
+from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, spared_by_one_chunk
+from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits, head_of
 from tigon.linear.upstream import scaled_gradients
-from tigon.linear.vocabulary_parallel import InputGradient, Shards, shards_of
+from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.linear.walk import Walk
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
@@ -101,44 +101,35 @@ def _family(family: str, kinds: str, numbers: Sequence[float]) -> Family:
 class Rows:
     """The rows of x that a part consists of.
 
-    rows: `count` of the batch's S · T rows. at: their places among the part's S' · T, or None if all are present.
-    sequences: (S',) the sequences' numbers; with `alone` (S' = count) the tokens'. tokens: T, or 1 with `alone`.
+    chunks: the walk over the part's rows alone. at: their places among the part's S' · T, or None if all are present.
+    sequences: (S',) the sequences' numbers; with `alone` the tokens'. tokens: T, or 1 with `alone`.
     """
 
-    rows: Tensor | slice
-    count: int
+    chunks: Chunks
     at: Tensor | None
     sequences: Tensor
     tokens: int
     alone: bool = False
 
     def dense(self, values: Tensor) -> Tensor:
-        """(count,) as (S', T), zero elsewhere."""
+        """A value for each row, as (S', T), zero elsewhere."""
         if self.at is not None:
             values = values.new_zeros(self.sequences.numel() * self.tokens).index_copy(0, self.at, values)
         return values.view(self.sequences.numel(), self.tokens)
 
     def sparse(self, values: Tensor) -> Tensor:
-        """(S', T) as (count,)."""
+        """(S', T) as a value for each row."""
         values = values.reshape(-1)
         return values if self.at is None else values.index_select(0, self.at)
 
-    def pieces(self, size: int) -> list[tuple[Tensor | slice, slice]]:
-        """The rows, at most `size` at a time, each time with their places in (count,)."""
-        result: list[tuple[Tensor | slice, slice]] = []
-        for start in range(0, self.count, size or 1):
-            here = slice(start, min(start + size, self.count))
-            if isinstance(self.rows, slice):
-                result.append((slice(self.rows.start + here.start, self.rows.start + here.stop), here))
-            else:
-                result.append((self.rows[here], here))
-        return result
 
-
-def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: int, most: int) -> Iterator[Rows]:
+def split(
+    whole: Chunks, target: Tensor, together: int, lengths: Sequence[int], ignore_index: int, most: int
+) -> Iterator[Rows]:
     """Split the batch into parts. Rows that do not count are left out if the host knows how many count.
 
     Args:
+        whole: the walk over the batch's S · T rows; where tokens are independent, over those that count.
         target: (S, T).
         together: the family's `together()`.
         lengths: how many targets of each sequence count; empty if the host does not know.
@@ -147,18 +138,11 @@ def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: i
     S, T = target.shape
     device = target.device
     if together == ALONE:
-        rows: Tensor | None = None
-        count = S * T
-        if lengths and sum(lengths) < count:
-            count = sum(lengths)
-            # A stable sort of a flag: valid rows first, in their order. Fixed shapes: nothing waits for the device.
-            rows = torch.argsort((target.reshape(-1) == ignore_index).to(torch.uint8), stable=True)[:count]
-        size = chunk_rows(count, 1, most) if count else 1
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            here = slice(start, stop) if rows is None else rows[start:stop]
-            sequences = torch.arange(start, stop, device=device) if rows is None else rows[start:stop]
-            yield Rows(here, stop - start, None, sequences, 1, alone=True)
+        # A token sees no other, so each chunk is a part.
+        for start, stop in whole.spans():
+            rows = whole.places(start, stop)
+            sequences = torch.arange(start, stop, device=device) if isinstance(rows, slice) else rows
+            yield Rows(whole.among(rows, most), None, sequences, 1, alone=True)
         return
     stacks = max(1, S) if together == BATCH else together
     units = S // stacks
@@ -172,14 +156,14 @@ def split(target: Tensor, together: int, lengths: Sequence[int], ignore_index: i
             valid = sum(lengths[u + k * units] for u in range(first, last) for k in range(stacks))
             if valid < count:
                 ignored = (target.index_select(0, sequences) == ignore_index).to(torch.uint8).view(-1)
-                at, count = torch.argsort(ignored, stable=True)[:valid], valid
-        if stacks == 1 and at is None:
-            yield Rows(slice(first * T, last * T), count, None, sequences, T)
-        elif at is None:
-            rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
-            yield Rows(rows, count, None, sequences, T)
+                at = torch.argsort(ignored, stable=True)[:valid]
+        if at is not None:
+            rows = sequences.index_select(0, at // T) * T + at % T
+        elif stacks == 1:
+            rows = slice(first * T, last * T)
         else:
-            yield Rows(sequences.index_select(0, at // T) * T + at % T, count, at, sequences, T)
+            rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
+        yield Rows(whole.among(rows, most), at, sequences, T)
 
 
 def _unit_rows(lengths: Sequence[int], stacks: int, units: int, T: int) -> list[int]:
@@ -340,35 +324,36 @@ def _token_loss_fwd(
         x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments, shards=shards
     )
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
-    for t in (loss, *results.values(), db):
+    for t in (loss, *results.values()):
         t.zero_()
-    if lengths and sum(lengths) < target.numel():
-        dx.zero_()  # no part writes the rows that are left out
     instance = _family(family, kinds, numbers)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
+    alone = instance.together() == ALONE
+    # Sequences are cut out of the whole batch, and each part leaves out its own rows that do not count.
+    known = sum(lengths) if lengths and alone else None
+    whole = Chunks(batch.head, target.view(-1), options[0], known, budget, shards)
     # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
-    input_gradient = InputGradient(batch.head, shards)
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
-    weight_sums = weight_gradient.parts(dw, more)
-    parts = list(split(target, instance.together(), lengths, options[0], most))
-    sizes = [chunk_rows(part.count, 1, most) if part.count else 0 for part in parts]
+    parts = list(split(whole, target, instance.together(), lengths, options[0], most))
+    weight_sums = weight_gradient.parts(dw, more) if need_dw else None
+    gradients = Gradients(whole, dx if need_dx else None, weight_sums, db if need_db else None)
+    if not alone and lengths and sum(lengths) < target.numel():
+        dx.zero_()  # no part writes the rows that are left out
     # One buffer for all parts, and for the reference's logits as well.
-    buffer = empty_logits(max(sizes, default=0), weight.shape[0], x, compute)
+    room = empty_logits(max((part.chunks.size for part in parts), default=0), weight.shape[0], x, compute)
     # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
     # the host does not wait.
     enough = torch.ones((), dtype=torch.bool, device=x.device)
-    if lengths and instance.together() == ALONE:
+    if lengths and alone:
         enough = (target != options[0]).sum() <= sum(lengths)
-    first = True
-    for part, size in zip(parts, sizes, strict=True):
-        pieces = part.pieces(size)
-        seen, stats, last = batch.forward(instance, part, pieces, buffer)
+    for part in parts:
+        seen, stats, last = batch.forward(instance, part, room)
         if part.at is not None:
-            enough &= seen.mask.sum() <= part.count
+            enough &= seen.mask.sum() <= part.chunks.visited
         slopes: list[Tensor | None] = [None, None]
-        if need_dx or need_dw or need_db:
+        if gradients:
             share, found, slopes = _with_slopes(instance, seen)
         else:
             share, found = instance(seen)
@@ -376,32 +361,23 @@ def _token_loss_fwd(
         _keep(instance, found, part, results)
         # A part without slopes, such as one that is clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
-            for rows, _ in pieces if need_dx else ():
-                dx[rows] = 0.0
+            if need_dx:
+                dx[part.chunks.places(0, part.chunks.visited)] = 0.0
             continue
         # Boosted here, in fp32: fp16 gradients of a mean over many tokens would underflow.
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
-        # Backwards, because the last piece's logits are still in the buffer. A part of one piece, the usual case, is
-        # therefore never computed twice.
-        for rows, here in reversed(pieces):
-            x_rows, logits = last if last is not None else batch.logits(batch.head, rows, buffer)
-            last = None
-            dlogprob, dentropy = (None if s is None else s[here] for s in flat)
-            merged = shards is not None
+        # Backwards, because the last chunk's logits are still in the buffer. A part of one chunk, the usual case, is
+        # therefore never computed twice. The walk takes `last` over: its rows of x are memory that is needed again.
+        walk, last = part.chunks.backwards(room, last), None
+        for chunk in walk:
+            dlogprob, dentropy = (None if s is None else s[chunk.rows] for s in flat)
             # In place: the gradient overwrites the logits, which nothing reads again.
             logprob_gradient_rows(
-                logits, batch.labels(rows), stats[here], dlogprob, dentropy, logits, *options, merged=merged
-            )
-            if need_dx:
-                input_gradient.add(dx, rows, logits)
-            if need_dw:
-                weight_gradient.accumulate(weight_sums, logits, x_rows, first)
-            if need_db:
-                db += logits.sum(0, dtype=db.dtype)
-            first = False
-    input_gradient.arrive()
-    if first:
-        weight_gradient.zero(weight_sums)
+                chunk.logits, chunk.target, stats[chunk.rows], dlogprob, dentropy, chunk.logits, *options,
+                merged=shards is not None,
+            )  # fmt: skip
+            gradients.add(chunk)
+    gradients.finish()
     loss.copy_(torch.where(enough, loss, float("nan")))
     return loss, sums, per_sequence, per_token, dx, dw, more, db
 
@@ -464,14 +440,6 @@ class _Batch:
         self.target, self.options, self.sides, self.shards = target, options, sides, shards
         self.acc = torch.promote_types(compute, torch.float32)
 
-    def labels(self, rows: Tensor | slice) -> Tensor:
-        return take(self.target.view(-1), rows)
-
-    def logits(self, head: Projection, rows: Tensor | slice, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The given rows of the head's x, and their logits, computed into the buffer."""
-        x = take(head.x, rows)
-        return x, head.logits(x, buffer[: x.shape[0]])
-
     def of(self, part: Rows, t: Tensor) -> Tensor:
         """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
@@ -480,34 +448,35 @@ class _Batch:
         return t.index_select(0, part.sequences)
 
     def read(
-        self, head: Projection, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor,
-        results: tuple[Tensor | None, ...], stats: Tensor | None,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """Write the part's results, as `logprob_rows` does, and return the last piece's x and logits."""
+        self, chunks: Chunks, room: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None
+    ) -> Chunk | None:
+        """Write the results of a part's rows, as `logprob_rows` does, and return the last chunk."""
         along, total = results[1] is not None, results[4] is not None
         own = None
         if self.shards is not None:
-            own = head.x.new_empty(part.count, columns(along, total), dtype=self.acc)
-        last = None
-        for rows, here in pieces:
-            last = self.logits(head, rows, buffer)
+            own = room.new_empty(chunks.visited, columns(along, total), dtype=self.acc)
+        chunk = None
+        for chunk in chunks.forwards(room):
             if own is not None:
-                shard_statistics(last[1], self.labels(rows), own[here], *self.options[1:], along=along, total=total)
+                shard_statistics(
+                    chunk.logits, chunk.target, own[chunk.rows], *self.options[1:], along=along, total=total
+                )
                 continue
-            places = tuple(None if t is None else t[here] for t in results)
-            logprob_rows(last[1], self.labels(rows), places, None if stats is None else stats[here], *self.options)
-        if self.shards is not None and own is not None and part.count:
-            stats = own.new_empty(part.count, 3) if stats is None else stats
-            # One collective for the whole part: all its pieces' statistics travel together.
+            places = tuple(None if t is None else t[chunk.rows] for t in results)
+            logprob_rows(
+                chunk.logits, chunk.target, places, None if stats is None else stats[chunk.rows], *self.options
+            )
+        if self.shards is not None and own is not None and chunks.visited:
+            stats = own.new_empty(chunks.visited, 3) if stats is None else stats
+            (labels,) = chunks.rows_of(0, chunks.visited, chunks.target)
+            # One collective for the whole part: all its chunks' statistics travel together.
             parts = self.shards.gather(own).wait()
-            merge_logprob(parts, self.labels(part.rows), results, stats, self.shards.classes, *self.options[1:])
-        return last
+            merge_logprob(parts, labels, results, stats, self.shards.classes, *self.options[1:])
+        return chunk
 
-    def forward(
-        self, family: Family, part: Rows, pieces: list[tuple[Tensor | slice, slice]], buffer: Tensor
-    ) -> tuple[Part, Tensor, tuple[Tensor, Tensor] | None]:
-        """The part as the family sees it, its rows' statistics, and the last piece's x and logits, still in buffer."""
-        count = part.count
+    def forward(self, family: Family, part: Rows, room: Tensor) -> tuple[Part, Tensor, Chunk | None]:
+        """The part as the family sees it, its rows' statistics, and its last chunk, whose logits are in the room."""
+        count = part.chunks.visited
         one = self.head.x.new_empty(count, dtype=self.acc)
         logprob = torch.empty_like(one)
         entropy = torch.empty_like(one) if family.wants_entropy else None
@@ -517,9 +486,8 @@ class _Batch:
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
             # The reference first: the policy's logits then stay in the buffer for the gradient.
-            self.read(self.reference, part, pieces, buffer, (reference, None, None, None, None), None)
-        places = (logprob, entropy, None, top1, mean)
-        last = self.read(self.head, part, pieces, buffer, places, stats)
+            self.read(part.chunks.through(self.reference), room, (reference, None, None, None, None), None)
+        last = self.read(part.chunks, room, (logprob, entropy, None, top1, mean), stats)
         dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]
         mask = self.of(part, self.target) != self.options[0]
         sides = tuple(self.of(part, side) for side in self.sides)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks
+from tigon.linear.chunks import Chunk, Chunks, Gradients
 from tigon.linear.head import Projection, empty_logits, logit_bytes
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards
@@ -113,13 +113,9 @@ def _distill_fwd(
     soft_rows = x.new_empty(chunks.visited, dtype=loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if hard_weight else None
     folded = None if compute == torch.float16 else inverse
-    gradient = need_dx or need_dw or need_db
-    if need_dx:
-        chunks.clear_unvisited(dx)
-    db.zero_()
-    sums = weight_gradient.parts(dw, more)
-    if chunks.count == 0:
-        weight_gradient.zero(sums)
+    sums = weight_gradient.parts(dw, more) if need_dw else None
+    gradients = Gradients(chunks, dx if need_dx else None, sums, db if need_db else None)
+    gradient = bool(gradients)
     options = beta, temperature, ignore_index
     teacher = teacher_x, teacher_weight, teacher_bias
     for chunk, theirs in _walk(chunks, rest, teacher_compute, teacher_dtype, *teacher):
@@ -138,13 +134,8 @@ def _distill_fwd(
         if gradient:
             # Wide logits leave a wide gradient, and the products take narrow factors.
             chunk = chunks.narrowed(chunk)
-        if need_dx:
-            chunks.add_input_gradient(dx, chunk)
-        if need_dw:
-            weight_gradient.accumulate(sums, chunk.logits, chunk.x, first=chunk.start == 0)
-        if need_db:
-            db += chunk.logits.sum(0, dtype=db.dtype)
-    chunks.input_gradient.arrive()
+        gradients.add(chunk)
+    gradients.finish()
     if shards is not None and chunks.count and not rest and kind != "cosine":
         # Each device has its classes' part of the divergence. One exchange at the end adds up all rows at once.
         soft_rows = shards.gather(soft_rows).wait().sum(0)
