@@ -232,7 +232,7 @@ def activations() -> str:
 def modules() -> str:
     nn = importlib.import_module("tigon.nn")
     found = {name: member for name, member in vars(nn).items() if inspect.isclass(member) and name[0] != "_"}
-    return "\n\n".join(f"::: tigon.nn.{name}" for name, member in found.items() if member.__module__ == "tigon.nn")
+    return "\n\n".join(f"::: tigon.nn.{name}" for name, c in found.items() if c.__module__.startswith("tigon.nn."))
 
 
 def reference(package: str) -> str:

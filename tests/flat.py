@@ -15,6 +15,7 @@ from tigon.linear.walk import Walk
 from tigon.losses.distillation import distill_reference as _distill_reference
 from tigon.losses.distillation import distill_topk_reference as _distill_topk_reference
 from tigon.losses.policy import grpo_reference as _grpo_reference
+from tigon.losses.token_loss import FAMILIES
 from tigon.losses.token_loss import token_loss as _token_loss
 
 HEAD = ("bias", "softcap", "scale", "group", "lora")
@@ -71,7 +72,8 @@ def _grpo(function, x, weight, target, *, advantages, **options):
         ref = options.pop("ref_logprob", None)
     old = options.pop("old_logprob", None)
     sampler = losses.Sampler(options.pop("sampler_logprob", None), options.pop("importance_sampling_ratio", None))
-    return function(x, head, target, advantages, old=old, ref=ref, sampler=sampler, config=config, **options)
+    rollout = losses.Rollout(advantages, old, ref, sampler)
+    return function(x, head, target, rollout, config=config, **options)
 
 
 def grpo(x, weight, target, **options):
@@ -85,9 +87,8 @@ def grpo_reference(x, weight, target, **options):
 
 def rloo(x, weight, target, *, advantages, **options):
     head, config, walk = head_of(weight, options), config_of(losses.RLOO, options), walk_of(options)
-    return losses.rloo(
-        x, head, target, advantages, old=options.pop("old_logprob", None), config=config, walk=walk, **options
-    )
+    rollout = losses.Rollout(advantages, options.pop("old_logprob", None))
+    return losses.rloo(x, head, target, rollout, config=config, walk=walk, **options)
 
 
 def dpo(x, weight, target, **options):
@@ -125,7 +126,7 @@ def kto(x, weight, target, label, **options):
         theirs = other._replace(x=options.pop("ref_kl_x")) if "ref_kl_x" in options else options.pop("ref_kl_logps")
         kl = losses.Mismatched(options.pop("kl_x"), options.pop("kl_target"), theirs, options.pop("kl_lengths", None))
     taken(options, "ref_weight", "ref_bias")
-    return losses.kto(x, head, target, label, ref=ref, kl=kl, config=config, walk=walk, **options)
+    return losses.kto(x, head, target, losses.Unpaired(label, ref, kl), config=config, walk=walk, **options)
 
 
 def distill(x, weight, teacher_x, teacher_weight, target=None, **options):
@@ -144,9 +145,12 @@ def distill_topk(x, weight, teacher_ids, teacher_logprobs, target=None, **option
 distill_reference, distill_topk_reference = _distill_reference, _distill_topk_reference
 
 
-def token_loss(family, kinds, numbers, x, weight, target, bias=None, *, reference=(None, None, None), **options):
+def token_loss(key, words, numbers, x, weight, target, bias=None, *, reference=(None, None, None), sides=(), **options):
     options["bias"] = bias
     head, walk = head_of(weight, options), walk_of(options)
     ref_x, ref_weight, ref_bias = reference
     ref = None if ref_x is None else losses.Hidden(ref_x, tigon.Head(ref_weight, ref_bias))
-    return _token_loss(family, kinds, numbers, x, head, target, reference=ref, walk=walk, **options)
+    takes = FAMILIES[key].takes
+    named = takes.sides(*sides)
+    family = FAMILIES[key].of(takes.words(*words), takes.numbers(*numbers), named)
+    return _token_loss(family, named, x, head, target, reference=ref, walk=walk, **options)

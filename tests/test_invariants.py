@@ -681,7 +681,10 @@ def arguments_of(name: str) -> set[str]:
     if dataclasses.is_dataclass(config := parameters["config"].default if "config" in parameters else None):
         words |= {field.name for field in dataclasses.fields(config)}
     if "head" in words:
-        values = (tigon.Head, *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Sampler", "TopK", "Walk")))
+        values = (
+            tigon.Head,
+            *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Rollout", "Sampler", "TopK", "Walk")),
+        )
         options = (getattr(tigon.losses, n) for n in ("GRPO", "Distill", "DistillTopK"))
         words |= {field for value in (*values, *options) for field in inspect.signature(value).parameters}
     return words

@@ -1,4 +1,4 @@
-"""Mistakes in options that are words are found by a type checker."""
+"""Mistakes in options are found by a type checker: in their words, and in their names."""
 
 import textwrap
 import typing
@@ -15,6 +15,7 @@ def test_mypy_finds_wrong_words(tmp_path):
     snippet = tmp_path / "snippet.py"
     right = """
     import tigon
+    import tigon.nn
     import torch
 
     x, t = torch.randn(2, 8), torch.zeros(2).long()
@@ -24,13 +25,22 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.gated_linear(x, x, x, act="relu2")
     tigon.Rope(angles="once")
     tigon.fuse(torch.nn.Linear(8, 8), recompute="mlp")
+    tigon.nn.LinearCrossEntropyLoss(label_smoothing=0.1)
+    tigon.nn.DPOLoss(tigon.losses.DPO(beta=0.1))
+    tigon.losses.grpo(x, x, t, tigon.losses.Rollout(x, old=x))
     """
     wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"'}
     mistaken = right
     for word, mistake in wrong.items():
         mistaken = mistaken.replace(word, mistake)
     mistaken = mistaken.replace('approximate="none"', 'approximate="erf"')
-    for text, errors in ((right, 0), (mistaken, 6)):
+    for option, mistake in {
+        "(label_smoothing=0.1)": "(label_smooth=0.1)", "(tigon.losses.DPO(beta=0.1))": "(betta=0.1)",
+        "tigon.losses.Rollout(x, old=x)": "x, old=x",
+    }.items():  # fmt: skip
+        assert option in mistaken
+        mistaken = mistaken.replace(option, mistake)
+    for text, errors in ((right, 0), (mistaken, 9)):
         snippet.write_text(textwrap.dedent(text))
         options = ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
         said, _, _ = api.run([*options, str(snippet)])

@@ -6,7 +6,16 @@ import flat
 import pytest
 import torch
 
-from tigon.linear.chunks import CHUNK_BYTES, CPU_CHUNK_BYTES, Chunks, ValidCount, chunk_budget, chunk_rows, scalar
+from tigon.linear.chunks import (
+    CHUNK_BYTES,
+    CPU_CHUNK_BYTES,
+    Chunks,
+    Gradients,
+    ValidCount,
+    chunk_budget,
+    chunk_rows,
+    scalar,
+)
 from tigon.linear.head import Projection, class_blocks, empty_logits, with_bias
 
 CPU = torch.device("cpu")
@@ -78,6 +87,64 @@ def test_the_logits_buffer_is_one():
     *_, chunks = walk(None)
     assert len({chunk.logits.data_ptr() for chunk in chunks}) == 1
     assert chunks.count == 3
+
+
+@pytest.mark.parametrize("room_rows", [128, 200, 256, 400])  # the last chunk stays; it alone again; two; all
+@pytest.mark.parametrize("rows", [None, slice(40, 300), torch.arange(299, 20, -1)], ids=str)
+def test_backwards_computes_again_what_the_room_no_longer_holds(rows, room_rows, monkeypatch):
+    x, weight, _, chunks = walk(None)
+    if rows is not None:
+        chunks = chunks.among(rows, 128)
+    order = torch.arange(300) if rows is None else torch.arange(300)[rows]
+    room = torch.full((room_rows, 11), float("nan"))
+    seen = [chunk.start for chunk in chunks.forwards(room)]
+    computed = []
+    compute = chunks.compute
+    monkeypatch.setattr(chunks, "compute", lambda *span: computed.append(span[0]) or compute(*span))
+    back = []
+    for chunk in chunks.backwards(room):
+        torch.testing.assert_close(chunk.logits, x[order[chunk.rows]] @ weight.t())
+        assert torch.equal(torch.arange(300)[chunk.at], order[chunk.rows])
+        back.append(chunk.start)
+    assert back == seen[::-1]
+    # As many of the last chunks as fit the room together are not computed again.
+    fit = [start for start in seen if chunks.visited - start <= room_rows]
+    assert computed == [start for start in back if start not in fit]
+
+
+def test_the_last_chunk_that_the_caller_holds_is_not_gathered_again(monkeypatch):
+    *_, chunks = walk(200)
+    room = torch.empty(128, 11)
+    *_, last = chunks.forwards(room)
+    gathered = []
+    with_logits = chunks.with_logits
+    monkeypatch.setattr(chunks, "with_logits", lambda *of: gathered.append(of[0]) or with_logits(*of))
+    assert next(iter(back := chunks.backwards(room, last))) is last
+    assert [chunk.start for chunk in back] == gathered == [0]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("num_valid", [None, 200, 0])
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_gradients_are_the_products_of_all_chunks(missing, num_valid, add):
+    x, weight, target, chunks = walk(num_valid)
+    visited = torch.ones(300, dtype=torch.bool) if num_valid is None else (target != -100) & (num_valid > 0)
+    dlogits = torch.where(visited.unsqueeze(1), torch.randn(300, 11), 0.0)
+    before = torch.full_like(weight, 2.0 if add else float("nan"))
+    places = [torch.full_like(x, float("nan")), [before], torch.full((11,), float("nan"))]
+    if missing is not None:
+        places[missing] = None
+    gradients = Gradients(chunks, *places, add)
+    assert gradients
+    for chunk in chunks:
+        chunk.logits.copy_(dlogits[chunk.at])
+        gradients.add(chunk)
+    gradients.finish()
+    expected = dlogits @ weight, [dlogits.t() @ x + (2.0 if add else 0.0)], dlogits.sum(0)
+    for place, right in zip(places, expected, strict=True):
+        if place is not None:
+            torch.testing.assert_close(place, right, rtol=1e-4, atol=1e-4)
+    assert not Gradients(chunks, None, None, None)
 
 
 def test_valid_count(device):

@@ -24,6 +24,7 @@ from ops_table import OPS
 import tigon
 from tigon import losses, nn
 from tigon.losses import CPO, DPO, GRPO, KTO, SimPO, distillation, policy
+from tigon.losses.policy import options as policy_options
 from tigon.losses.preference import families
 
 DOCS = Path(__file__).parents[2] / "docs" / "losses"
@@ -302,7 +303,7 @@ def test_a_row_that_is_removed_is_missed(of):
 
 def test_a_word_alone_is_no_loss_of_a_policy(monkeypatch):
     """It is refused, not taken for the clipped ones."""
-    monkeypatch.setattr(policy, "LOSS_TYPES", (*policy.LOSS_TYPES, "dummy"))
+    monkeypatch.setattr(policy_options, "LOSS_TYPES", (*policy.LOSS_TYPES, "dummy"))
     x, weight, target = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(NotImplementedError, match="grpo: 'dummy' has no formula"):
         losses.grpo(x, weight, target, torch.ones(2), config=GRPO(loss_type="dummy"))
@@ -314,7 +315,8 @@ def test_contributing_names_the_places():
     for place in ("tests/losses/test_complete.py", "docs/losses/"):
         assert place in row
     (paragraph,) = re.findall(r"^### A type of a loss\n\n(.*?)\n###", text, re.MULTILINE | re.DOTALL)
-    for place in ("DPO_LOSSES", "DPOType", "CLIPPED", "LossType", "preference/reference.py", "policy.py", "`sides`"):
+    places = ("DPO_LOSSES", "DPOType", "CLIPPED", "LossType", "preference/reference.py", "policy/family.py", "`sides`")
+    for place in places:
         assert place in paragraph, place
     for path in set(re.findall(r"`((?:src|tests|docs)/[\w./]+\.(?:py|md))`", paragraph)):
         assert (DOCS.parents[1] / path).is_file(), path

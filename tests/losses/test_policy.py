@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from tigon.losses import GRPO, RLOO, ValidLengths, token_loss
+from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, token_loss
 from tigon.losses.policy import LOSS_TYPES, MODES
 from tigon.losses.policy import grpo_reference as policy_reference
 from tigon.nn import GRPOLoss, RLOOLoss
@@ -121,7 +121,7 @@ def test_rloo_is_its_formula(options, chunk_bytes):
     config = GRPO(loss_type="grpo", **options)
     x, weight, bias = leaves
     head = tigon.Head(weight, bias)
-    theirs = policy_reference(x, head, target, advantages, old=near["old"], config=config, level="total")
+    theirs = policy_reference(x, head, target, Rollout(advantages, near["old"]), config=config, level="total")
     compare(ours, theirs, leaves, **EXACT)
     assert 0 < ours[1]["clip_ratio/region_mean"] < 1
 
@@ -531,14 +531,14 @@ def test_compiles_whole():
     ({"loss_type": "ppo"}, "grpo: loss_type must be one of 'grpo', .*, got 'ppo'"),
     ({"importance_sampling_level": "word"}, "grpo: importance_sampling_level must be one of 'token', 'sequence', got"),
     ({"importance_sampling_mode": "mask"}, "grpo: importance_sampling_mode must be one of 'token_truncate'"),
-    ({"beta": 0.1}, "grpo: beta = 0.1 wants a reference, ref: log-probabilities, or a Hidden"),
+    ({"beta": 0.1}, "grpo: beta = 0.1 wants a reference, rollout.ref: log-probabilities, or a Hidden"),
     ({"loss_type": "dr_grpo"}, "grpo: dr_grpo wants a positive max_completion_length, got None"),
     ({"top_entropy_quantile": 1.5}, "grpo: top_entropy_quantile must be from 0 to 1, got 1.5"),
     ({"sapo_temperature_pos": 0.0}, "grpo: sapo's temperatures must be positive, got 0.0 and 1.05"),
-    ({"old_logprob": torch.zeros(S)}, r"grpo: old_logprob must be \(S, T\), here S = 6 and T = 40, got \(6,\)"),
-    ({"advantages": torch.zeros(5)}, r"grpo: advantages must be \(S,\) or \(S, T\), here S = 6 and T = 40, got \(5,\)"),
+    ({"old_logprob": torch.zeros(S)}, r"grpo: rollout.old must be \(S, T\), here S = 6 and T = 40, got \(6,\)"),
+    ({"advantages": torch.zeros(5)}, r"grpo: rollout.advantages must be \(S,\) or \(S, T\), here S = 6 .* got \(5,\)"),
     ({"sampler_logprob": torch.zeros(S, T), "loss_type": "vespo"}, "grpo: vespo wants an importance_sampling_mode"),
-    ({"importance_sampling_ratio": torch.ones(S), "loss_type": "vespo"}, "grpo: vespo wants importance_sampling_ratio"),
+    ({"importance_sampling_ratio": torch.ones(S), "loss_type": "vespo"}, "grpo: vespo wants rollout.sampler.ratio"),
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_mode": "token_truncate",
       "importance_sampling_clip_max": None}, "grpo: importance_sampling_mode 'token_truncate' wants one"),
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_clip_min": 4.0}, "clip_min must be less than"),
@@ -555,11 +555,11 @@ def test_what_does_not_fit_gets_a_sentence(options, sentence):
 def test_modules_are_their_functions():
     (x, weight, bias), target, advantages, near = batch()
     head = tigon.Head(weight, bias)
-    ours = GRPOLoss(GRPO(loss_type="grpo", beta=0.1))(x, head, target, advantages, old=near["old"], ref=near["ref"])
+    ours = GRPOLoss(GRPO(loss_type="grpo", beta=0.1))(x, head, target, Rollout(advantages, near["old"], near["ref"]))
     expected = grpo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"],
                     ref_logprob=near["ref"], loss_type="grpo", beta=0.1)  # fmt: skip
     compare(ours, expected, (x, weight, bias), **EXACT)
-    ours = RLOOLoss(RLOO(epsilon=0.1))(x, head, target, advantages, old=near["old"])
+    ours = RLOOLoss(RLOO(epsilon=0.1))(x, head, target, Rollout(advantages, near["old"]))
     expected = rloo(x, weight, target, bias=bias, advantages=advantages, old_logprob=near["old"], epsilon=0.1)
     compare(ours, expected, (x, weight, bias), **EXACT)
 
@@ -580,7 +580,7 @@ def test_the_docstrings_name_every_argument(function):
     text = inspect.getdoc(function).partition("Args:\n")[2].partition("\nReturns: ")[0]
     described = re.findall(r"^    (\w+(?:, \w+)*): |\. (\w+): ", text, re.MULTILINE)
     named = {word for pair in described for word in re.split(", ", pair[0] or pair[1])}
-    assert set(inspect.signature(function).parameters) <= named
+    assert set(inspect.signature(function).parameters) - {"unknown"} <= named
 
 
 def test_the_documentation_runs():

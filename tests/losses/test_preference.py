@@ -618,12 +618,12 @@ GIVEN = given()
         ("simpo", {"loss_type": "ipo"}, r"simpo: loss_type must be one of 'sigmoid', 'hinge', got 'ipo'"),
         ("simpo", {"softcap": -1.0}, r"simpo: softcap must be positive"),
         ("kto", {"loss_type": "bco"}, r"kto: loss_type must be one of"),
-        ("kto", {"label": torch.ones(S)}, r"kto: label must be \(6,\) bool, got \(6,\) torch.float32"),
-        ("kto", {"kl": None}, r"kto: kl must be given for loss_type 'kto', got none"),
-        ("kto", {"loss_type": "apo_zero_unpaired"}, r"kl must be left out for loss_type 'apo_.*', got float"),
-        ("kto", {"kl_logps": torch.zeros(2), "ref_kl_logps": torch.zeros(3)}, r"kto: kl's two must have one shape"),
-        ("kto", {"ref_logps": torch.zeros(2)}, r"kto: ref must have shape \(6,\), got \(2,\)"),
-        ("kto", {"ref_logps": None}, r"kto: ref must be log-probabilities or a Hidden, got NoneType"),
+        ("kto", {"label": torch.ones(S)}, r"kto: unpaired.label must be \(6,\) bool, got \(6,\) torch.float32"),
+        ("kto", {"kl": None}, r"kto: unpaired.kl must be given for loss_type 'kto', got none"),
+        ("kto", {"loss_type": "apo_zero_unpaired"}, r"unpaired.kl must be left out for loss_type 'apo_.*', got float"),
+        ("kto", {"kl_logps": torch.zeros(2), "ref_kl_logps": torch.zeros(3)}, r"kto: unpaired.kl's two must have one"),
+        ("kto", {"ref_logps": torch.zeros(2)}, r"kto: unpaired.ref must have shape \(6,\), got \(2,\)"),
+        ("kto", {"ref_logps": None}, r"kto: unpaired.ref must be log-probabilities or a Hidden, got NoneType"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(name, options, sentence):
@@ -647,7 +647,7 @@ def test_modules(name):
     if name == "dpo":
         own["ref"] = extra["ref_chosen_logps"], extra["ref_rejected_logps"]
     if name == "kto":
-        own = {"label": extra["label"], "ref": extra["ref_logps"], "kl": extra["kl"]}
+        own = {"unpaired": tigon.losses.Unpaired(extra["label"], extra["ref_logps"], extra["kl"])}
     loss, found = module(x, tigon.Head(weight, bias), target, **own)
     expected, metrics = LOSSES[name](x, weight, target, bias=bias, beta=0.4, **extra)
     torch.testing.assert_close((loss, found), (expected, metrics))

@@ -1,5 +1,7 @@
 """The walk behind losses of log-probabilities: whatever the parts, the answer of whole logits, to fp64."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from tigon.linear.chunks import Chunks
 from tigon.linear.head import Projection
 from tigon.losses import ValidLengths
 from tigon.losses import token_loss as module
-from tigon.losses.token_loss import BATCH, Family, split
+from tigon.losses.token_loss import BATCH, Family, Takes, split
 
 # torch's word for a buffer that is too small.
 pytestmark = pytest.mark.filterwarnings("error:An output with one or more elements was resized")
@@ -18,16 +20,27 @@ pytestmark = pytest.mark.filterwarnings("error:An output with one or more elemen
 S, T, H, V = 6, 50, 16, 70
 
 
-class Toy(Family):
-    """numbers: how sequences go together. Every number of a part has a share in the loss."""
+class ToyNumbers(NamedTuple):
+    together: int  # how sequences go together
 
+
+class ToySides(NamedTuple):
+    sequence: torch.Tensor | None = None
+    token: torch.Tensor | None = None
+
+
+class Toy(Family):
+    """Every number of a part has a share in the loss."""
+
+    key = "toy"
+    takes = Takes(numbers=ToyNumbers, sides=ToySides)
     sums = ("count",)
     per_token = ("logprob",)
     wants_entropy = True
     wants_mean_logit = True
 
     def together(self):
-        return int(self.numbers[0])
+        return int(self.numbers.together)
 
     @property
     def per_sequence(self):

@@ -20,7 +20,7 @@ LOSSES = {
     "orpo": lambda head: losses.orpo(X, head, TARGET)[0],
     "cpo": lambda head: losses.cpo(X, head, TARGET)[0],
     "simpo": lambda head: losses.simpo(X, head, TARGET)[0],
-    "kto": lambda head: losses.kto(X, head, TARGET, LABEL, ref=REF, kl=0.0)[0],
+    "kto": lambda head: losses.kto(X, head, TARGET, losses.Unpaired(LABEL, REF, 0.0))[0],
     "grpo": lambda head: losses.grpo(X, head, TARGET, torch.ones(2))[0],
     "rloo": lambda head: losses.rloo(X, head, TARGET, torch.ones(2))[0],
     "distill": lambda head: losses.distill(X, head, losses.Hidden(2 * X, HEAD))[0],

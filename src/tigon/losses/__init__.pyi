@@ -11,6 +11,7 @@ from tigon.losses.distillation import distill_topk as distill_topk
 from tigon.losses.linear_cross_entropy import MainGrad as MainGrad
 from tigon.losses.policy import GRPO as GRPO
 from tigon.losses.policy import RLOO as RLOO
+from tigon.losses.policy import Rollout as Rollout
 from tigon.losses.policy import Sampler as Sampler
 from tigon.losses.policy import grpo as grpo
 from tigon.losses.policy import rloo as rloo
@@ -20,6 +21,7 @@ from tigon.losses.preference import KTO as KTO
 from tigon.losses.preference import ORPO as ORPO
 from tigon.losses.preference import Mismatched as Mismatched
 from tigon.losses.preference import SimPO as SimPO
+from tigon.losses.preference import Unpaired as Unpaired
 from tigon.losses.preference import cpo as cpo
 from tigon.losses.preference import dpo as dpo
 from tigon.losses.preference import kto as kto

@@ -104,6 +104,7 @@ def linear_cross_entropy(
     valid = walk.number(name)
     inverse = inverse_divisor(labels, ignore_index, reduction, divisor, loss_dtype)
     if valid >= 0:
+        # Through the divisor, so that a count that is too small makes gradients NaN as well.
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
@@ -111,6 +112,7 @@ def linear_cross_entropy(
     if needs[1] and reduction == "mean" and main_grad is None:
         # Only "mean" profits: a "sum" keeps its fp32 dW even in one chunk, and main_grad takes dW without a buffer.
         spared = spared_by_one_chunk(weight, compute, accumulate, widest)
+    # Of the widest shard: every device has to come to the same chunks.
     whole = (rows.shape[0] if valid < 0 else valid) * widest * compute.itemsize
     budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
     options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
@@ -160,9 +162,10 @@ def linear_cross_entropy_reference(
 
 
 def _forward_fake(
-    x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options,
-    shards=None,
-):  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
+    reduction: str, compute: torch.dtype, budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool,
+    *options: Any, shards: Shards | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     V = weight.shape[0]
     acc = torch.promote_types(compute, torch.float32)
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=acc)
@@ -222,6 +225,7 @@ def _linear_cross_entropy_fwd(
     if reduction == "none":
         loss = chunks.in_batch_order(losses)
         return loss if inverse is None else loss * inverse, *gradients
+    # The sum in fp32 is divided once. The gradients have their divisor already, but for fp16.
     total = losses.sum()
     return total if inverse is None else total * inverse, *gradients
 
@@ -271,7 +275,10 @@ def _chunks(
     return Chunks(Projection.of(x, weight, bias, compute), target, ignore_index, known, budget, shards)
 
 
-def _backward_fake(dloss, x, weight, bias, target, valid, compute, budget, fp32, need_dx, need_dw, need_db, *options):
+def _backward_fake(
+    dloss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, valid: int, compute: torch.dtype,
+    budget: int, fp32: bool, need_dx: bool, need_dw: bool, need_db: bool, *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = x.new_empty(x.shape) if need_dx else x.new_empty(0)
     dw = torch.empty_like(weight) if need_dw else x.new_empty(0)
     return dx, dw, weight.new_empty(weight.shape[0]) if need_db else x.new_empty(0)
@@ -308,7 +315,7 @@ def _linear_cross_entropy_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, target, inverse, valid, ctx.reduction, compute, budget, fp32, *ctx.needs = inputs[:13]
     ctx.options, ctx.arguments = inputs[13:], (valid, compute, budget, fp32)
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -346,7 +353,8 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, inverse: Tensor | None, valid: int,
-        reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor, options: tuple,
+        reduction: str, compute: torch.dtype, budget: int, main_grad: Tensor, upstream: Tensor,
+        options: tuple[Any, ...],
         shards: Shards | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)

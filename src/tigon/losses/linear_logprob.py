@@ -130,8 +130,10 @@ class _Adapted(Chunks):
     """The walk over chunks of a head that may have an adapter, in the compute dtype."""
 
     def __init__(
-        self, x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, ignore_index, shards
-    ) -> None:
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None,
+        lora_b: Tensor | None, valid: int, compute: torch.dtype, budget: int, lora_scale: float, ignore_index: int,
+        shards: Shards | None,
+    ) -> None:  # fmt: skip
         number = None if valid < 0 else valid
         super().__init__(Projection.of(x, weight, bias, compute), target, ignore_index, number, budget, shards)
         self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
@@ -162,9 +164,10 @@ def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int
 
 
 def _fwd_fake(
-    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, ignore_index, *options,
-    shards=None,
-):  # fmt: skip
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+    valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, ignore_index: int,
+    *options: Any, shards: Shards | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     acc = torch.promote_types(compute, torch.float32)
     rows = x.shape[0] if valid < 0 else min(valid, x.shape[0])
     one = x.new_empty(x.shape[0], dtype=acc)
@@ -192,6 +195,7 @@ def _linear_logprob_fwd(
     chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
     found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
+    # (rows, columns) of all chunks: one exchange at the end, since nothing before the backward pass needs the sums.
     own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
     for chunk in chunks.forwards(logits):
         if shards is not None:
@@ -206,9 +210,10 @@ def _linear_logprob_fwd(
 
 
 def _bwd_fake(
-    x, weight, target, bias, lora_a, lora_b, stats, logits, dlogprob, dentropy, valid, compute, budget, keep, fp32,
-    ours, needs, *options,
-):  # fmt: skip
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+    stats: Tensor | None, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int,
+    compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else x.new_empty(0)
         for t, need in zip((x, weight, bias, lora_a, lora_b), needs, strict=True)
@@ -245,6 +250,7 @@ def _linear_logprob_bwd(
     sums = weight_gradient.parts(dw, more_dw) if needs[1] else None
     gradients = Gradients(chunks, dx if needs[0] else None, sums, db if needs[2] else None)
     if lora_a is not None and lora_b is not None:
+        # Small beside dW, so they are summed in fp32 in any case.
         da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
     upstream = [
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
@@ -285,7 +291,7 @@ def _linear_logprob_bwd(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
     ctx.arguments = valid, compute, budget, keep, fp32
     stats, logits = output[5:]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tigon.linear.head import Head
+from tigon.linear.walk import Walk
+from tigon.runtime import unknown_keyword
 
 
 def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
@@ -28,3 +33,19 @@ def check_share(name: str, **values: float | None) -> None:
 def check_smoothing(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1), got {value}.")
+
+
+def misplaced(name: str, unknown: Mapping[str, Any], config: type, **values: type) -> TypeError:
+    """The error for keywords that a loss does not have, with the value that has a field of that name.
+
+    Args:
+        name: the loss. unknown: the keywords that came. config: the type of its options.
+        values: the types of its further arguments that hold several things, by the arguments' names.
+    """
+    homes = {}
+    # The loss's own options last: they win where two values have a field of one name.
+    for argument, home in {"head": Head, "walk": Walk, **values, "config": config}.items():
+        module = "tigon" if home is Head else "tigon.losses"
+        for field in inspect.signature(home).parameters:
+            homes[field] = f"{argument}={module}.{home.__name__}({field}=…)"
+    return unknown_keyword(name, unknown, homes)

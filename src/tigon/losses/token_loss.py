@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None if the family does not ask for them.
     reference: log-probabilities under the reference head, alike, or None.
     mask: (S', T), True where a token counts.
-    sides: further tensors of the family, such as advantages, (S', T) or (S', 1).
+    sides: further tensors, such as advantages, (S', T) or (S', 1): the family's own named tuple.
     is_top1: (S', T) bool, whether no token is likelier, or None if the family does not ask for it.
     """
 
@@ -53,16 +53,43 @@ class Part(NamedTuple):
     mean_logit: Tensor | None
     reference: Tensor | None
     mask: Tensor
-    sides: tuple[Tensor, ...]
+    sides: Any
     is_top1: Tensor | None = None
+
+
+class Nothing(NamedTuple):
+    """No options, or no tensors."""
+
+
+class Takes(NamedTuple):
+    """The named tuples of a family: of its words, its numbers and its tensors."""
+
+    words: type[Any] = Nothing
+    numbers: type[Any] = Nothing
+    sides: type[Any] = Nothing
+
+
+class Term(NamedTuple):
+    """A type of loss and its weight, in a family whose types are added up."""
+
+    name: str
+    weight: float
 
 
 class Family:
     """A family of losses: how the loss of a part is computed, and which results it returns beside the loss.
 
-    kinds, numbers: the family's options. An operator of torch.library takes strings and floats, and no dataclass.
+    A subclass registers itself under `key`, and says in `takes` what it takes. Words and numbers cross torch.library as
+    plain lists, since its operators take no named tuples; they are named again on the other side.
+
+    Args:
+        words, numbers: the options.
+        given: the names of the tensors that the call has, those of `takes.sides` that are not None.
+        terms: the types that are added up, in a family that has such.
     """
 
+    key: ClassVar[str]
+    takes: ClassVar[Takes] = Takes()
     # Names of further results: one number for the batch (a sum over parts), one a sequence, one a token.
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
@@ -71,8 +98,30 @@ class Family:
     wants_mean_logit: bool = False
     wants_is_top1: bool = False
 
-    def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
-        self.kinds, self.numbers = kinds, numbers
+    def __init_subclass__(cls, key: str | None = None) -> None:
+        if key is not None:
+            cls.key = key
+            FAMILIES[key] = cls
+
+    def __init__(self, words: Any, numbers: Any, given: Sequence[str], terms: Sequence[Term] = ()) -> None:
+        self.words, self.numbers, self.given, self.terms = words, numbers, given, terms
+
+    @classmethod
+    def of(cls, words: Any, numbers: Any, sides: Any, terms: Sequence[Term] = ()) -> Family:
+        """The family of a call that has these tensors."""
+        return cls(words, numbers, [n for n, t in zip(sides._fields, sides, strict=True) if t is not None], terms)
+
+    def encoded(self) -> tuple[list[str], list[float]]:
+        """Words and numbers, as torch.library takes them."""
+        words, numbers = [*self.words], [float(n) for n in self.numbers]
+        return words + [term.name for term in self.terms], numbers + [float(term.weight) for term in self.terms]
+
+    @classmethod
+    def decoded(cls, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
+        """The family that `encoded` came from."""
+        n, m = len(cls.takes.words._fields), len(cls.takes.numbers._fields)
+        terms = [Term(name, weight) for name, weight in zip(words[n:], numbers[m:], strict=True)]
+        return cls(cls.takes.words(*words[:n]), cls.takes.numbers(*numbers[:m]), given, terms)
 
     def together(self) -> int:
         """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part."""
@@ -90,8 +139,9 @@ class Family:
 FAMILIES: dict[str, type[Family]] = {}
 
 
-def _family(family: str, kinds: str, numbers: Sequence[float]) -> Family:
-    return FAMILIES[family](tuple(kinds.split(",")) if kinds else (), tuple(numbers[1:]))
+def _family(key: str, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
+    """The family of an operator's arguments: lists with a dummy in front, see `_token_loss_fwd`."""
+    return FAMILIES[key].decoded(words[1:], numbers[1:], given[1:])
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
@@ -114,6 +164,7 @@ class Rows:
     def dense(self, values: Tensor) -> Tensor:
         """A value for each row, as (S', T), zero elsewhere."""
         if self.at is not None:
+            # Zeros where a token does not count: families multiply by the mask, and 0 · NaN of fresh memory is NaN.
             values = values.new_zeros(self.sequences.numel() * self.tokens).index_copy(0, self.at, values)
         return values.view(self.sequences.numel(), self.tokens)
 
@@ -145,6 +196,7 @@ def split(
             yield Rows(whole.among(rows, most), None, sequences, 1, alone=True)
         return
     stacks = max(1, S) if together == BATCH else together
+    # Without sequences a batch is one stack of none.
     units = S // stacks
     # Interleave the stacks: unit u is sequence u of every stack, so that a pair (chosen, rejected) is consecutive.
     order = torch.arange(S, device=device).view(stacks, units).t().reshape(-1)
@@ -155,11 +207,14 @@ def split(
         if lengths:
             valid = sum(lengths[u + k * units] for u in range(first, last) for k in range(stacks))
             if valid < count:
+                # As for tokens: a stable sort of a flag puts those that count in front, without a copy to the host.
                 ignored = (target.index_select(0, sequences) == ignore_index).to(torch.uint8).view(-1)
                 at = torch.argsort(ignored, stable=True)[:valid]
         if at is not None:
+            # `at` counts within the part, whose sequences need not be neighbours in the batch.
             rows = sequences.index_select(0, at // T) * T + at % T
         elif stacks == 1:
+            # Consecutive rows stay a slice: products then read x and write dx where they lie, without a gather.
             rows = slice(first * T, last * T)
         else:
             rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
@@ -192,27 +247,29 @@ def _packed(rows: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def token_loss(
-    family: str, kinds: Sequence[str], numbers: Sequence[float], x: Tensor, head: Head | Tensor | torch.nn.Linear,
-    target: Tensor, *, reference: Hidden | None = None, sides: Sequence[Tensor] = (), ignore_index: int = -100,
-    temperature: float = 1.0, walk: Walk = Walk(), name: str | None = None,
+    family: Family, sides: Any, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, *,
+    reference: Hidden | None = None, ignore_index: int = -100, temperature: float = 1.0, walk: Walk = Walk(),
+    name: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of a family, 0-d, and its other results, which have no gradient. The public functions call this one.
 
     Args:
-        family, kinds, numbers: the family's name and options.
+        family: what is computed, with its options.
+        sides: the family's tensors, its `takes.sides`; (S,) or (S, T) each, or None. No gradient.
         x: (S, T, H). target: (S, T), aligned with x: what x[s, t] predicts.
         reference: the reference model's hidden states (S, T, H') and head, whose softcap, scale and group are the
             policy's.
-        sides: (S,) or (S, T) each, no gradient.
         walk: its `valid` are the numbers of targets of the sequences that count.
+        name: the public function, for sentences.
     """
-    name = name or family
+    name = name or family.key
     weight, bias, softcap, scale, group, _ = head_of(name, head)
     check_transform(name, temperature, softcap, scale)
     walk.check_unused(name, "logits_dtype", "keep_bytes")
     accumulate = walk.accumulate
     x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
     compute = check_head(name, x, weight, bias, sequences=True)
+    # Those of the reference are tensors of their own, which the op takes one by one.
     ref_x = ref_weight = ref_bias = None
     if reference is not None:
         of = f"{name}: of the reference"
@@ -220,6 +277,7 @@ def token_loss(
         for field, value, own in (("softcap", theirs.softcap, softcap), ("scale", theirs.scale, scale)):
             if value not in (own, getattr(Head(theirs.weight), field)):
                 raise ValueError(f"{name}: ref.head.{field} must be head.{field}, {own}, or left out, got {value}.")
+        # Split over the same devices with the same sizes: both heads' statistics are merged by one set of labels.
         ref = reference.x, theirs.weight, theirs.bias
         ref_x, ref_weight, ref_bias, _, others = shards_of(of, *ref, None, theirs.group or group, accumulate)
         if (None if others is None else others.sizes) != (None if shards is None else shards.sizes):
@@ -230,40 +288,43 @@ def token_loss(
                 f"{name}: ref.x must be (S, T, H') and ref.head's weight (V, H') beside x {tuple(x.shape)} and weight "
                 f"{tuple(weight.shape)}, got {tuple(ref_x.shape)} and {tuple(ref_weight.shape)}."
             )
+        # One dtype, since one buffer takes the logits of both.
         if check_head(name, ref_x, ref_weight, ref_bias, prefix="ref.", sequences=True) != compute:
             raise ValueError(f"{name}: ref.x must have x's dtype {x.dtype}, got {ref_x.dtype}.")
     classes, widest = (weight.shape[0],) * 2 if shards is None else (shards.classes, shards.widest)
     target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
-    if len(sides) > SIDES:
-        raise ValueError(f"{name}: there is room for {SIDES} sides, got {len(sides)}.")
-    instance = _family(family, ",".join(kinds), [0.0, *numbers])
-    together = instance.together()
+    together = family.together()
     if together > 1 and x.shape[0] % together:
         raise ValueError(f"{name}: x must hold {together} stacks of equal size, got {x.shape[0]} sequences.")
     if shards is not None:
+        # This device's labels tell "counts, but elsewhere" from "does not count", which a global index cannot.
         target, ignore_index = shards.labels(target, ignore_index), IGNORED
     known = _lengths(name, walk.valid, target, ignore_index)
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     whole = (sum(known) if known else target.numel()) * widest * compute.itemsize
     spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] else 0
     budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
+    words, numbers = family.encoded()
+    # Detached: a graph that hangs on advantages or a reference would live as long as the loss.
+    tensors = [t.detach() for t in sides if t is not None]
     arguments = (
-        x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, *(s.detach() for s in sides),
-        *(None for _ in range(SIDES - len(sides))), len(sides), family, ",".join(kinds), [0.0, *map(float, numbers)],
-        [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index, temperature, softcap or 0.0, scale,
+        x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, tensors, ["", *family.given], family.key,
+        ["", *words], [0.0, *numbers], [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index,
+        temperature, softcap or 0.0, scale,
     )  # fmt: skip
     loss, sums, per_sequence, per_token = (
         _token_loss(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     )
-    results = dict(zip(instance.sums, sums.detach().unbind(0), strict=True))
-    results |= dict(zip(instance.per_sequence, per_sequence.detach().unbind(0), strict=True))
-    results |= dict(zip(instance.per_token, per_token.detach().unbind(0), strict=True))
+    results = dict(zip(family.sums, sums.detach().unbind(0), strict=True))
+    results |= dict(zip(family.per_sequence, per_sequence.detach().unbind(0), strict=True))
+    results |= dict(zip(family.per_token, per_token.detach().unbind(0), strict=True))
     return loss, results
 
 
 def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
     """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
+        # On a CPU the host is the device, and looking costs nothing; a traced tensor has no numbers to look at.
         looks = target.device.type == "cpu" and can_look(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     if not isinstance(lengths, Iterable):
@@ -280,15 +341,14 @@ def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-# The most side tensors of a family: a schema of torch.library has a fixed list of arguments.
-SIDES = 8
-# Numbers and lengths have a dummy in front: torch.library mistakes an empty list for a list of tensors.
-
-
-def _token_loss_fake(x, weight, bias, target, *arguments, shards=None):
-    _, family, kinds, numbers, lengths, compute, budget, fp32, need_dx, need_dw, need_db, *_ = arguments[3 + SIDES :]
+def _token_loss_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
+    ref_bias: Tensor | None, sides: Sequence[Tensor], given: Sequence[str], family: str, words: Sequence[str],
+    numbers: Sequence[float], lengths: Sequence[int], compute: torch.dtype, budget: int, fp32: bool, need_dx: bool,
+    need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     (S, T, H), V = x.shape, weight.shape[0]
-    instance = _family(family, kinds, numbers)
+    instance = _family(family, words, numbers, given)
     acc = torch.promote_types(compute, torch.float32)
     loss = x.new_empty((), dtype=acc)
     results = (
@@ -305,28 +365,29 @@ def _token_loss_fake(x, weight, bias, target, *arguments, shards=None):
     return loss, *results, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
+# Lists of words, numbers and lengths have a dummy in front: torch.library takes an empty list for one of tensors.
 @launcher(
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? ref_x, Tensor? ref_weight, Tensor? ref_bias, "
-    + "".join(f"Tensor? side{i}, " for i in range(SIDES))
-    + "int sides, str family, str kinds, float[] numbers, int[] lengths, ScalarType compute, int budget, bool fp32,"
-    " bool need_dx, bool need_dw, bool need_db, int ignore_index, float temperature, float softcap, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? ref_x, Tensor? ref_weight, Tensor? ref_bias,"
+    " Tensor[] sides, str[] given, str family, str[] words, float[] numbers, int[] lengths, ScalarType compute,"
+    " int budget, bool fp32, bool need_dx, bool need_dw, bool need_db, int ignore_index, float temperature,"
+    " float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _token_loss_fake,
 )
 def _token_loss_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
-    ref_bias: Tensor | None, *arguments: Any, shards: Shards | None = None,
+    ref_bias: Tensor | None, sides: Sequence[Tensor], given: Sequence[str], family: str, words: Sequence[str],
+    numbers: Sequence[float], lengths: Sequence[int], compute: torch.dtype, budget: int, fp32: bool, need_dx: bool,
+    need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    number, family, kinds, numbers, lengths, compute, budget, *rest = arguments[SIDES:]
-    (_, need_dx, need_dw, need_db), options = rest[:4], rest[4:]
-    sides, lengths = arguments[:number], lengths[1:]
     loss, sums, per_sequence, per_token, dx, dw, more, db = _token_loss_fake(
-        x, weight, bias, target, ref_x, ref_weight, ref_bias, *arguments, shards=shards
-    )
+        x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, given, family, words, numbers, lengths, compute,
+        budget, fp32, need_dx, need_dw, need_db, *options, shards=shards,
+    )  # fmt: skip
+    lengths = lengths[1:]
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
     for t in (loss, *results.values()):
-        t.zero_()
-    instance = _family(family, kinds, numbers)
+        t.zero_()  # parts add to sums, and no part writes the places of tokens that do not count
+    instance = _family(family, words, numbers, given)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
     alone = instance.together() == ALONE
@@ -336,6 +397,7 @@ def _token_loss_fwd(
     # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
+    # All parts before the first product: the buffer is as large as the largest of their chunks.
     parts = list(split(whole, target, instance.together(), lengths, options[0], most))
     weight_sums = weight_gradient.parts(dw, more) if need_dw else None
     gradients = Gradients(whole, dx if need_dx else None, weight_sums, db if need_db else None)
@@ -351,6 +413,7 @@ def _token_loss_fwd(
     for part in parts:
         seen, stats, last = batch.forward(instance, part, room)
         if part.at is not None:
+            # Of this part, as the sort of its own rows cuts off what its lengths do not count.
             enough &= seen.mask.sum() <= part.chunks.visited
         slopes: list[Tensor | None] = [None, None]
         if gradients:
@@ -364,7 +427,8 @@ def _token_loss_fwd(
             if need_dx:
                 dx[part.chunks.places(0, part.chunks.visited)] = 0.0
             continue
-        # Boosted here, in fp32: fp16 gradients of a mean over many tokens would underflow.
+        # (rows,) each, in the order of the walk. Boosted here, in fp32: fp16 gradients of a mean over many tokens would
+        # underflow.
         flat = [None if s is None else part.sparse(s) * boost for s in slopes]
         # Backwards, because the last chunk's logits are still in the buffer. A part of one chunk, the usual case, is
         # therefore never computed twice. The walk takes `last` over: its rows of x are memory that is needed again.
@@ -392,6 +456,7 @@ def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor],
         share, found = family(part._replace(logprob=logprob, entropy=entropy))
         slopes: list[Tensor | None] = [None, None]
         if share.requires_grad:
+            # Numbers of tokens, (S', T): this graph is small beside their logits.
             leaves = [logprob] if entropy is None else [logprob, entropy]
             # allow_unused: some families' losses do not depend on the entropy that they log.
             slopes[: len(leaves)] = torch.autograd.grad(share, leaves, allow_unused=True)
@@ -416,6 +481,7 @@ def _same(t: Tensor) -> Tensor:
 def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
     for i, name in enumerate(family.sums):
         results["sums"][i] += found[name].detach()
+    # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
     for i, name in enumerate(family.per_sequence):
         place = results["per_sequence"][i]
         place.index_copy_(0, part.sequences, found[name].detach().reshape(-1).to(place.dtype))
@@ -431,10 +497,14 @@ def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[st
 class _Batch:
     """The batch as the walk reads it: the heads in the compute dtype, the labels and the side tensors."""
 
-    def __init__(self, x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None,
+        ref_weight: Tensor | None, ref_bias: Tensor | None, sides: Sequence[Tensor], compute: torch.dtype,
+        options: tuple[Any, ...], shards: Shards | None,
+    ) -> None:  # fmt: skip
         self.head = Projection.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
         self.reference = None
-        if ref_x is not None:
+        if ref_x is not None and ref_weight is not None:
             rows = ref_x.reshape(target.numel(), ref_x.shape[-1])
             self.reference = Projection.of(rows, ref_weight, ref_bias, compute)
         self.target, self.options, self.sides, self.shards = target, options, sides, shards
@@ -444,6 +514,7 @@ class _Batch:
         """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
         if part.alone:
+            # (S, 1) expands to tokens without memory; then the tokens are looked up by their places.
             return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
         return t.index_select(0, part.sequences)
 
@@ -467,6 +538,7 @@ class _Batch:
                 chunk.logits, chunk.target, places, None if stats is None else stats[chunk.rows], *self.options
             )
         if self.shards is not None and own is not None and chunks.visited:
+            # The reference needs no statistics afterwards, but merging writes them.
             stats = own.new_empty(chunks.visited, 3) if stats is None else stats
             (labels,) = chunks.rows_of(0, chunks.visited, chunks.target)
             # One collective for the whole part: all its chunks' statistics travel together.
@@ -483,6 +555,8 @@ class _Batch:
         mean = torch.empty_like(one) if family.wants_mean_logit else None
         top1 = torch.empty_like(one, dtype=torch.bool) if family.wants_is_top1 else None
         reference = torch.empty_like(one) if self.reference is not None else None
+        # What the gradient needs of a row: its maximum, the logarithm of its sum, its entropy. Over shards as wide
+        # as what the devices exchange.
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
             # The reference first: the policy's logits then stay in the buffer for the gradient.
@@ -490,33 +564,34 @@ class _Batch:
         last = self.read(part.chunks, room, (logprob, entropy, None, top1, mean), stats)
         dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]
         mask = self.of(part, self.target) != self.options[0]
-        sides = tuple(self.of(part, side) for side in self.sides)
+        named = zip(family.given, self.sides, strict=True)
+        sides = family.takes.sides(**{name: self.of(part, side) for name, side in named})
         seen = Part(part.sequences, part.dense(logprob), dense[0], dense[1], dense[2], mask, sides, dense[3])
         return seen, stats, last
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
-_HEADS = 7  # x, weight, bias, target and the reference's three
 
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, target = inputs[:4]
-    _, family, kinds, numbers, _, compute, _, _, *ctx.needs = inputs[_HEADS + SIDES : _HEADS + SIDES + 11]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, target, _, _, _, _, given, family, words, numbers, _, compute, _, _, *ctx.needs = inputs[:19]
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    ctx.shape, ctx.arguments = x.shape, len(inputs)
-    ctx.boost = _family(family, kinds, numbers).boost(*target.shape) if compute == torch.float16 else 1.0
+    ctx.shape, ctx.arguments, ctx.sides = x.shape, len(inputs), len(inputs[7])
+    ctx.boost = _family(family, words, numbers, given).boost(*target.shape) if compute == torch.float16 else 1.0
     ctx.save_for_backward(*output[4:])
 
 
-def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    # A torch.library op wants a gradient of each tensor in a list, an autograd.Function one of the list.
+    sides = None if getattr(ctx, "hides", False) else [None] * ctx.sides
+    rest = (None, None, None, None, sides, *(None for _ in range(ctx.arguments - 8)))
     if dloss is None:
-        return (None,) * ctx.arguments
+        return None, None, None, *rest
     # The boost kept fp16 gradients from underflowing; it leaves together with the upstream gradient, in fp32.
     factor = dloss if ctx.boost == 1.0 else dloss / ctx.boost
     dx, dw, more, db, *_ = ctx.saved_tensors
     dx, dw, db = scaled_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
-    return None if dx is None else dx.view(ctx.shape), dw, db, *(None for _ in range(ctx.arguments - 3))
+    return None if dx is None else dx.view(ctx.shape), dw, db, *rest
 
 
 _token_loss = differentiable(_token_loss_fwd, _setup_context, _backward, outputs=4, unsaved=(0, 1, 2))

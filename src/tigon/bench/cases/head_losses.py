@@ -315,11 +315,11 @@ def _tigon_orpo() -> Callable[..., Any]:
 
 
 def _tigon_grpo() -> Callable[..., Any]:
-    from tigon.losses import GRPO, Walk, grpo
+    from tigon.losses import GRPO, Rollout, Walk, grpo
 
     config = GRPO(loss_type="grpo", beta=KL, use_bias_correction_kl=False, epsilon=0.2)
     return lambda x, weight, target, lengths, advantages, old_logprob, ref_logprob: grpo(
-        x, weight, target, advantages, old=old_logprob, ref=ref_logprob, config=config, walk=Walk(valid=lengths)
+        x, weight, target, Rollout(advantages, old_logprob, ref_logprob), config=config, walk=Walk(valid=lengths)
     )[0]
 
 

@@ -9,7 +9,7 @@ sequence's may be a mean over its tokens; and DPO may have an NLL beside it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 from tigon.linear.chunks import scalar
 from tigon.linear.head import Head, Hidden
 from tigon.losses.preference.families import DPO_LOSSES, Pair, Pairs, log1mexp
-from tigon.losses.token_loss import FAMILIES, Family, Part, token_loss
+from tigon.losses.token_loss import Family, Part, Takes, token_loss
 
 Reference = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -35,19 +35,42 @@ DPO_TYPES = (
 )  # fmt: skip
 
 
-class LigerPairs(Pairs):
-    """kinds: the formula, a type of DPO, "contrast" or "orpo". numbers: β, smoothing, τ of discopop, γ, α (0 for none).
+class PairWords(NamedTuple):
+    """formula: a type of DPO, "contrast" or "orpo". logps: what a sequence's log-probability is over its tokens."""
 
-    sides: of each sequence 1 / pairs; of each token its weight in the sequence's log-probability, and in the NLL.
-    """
+    formula: str
+    logps: Literal["mean", "sum"]
 
+
+class PairNumbers(NamedTuple):
+    """tau: τ of "discopop". alpha: the weight of the NLL, 0 for none."""
+
+    beta: float
+    smoothing: float
+    tau: float
+    gamma: float
+    alpha: float
+
+
+class PairSides(NamedTuple):
+    """share: (S,) 1 / pairs. weights, nll_weights: (S, T) a token's, in the log-probability and in the NLL."""
+
+    share: Tensor
+    weights: Tensor
+    nll_weights: Tensor
+
+
+class LigerPairs(Pairs, key="liger_pairs"):
+    takes = Takes(PairWords, PairNumbers, PairSides)
+    words: PairWords
+    numbers: PairNumbers
     sums = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
     per_sequence = ("logps", "rewards")
     wants_mean_logit = False
 
     def boost(self, sequences: int, tokens: int) -> float:
         # The slopes of a mean over tokens are that much smaller; beside an NLL, half-way between.
-        mean, nll = self.kinds[1] == "mean", self.numbers[4] != 0
+        mean, nll = self.words.logps == "mean", self.numbers.alpha != 0
         return super().boost(sequences, tokens) * (tokens if mean else max(1, tokens) ** 0.5 if nll else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,15 +89,15 @@ class LigerPairs(Pairs):
         zero = logps.detach().sum() * 0
         found = {"logps": logps, "rewards": beta * ratio, "log_odds_ratio": zero, "log_odds_chosen": zero}
         share = self.halves(share)[0]
-        if self.kinds[0] == "orpo":
+        if self.words.formula == "orpo":
             odds_w, odds_l = self.halves(logps - log1mexp(logps))
             losses = -beta * F.logsigmoid(odds_w - odds_l)
             found["log_odds_ratio"] = (F.logsigmoid(odds_w - odds_l) * share).sum()
             found["log_odds_chosen"] = ((odds_w - odds_l) * share).sum()
-        elif self.kinds[0] == "contrast":
+        elif self.words.formula == "contrast":
             losses = torch.lerp(-F.logsigmoid(pair.margin), -F.logsigmoid(-pair.margin), smoothing)
         else:
-            formula = DPO_LOSSES[self.kinds[0]].formula
+            formula = DPO_LOSSES[self.words.formula].formula
             assert formula is not None
             losses = formula(pair)
         nll = -(part.logprob * nll_weights).sum()
@@ -83,32 +106,47 @@ class LigerPairs(Pairs):
         return loss + alpha * nll if alpha else loss, found
 
 
-class LigerUnpaired(Family):
-    """numbers: β. sides: of each sequence 1 / sequences, whether it is chosen, kl; of each token its weight."""
+class UnpairedWords(NamedTuple):
+    logps: Literal["mean", "sum"]
 
+
+class UnpairedNumbers(NamedTuple):
+    beta: float
+
+
+class UnpairedSides(NamedTuple):
+    """share: (S,) 1 / sequences. chosen, kl: (S,). weights: (S, T) a token's in its sequence's log-probability."""
+
+    share: Tensor
+    chosen: Tensor
+    kl: Tensor
+    weights: Tensor
+
+
+class LigerUnpaired(Family, key="liger_unpaired"):
+    takes = Takes(UnpairedWords, UnpairedNumbers, UnpairedSides)
+    words: UnpairedWords
+    numbers: UnpairedNumbers
     sums = ("logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected")
 
     def together(self) -> int:
         return 1
 
     def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, float(sequences)) * (tokens if self.kinds[0] == "mean" else 1.0)
+        return max(1.0, float(sequences)) * (tokens if self.words.logps == "mean" else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         share, chosen, kl, weights = part.sides
         ratio = logps = (part.logprob * weights).sum(1, keepdim=True)
         if part.reference is not None:
             ratio = logps - (part.reference * weights).sum(1, keepdim=True)
-        away = self.numbers[0] * (ratio - kl)
+        away = self.numbers.beta * (ratio - kl)
         loss = (share * torch.sigmoid(torch.where(chosen, -away, away))).sum()
         found = {}
-        for name, values in (("logps", logps.detach()), ("rewards", self.numbers[0] * ratio.detach())):
+        for name, values in (("logps", logps.detach()), ("rewards", self.numbers.beta * ratio.detach())):
             found[f"{name}/chosen"] = torch.where(chosen, values, 0.0).sum()
             found[f"{name}/rejected"] = torch.where(chosen, 0.0, values).sum()
         return loss, found
-
-
-FAMILIES.update(liger_pairs=LigerPairs, liger_unpaired=LigerUnpaired)
 
 
 def pairwise(
@@ -137,12 +175,14 @@ def pairwise(
     weights = counts.to(acc)
     if average:
         weights = weights / counts.sum(1, keepdim=True).clamp(min=1)
-    sides = (
+    sides = PairSides(
         scalar(1 / max(1, pairs), x.device, acc).expand(2 * pairs), weights, in_nll.to(acc) / in_nll.sum().clamp(min=1)
     )  # fmt: skip
+    words = PairWords(kind, "mean" if average else "sum")
+    numbers = PairNumbers(beta, smoothing, tau, gamma, alpha or 0.0)
     loss, found = token_loss(
-        "liger_pairs", (kind, "mean" if average else "sum"), (beta, smoothing, tau, gamma, alpha or 0.0), x,
-        Head(weight, bias), labels, reference=hidden_of(reference), sides=sides, ignore_index=ignore_index, name=name,
+        LigerPairs.of(words, numbers, sides), sides, x, Head(weight, bias), labels, reference=hidden_of(reference),
+        ignore_index=ignore_index, name=name,
     )  # fmt: skip
     if guard is not None:
         loss = loss * guard
@@ -174,11 +214,11 @@ def unpaired(
         kl = kl.detach().reshape(S).to(acc)
     else:
         kl = scalar(0.0 if kl is None else kl, x.device, acc).expand(S)
-    sides: tuple[Any, ...] = (scalar(1 / max(1, S), x.device, acc).expand(S), label, kl, weights)
+    sides = UnpairedSides(scalar(1 / max(1, S), x.device, acc).expand(S), label, kl, weights)
+    words, numbers = UnpairedWords("mean" if average else "sum"), UnpairedNumbers(beta)
     loss, found = token_loss(
-        "liger_unpaired", ("mean" if average else "sum",), (beta,), x, Head(weight, bias), target,
-        reference=hidden_of(reference),
-        sides=sides, ignore_index=ignore_index, name=name,
+        LigerUnpaired.of(words, numbers, sides), sides, x, Head(weight, bias), target, reference=hidden_of(reference),
+        ignore_index=ignore_index, name=name,
     )  # fmt: skip
     logits = []
     for of in (label, ~label):

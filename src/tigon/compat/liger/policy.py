@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tigon.compat.liger.options import Options, without_effect
 from tigon.linear.head import Head, Hidden
-from tigon.losses.policy import GRPO, Sampler, grpo
+from tigon.losses.policy import GRPO, Rollout, Sampler, grpo
 
 Result = tuple[Tensor, tuple[Tensor, ...]]
 IGNORED = -100
@@ -73,11 +73,10 @@ def liger_fused_linear_grpo(
         vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
         ignore_index=IGNORED,
     )  # fmt: skip
-    loss, found = grpo(
-        _input, Head(weight, bias), torch.where(mask, selected_token_ids, IGNORED), advantages,
-        old=old_per_token_logps, ref=ref, sampler=Sampler(ratio=_ratio(name, vllm_is_ratio, mask, loss_type)),
-        config=config,
-    )  # fmt: skip
+    sampler = Sampler(ratio=_ratio(name, vllm_is_ratio, mask, loss_type))
+    rollout = Rollout(advantages, old_per_token_logps, ref, sampler)
+    target = torch.where(mask, selected_token_ids, IGNORED)
+    loss, found = grpo(_input, Head(weight, bias), target, rollout, config=config)
     clipped = _clipped(
         found["logprob"], old_per_token_logps, mask, advantages, loss_type, sequence, epsilon_low, epsilon_high
     )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.token_loss import BATCH, FAMILIES, Family, Part
+from tigon.losses.token_loss import BATCH, Family, Part, Takes
 
 PAIR_METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
@@ -22,11 +22,18 @@ PAIR_METRICS = (
 )  # fmt: skip
 
 
-class Pairs(Family):
-    """Chosen sequences, then as many rejected ones.
+class PairSides(NamedTuple):
+    """The tensors of losses of pairs; (S,) each.
 
-    sides: for each sequence, first 1 / pairs, then 1 / tokens that count in all chosen (or all rejected) sequences.
+    pair_share: 1 / pairs. token_share: 1 / tokens that count in all chosen sequences; of the rejected ones, in those.
     """
+
+    pair_share: Tensor
+    token_share: Tensor
+
+
+class Pairs(Family):
+    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairSides` does, for `metrics`."""
 
     sums: tuple[str, ...] = PAIR_METRICS
     wants_mean_logit = True
@@ -36,14 +43,14 @@ class Pairs(Family):
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen and the rejected rows of (S', ...): two halves in the whole batch, neighbours in a part."""
-        if self.together() == BATCH:
+        if self.together() == BATCH:  # the walk leaves the whole batch in its order
             return t[: t.shape[0] // 2], t[t.shape[0] // 2 :]
         return t[0::2], t[1::2]
 
     def metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
         """logps, rewards: (S', 1)."""
         with torch.no_grad():
-            pair, token = part.sides[:2]
+            pair, token = part.sides.pair_share, part.sides.token_share
             assert part.mean_logit is not None
             logits = (part.mean_logit * part.mask * token).sum(1)
             (r_w, r_l), (share, _) = self.halves(rewards.detach()), self.halves(pair)
@@ -54,7 +61,7 @@ class Pairs(Family):
             return found
 
     def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, sequences / 2)
+        return max(1.0, sequences / 2)  # slopes of a mean over pairs are smaller by the number of pairs
 
 
 # -------------------------------------------------------------------------------------------------------------- dpo
@@ -87,6 +94,7 @@ class Pair(NamedTuple):
 
 def _smoothed(z: Tensor, smoothing: float) -> Tensor:
     loss = -F.logsigmoid(z)
+    # The second logarithm costs a pass over the pairs, which most calls do without.
     return torch.lerp(loss, -F.logsigmoid(-z), smoothing) if smoothing else loss
 
 
@@ -96,6 +104,7 @@ def _sorted(t: Tensor) -> Tensor:
 
 def _exo_pair(p: Pair) -> Tensor:
     q = torch.sigmoid(p.margin)
+    # The labels' own distribution, (1 − ε, ε): the loss is a KL divergence from it, hence ε above 0.
     log_p, log_rest = math.log1p(-p.smoothing), math.log(p.smoothing)
     return q * (F.logsigmoid(p.margin) - log_p) + torch.sigmoid(-p.margin) * (F.logsigmoid(-p.margin) - log_rest)
 
@@ -111,6 +120,7 @@ def _nca_pair(p: Pair) -> Tensor:
 
 
 def _aot(p: Pair) -> Tensor:
+    # Sorted differences are compared in rank: the policy's distribution with the reference's, not pair with pair.
     between = _sorted(p.logps[0] - p.logps[1]) - _sorted(p.reference[0] - p.reference[1])
     return _smoothed(p.beta * between, p.smoothing)
 
@@ -187,56 +197,80 @@ def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     return ratio
 
 
-class DPOFamily(Pairs):
-    """kinds: where the reference comes from ("given", "head", "free"), the divergence, what there is of "weighted" and
-    "delta", and the types. numbers: β, label smoothing, α of the divergence, τ of discopop, a weight for each type.
+class DPOWords(NamedTuple):
+    divergence: Divergence
 
-    sides, after those of all pairs: 1 / all tokens; of "given" the reference's logps; of "weighted" the tokens' weights
-    (S, T); of "delta" that.
+
+class DPONumbers(NamedTuple):
+    """alpha: α of the divergence. tau: τ of "discopop"."""
+
+    beta: float
+    smoothing: float
+    alpha: float
+    tau: float
+
+
+class DPOSides(NamedTuple):
+    """After those of all pairs, (S,) but for the third:
+
+    all_tokens_share: 1 / all tokens that count. reference: log-probabilities that are given. token_weights: (S, T), in
+    the sequences' log-probabilities. delta: what "bco_pair" takes off the rewards.
     """
 
+    pair_share: Tensor
+    token_share: Tensor
+    all_tokens_share: Tensor
+    reference: Tensor | None = None
+    token_weights: Tensor | None = None
+    delta: Tensor | None = None
+
+
+class DPOFamily(Pairs, key="dpo"):
+    """Its terms are rows of `DPO_LOSSES`."""
+
+    takes = Takes(DPOWords, DPONumbers, DPOSides)
+    words: DPOWords
+    numbers: DPONumbers
     sums = (*PAIR_METRICS, "entropy", "mean_token_accuracy")
     wants_entropy = True
     wants_is_top1 = True
 
-    def __init__(self, kinds: tuple[str, ...], numbers: tuple[float, ...]) -> None:
-        super().__init__(kinds, numbers)
-        self.source, self.divergence, self.extra = kinds[0], kinds[1], kinds[2]
-        self.losses = list(zip(kinds[3:], numbers[4:], strict=True))
-
     def together(self) -> int:
-        return BATCH if any(DPO_LOSSES[name].whole_batch for name in self.kinds[3:]) else 2
+        return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.terms) else 2
 
     def boost(self, sequences: int, tokens: int) -> float:
         # "sft" also divides by tokens. The boost is the geometric mean of what "sft" and the other types need.
-        if "sft" in self.kinds[3:]:
+        if any(term.name == "sft" for term in self.terms):
             return super().boost(sequences, tokens) * max(1, tokens) ** 0.5
-        bounded = self.divergence == "reverse_kl" and all(DPO_LOSSES[k].bounded for k in self.kinds[3:])
-        most = self.numbers[0] * sum(abs(weight) for _, weight in self.losses)
+        bounded = self.words.divergence == "reverse_kl" and all(DPO_LOSSES[term.name].bounded for term in self.terms)
+        most = self.numbers.beta * sum(abs(term.weight) for term in self.terms)
         return super().boost(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta, smoothing, alpha, tau, *_ = self.numbers
-        pair, token, all_tokens, *more = part.sides
-        given = more.pop(0) if self.source == "given" else None
-        weights = more.pop(0) if "weighted" in self.extra else part.mask
-        delta = self.halves(more.pop(0))[0] if "delta" in self.extra else 0.0
+        beta, smoothing, alpha, tau = self.numbers
+        sides: DPOSides = part.sides
+        token, given = sides.token_share, sides.reference
+        weights = part.mask if sides.token_weights is None else sides.token_weights
+        delta = 0.0 if sides.delta is None else self.halves(sides.delta)[0]
+        # (S', 1) from here on, so that the side tensors of sequences broadcast.
         logps = (part.logprob * weights).sum(1, keepdim=True)
         reference = torch.zeros_like(logps) if given is None else given
         if part.reference is not None:
             reference = (part.reference * weights).sum(1, keepdim=True)
         ratio = logps - reference
         ratio_w, ratio_l = self.halves(ratio)
-        score_w, score_l = self.halves(f_score(ratio, self.divergence, alpha))
+        score_w, score_l = self.halves(f_score(ratio, self.words.divergence, alpha))
+        # At least 1: an empty completion has probability 1, and its mean over tokens is 0, not NaN.
         count_w, count_l = self.halves(part.mask.sum(1, keepdim=True).clamp(min=1))
         margin = beta * (score_w - score_l)
         of_pair = Pair(
             ratio_w, ratio_l, score_w, score_l, margin, self.halves(logps), self.halves(reference), count_w, count_l,
             delta, beta, smoothing, tau,
         )  # fmt: skip
-        share = self.halves(pair)[0]
+        share = self.halves(sides.pair_share)[0]
+        # A zero that hangs on nothing: the slopes are those of the terms alone.
         loss = torch.zeros_like(logps[:0]).sum()
-        for name, weight in self.losses:
+        for name, weight in self.terms:
             formula = DPO_LOSSES[name].formula
             if formula is None:
                 loss = loss - weight * self.halves(part.logprob * part.mask * token)[0].sum()
@@ -245,7 +279,7 @@ class DPOFamily(Pairs):
         found = self.metrics(part, logps, beta * ratio)
         assert part.entropy is not None
         assert part.is_top1 is not None
-        found["entropy"] = (part.entropy.detach() * part.mask * all_tokens).sum()
+        found["entropy"] = (part.entropy.detach() * part.mask * sides.all_tokens_share).sum()
         found["mean_token_accuracy"] = self.halves(part.is_top1 * part.mask * token)[0].sum()
         return loss, found
 
@@ -268,18 +302,30 @@ def _average(logprob: Tensor, mask: Tensor) -> Tensor:
     return (logprob * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-class ORPOFamily(Pairs):
-    """kinds: "completion" if a third side (S, T) says which tokens the odds are of, or "". numbers: β."""
+class Beta(NamedTuple):
+    beta: float
 
+
+class ORPOSides(NamedTuple):
+    """After those of all pairs, completion: (S, T), the tokens that the odds are of, if not all."""
+
+    pair_share: Tensor
+    token_share: Tensor
+    completion: Tensor | None = None
+
+
+class ORPOFamily(Pairs, key="orpo"):
+    takes = Takes(numbers=Beta, sides=ORPOSides)
+    numbers: Beta
     sums = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     def boost(self, sequences: int, tokens: int) -> float:
         return max(1.0, sequences * tokens / 2)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta = self.numbers[0]
-        pair, token, *more = part.sides
-        mask = part.mask & more[0].bool() if more else part.mask
+        beta = self.numbers.beta
+        pair, token, completion = part.sides
+        mask = part.mask if completion is None else part.mask & completion.bool()
         logps = _average(part.logprob, mask)
         nll = -self.halves(part.logprob * part.mask * token)[0].sum()
         log_odds_w, log_odds_l = self.halves(logps - log1mexp(logps))
@@ -297,30 +343,45 @@ CPO_TYPES: tuple[str, ...] = get_args(CPOType)
 AVERAGED = ("ipo", "simpo", "alphapo")
 
 
-class CPOFamily(Pairs):
-    """kinds: the type, and "average" or "sum" of a sequence's log-probabilities.
+class CPOWords(NamedTuple):
+    """logps: whether a sequence's log-probability is the mean or the sum over its tokens."""
 
-    numbers: β, γ / β, label smoothing, weight of the NLL, α of AlphaPO.
-    """
+    loss_type: CPOType
+    logps: Literal["average", "sum"]
 
+
+class CPONumbers(NamedTuple):
+    """gamma: γ / β. alpha: α of AlphaPO."""
+
+    beta: float
+    gamma: float
+    smoothing: float
+    nll_weight: float
+    alpha: float = 0.0
+
+
+class CPOFamily(Pairs, key="cpo"):
+    takes = Takes(CPOWords, CPONumbers, PairSides)
+    words: CPOWords
+    numbers: CPONumbers
     sums = (*PAIR_METRICS, "nll_loss")
 
     def boost(self, sequences: int, tokens: int) -> float:
-        average, nll = self.kinds[1] == "average", self.numbers[3] != 0
+        average, nll = self.words.logps == "average", self.numbers.nll_weight != 0
         return super().boost(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         beta, gamma, smoothing, nll_weight, alpha = self.numbers
         pair, token = part.sides
-        average = self.kinds[1] == "average"
+        average = self.words.logps == "average"
         logps = _average(part.logprob, part.mask) if average else (part.logprob * part.mask).sum(1, keepdim=True)
-        # (1 − p^−α) / α, which is log p at α = 0.
+        # (1 − p^−α) / α, which is log p at α = 0. expm1, since at small α the 1 would take all digits.
         reward = logps if alpha == 0 else -torch.expm1(-alpha * logps) / alpha
         reward_w, reward_l = self.halves(reward)
         margin = reward_w - reward_l - gamma
-        if self.kinds[0] == "hinge":
+        if self.words.loss_type == "hinge":
             losses = torch.relu(1 - beta * margin)
-        elif self.kinds[0] == "ipo":
+        elif self.words.loss_type == "ipo":
             losses = (margin - 1 / (2 * beta)).square()
         else:
             losses = _smoothed(beta * margin, smoothing)
@@ -345,13 +406,20 @@ KTO_METRICS = (
 )
 
 
-class KTOFamily(Family):
-    """kinds: where the reference comes from. numbers: β.
+class KTOSides(NamedTuple):
+    """(S,) each. weight: in the loss. label: whether the sequence is desirable. kl: the KL term, the same for all."""
 
-    sides: of each sequence its weight in the loss, whether it is desirable, the KL term; of "given" the reference's
-    logps. Results are sums over sequences, or over tokens.
-    """
+    weight: Tensor
+    label: Tensor
+    kl: Tensor
+    reference: Tensor | None = None
 
+
+class KTOFamily(Family, key="kto"):
+    """Results are sums over sequences, or over tokens."""
+
+    takes = Takes(numbers=Beta, sides=KTOSides)
+    numbers: Beta
     sums = (*KTO_METRICS, "entropy")
     wants_entropy = True
     wants_mean_logit = True
@@ -360,42 +428,48 @@ class KTOFamily(Family):
         return 1
 
     def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, float(sequences)) * ROOM / max(1.0, self.numbers[0])
+        return max(1.0, float(sequences)) * ROOM / max(1.0, self.numbers.beta)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, label, kl, *more = part.sides
+        weight, label, kl, given = part.sides
+        beta = self.numbers.beta
         logps = (part.logprob * part.mask).sum(1, keepdim=True)
-        ratio = logps - _sequence_reference(part, more)
-        away = self.numbers[0] * (ratio - kl)
+        ratio = logps - _sequence_reference(part, given)
+        away = beta * (ratio - kl)
+        # 1 − σ(z) as σ(−z): near z = 0 both are exact, far above the first is 0 in fp32.
         loss = (weight * torch.sigmoid(torch.where(label, -away, away))).sum()
         with torch.no_grad():
             found = {}
             assert part.mean_logit is not None
             assert part.entropy is not None
             logits = (part.mean_logit * part.mask).sum(1, keepdim=True)
-            for name, values in (("rewards", self.numbers[0] * ratio), ("logps", logps), ("logits", logits)):
+            for name, values in (("rewards", beta * ratio), ("logps", logps), ("logits", logits)):
                 found[f"{name}/chosen"] = torch.where(label, values, 0.0).sum()
                 found[f"{name}/rejected"] = torch.where(label, 0.0, values).sum()
             found["entropy"] = (part.entropy * part.mask).sum()
         return loss, found
 
 
-class MeanRatio(Family):
-    """Σ weight · log πθ(y) / π_ref(y), the estimate of KTO's KL term. sides: weight; the reference's logps if given."""
+class MeanRatioSides(NamedTuple):
+    weight: Tensor
+    reference: Tensor | None = None
+
+
+class MeanRatio(Family, key="kto_kl"):
+    """Σ weight · log πθ(y) / π_ref(y), the estimate of KTO's KL term."""
+
+    takes = Takes(sides=MeanRatioSides)
 
     def together(self) -> int:
         return 1
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, *more = part.sides
+        weight, given = part.sides
         logps = (part.logprob * part.mask).sum(1, keepdim=True)
-        return (weight * (logps - _sequence_reference(part, more))).sum(), {}
+        return (weight * (logps - _sequence_reference(part, given))).sum(), {}
 
 
-def _sequence_reference(part: Part, given: list[Tensor]) -> Tensor | float:
+def _sequence_reference(part: Part, given: Tensor | None) -> Tensor | float:
     if part.reference is not None:
         return (part.reference * part.mask).sum(1, keepdim=True)
-    return given[0] if given else 0.0
-
-
-FAMILIES.update(dpo=DPOFamily, orpo=ORPOFamily, cpo=CPOFamily, kto=KTOFamily, kto_kl=MeanRatio)
+    return 0.0 if given is None else given

@@ -1,0 +1,115 @@
+"""Policy gradients for language models: GRPO, its relatives and RLOO, without logits.
+
+    r = exp(logprob − old)                        of a token; or of a sequence, exp of the mean over its tokens (GSPO)
+    clipped(r) = −min(min(r, δ) · A, clip(r, 1 − ε, 1 + ε_high) · A)
+
+    grpo     mean over sequences of the mean over tokens of clipped(r)       https://arxiv.org/abs/2402.03300
+    bnpo     Σ clipped(r) / tokens of this batch that count
+    dr_grpo  Σ clipped(r) / (S · max_completion_length)                      https://arxiv.org/abs/2503.20783
+    dapo     Σ clipped(r) / num_items_in_batch                               https://arxiv.org/abs/2503.14476
+    luspo    mean over sequences of Σ clipped(r)                             https://arxiv.org/abs/2602.05261
+    cispo    Σ −sg(min(r, ε_high)) · A · logprob / num_items_in_batch        https://arxiv.org/abs/2506.13585
+    sapo     as grpo, of −A · σ(τ (r − 1)) · 4 / τ, τ by the sign of A       https://arxiv.org/abs/2511.20347
+    vespo    Σ −sg(φ(w)) · A · logprob / num_items_in_batch,                 https://arxiv.org/abs/2602.10693
+             φ(w) = e^λ · w^k · e^(−λ w), w = Π r over the sequence, k and λ by the sign of A
+
+    + β · kl, kl = (e^d − d − 1) [· r], d = reference − logprob              https://arxiv.org/abs/2512.02556
+    − entropy_coefficient · mean entropy
+
+Sources: beside each. Formulas and names of the kinds follow TRL 1.16, which trains with them. GSPO:
+https://arxiv.org/abs/2507.18071. RLOO: https://arxiv.org/abs/2402.14740. δ: https://arxiv.org/abs/2505.07291.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tigon.linear.head import Head
+from tigon.linear.walk import Walk
+from tigon.losses.options import misplaced
+from tigon.losses.policy.batch import Objective, policy_loss
+from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, rollout_of
+from tigon.losses.policy.reference import grpo_reference
+
+__all__ = ["GRPO", "LOSS_TYPES", "MODES", "RLOO", "Rollout", "Sampler", "grpo", "grpo_reference", "rloo"]
+
+
+def grpo(
+    x: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    target: Tensor,
+    rollout: Rollout | Tensor,
+    *,
+    config: GRPO = GRPO(),
+    walk: Walk = Walk(),
+    **unknown: NoReturn,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of sampled completions whose tokens have advantages, and metrics to log.
+
+    Without `rollout.old`, right after the sampling, every ratio is 1 and the gradient is the policy's own: REINFORCE.
+    With advantages of tokens, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
+    importance_sampling_level "sequence".
+
+    Args:
+        x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
+        head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head`.
+        target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
+        rollout: what is known of the completions: a `tigon.losses.Rollout` of advantages and, as far as you have them,
+            log-probabilities under the old policy, the reference and the sampler; or the advantages alone.
+        config: the kind of loss and its numbers.
+        walk: its `valid` are the numbers of tokens that count; the others then cost nothing.
+    Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
+        "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"
+        with the clipped types (over sequences, where a ratio is one a sequence); "cispo_clip_ratio";
+        "vespo/phi_seq_mean"; "policy_loss", without the entropy bonus, where there is one;
+        "sampling/importance_sampling_ratio/min", "/mean" and "/max" with a sampler.
+    Raises: ValueError for options that do not go together, and shapes that do not fit.
+
+    Replaces, of the default loss_type::
+
+        logits = F.linear(x, weight, bias).float()
+        logprob = -F.cross_entropy(logits.transpose(1, 2), target, reduction="none")  # 0 where target is -100
+        ratio = (logprob - old).exp()
+        A, mask = advantages.unsqueeze(1), target != -100
+        loss = -torch.min(ratio * A, ratio.clamp(1 - epsilon, 1 + epsilon) * A)
+        loss = (loss * mask).sum() / mask.sum()
+    """
+    if unknown:
+        raise misplaced("grpo", unknown, GRPO, rollout=Rollout)
+    rollout = rollout_of("grpo", rollout)
+    return policy_loss("grpo", x, head, target, rollout, Objective.of_grpo(config, rollout), walk)
+
+
+def rloo(
+    x: Tensor,
+    head: Head | Tensor | torch.nn.Linear,
+    target: Tensor,
+    rollout: Rollout | Tensor,
+    *,
+    config: RLOO = RLOO(),
+    walk: Walk = Walk(),
+    **unknown: NoReturn,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
+
+    Args:
+        x: (S, T, H) hidden states of S completions.
+        head: as in `grpo`.
+        target: (S, T), ignore_index where a token does not count. A completion without tokens has a ratio of 1.
+        rollout: a `tigon.losses.Rollout` of advantages (S,) and, if the policy has changed since the sampling, `old`;
+            or the advantages alone.
+        config: the bounds of the ratio.
+        walk: as in `grpo`.
+    Returns: the 0-d loss, and detached "logprob" (S, T), "entropy" and "clip_ratio/…" as in `grpo`.
+    Raises: ValueError for shapes that do not fit.
+    """
+    if unknown:
+        raise misplaced("rloo", unknown, RLOO, rollout=Rollout)
+    rollout = rollout_of("rloo", rollout)
+    for field in ("ref", "sampler"):
+        if getattr(rollout, field) is not None:
+            raise ValueError(f"rloo: rollout.{field} must be left out: RLOO has no use for it, got one.")
+    return policy_loss("rloo", x, head, target, rollout, Objective.of_rloo(config), walk)

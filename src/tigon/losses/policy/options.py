@@ -1,0 +1,163 @@
+"""The options of policy losses, which raise when they are made, and what a trainer knows of sampled completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from tigon.linear.head import Hidden
+from tigon.losses.options import check_choice
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Level = Literal["token", "sequence"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Options of `grpo`, by TRL's names. Frozen: `dataclasses.replace` makes another.
+
+    Args:
+        loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
+        importance_sampling_level: "token", or "sequence": one ratio, exp of the mean difference, for all its tokens.
+        epsilon: how far below 1 a ratio counts.
+        epsilon_high: how far above 1 a ratio counts, None for epsilon. With "cispo", which has no lower bound, the
+            largest ratio itself (such as 5.0).
+        delta: the largest ratio at negative advantages, where clipping has no upper bound. None for no bound.
+        beta: weight of the KL divergence from the reference.
+        use_bias_correction_kl: multiply the KL by the ratio, so that its gradient is not biased.
+        entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
+        top_entropy_quantile: the share of this batch's tokens, those of highest entropy, that have a loss at all. Below
+            1.0 the loss sees all tokens before it has a gradient: a batch beyond one chunk costs a fourth product.
+        num_items_in_batch: the divisor of "dapo", "cispo" and "vespo", a number or a 0-d tensor: the tokens that count
+            in the whole step, over the number of ranks. None: the tokens that count in this batch.
+        max_completion_length: the divisor of "dr_grpo", per sequence; no other type needs it.
+        importance_sampling_mode: how the sampler's ratio is used: "token_…" for one ratio a token, "sequence_…" for
+            the product over a sequence; "…_truncate" clips ratios to their bounds, "…_mask" drops tokens whose ratio is
+            outside. None: no ratio.
+        importance_sampling_clip_max: the upper bound of that ratio, or None.
+        importance_sampling_clip_min: the lower bound of that ratio, or None.
+        off_policy_mask_threshold: drop sequences of negative advantage whose mean of the sampler's (or the old)
+            log-probabilities − logprob is larger. In nats; None: never.
+        sapo_temperature_pos: τ of "sapo" at positive advantages.
+        sapo_temperature_neg: τ at other advantages.
+        vespo_k_pos: k of "vespo" at advantages from 0 on.
+        vespo_lambda_pos: λ at advantages from 0 on.
+        vespo_k_neg: k at negative advantages.
+        vespo_lambda_neg: λ at negative advantages.
+        temperature: divides the logits.
+        ignore_index: targets that do not count.
+    Raises: ValueError for options that are unknown or do not go together.
+    """
+
+    loss_type: LossType = "dapo"
+    importance_sampling_level: Level = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    entropy_coefficient: float | Tensor = 0.0
+    top_entropy_quantile: float = 1.0
+    num_items_in_batch: float | Tensor | None = None
+    max_completion_length: int | None = None
+    importance_sampling_mode: Mode | None = "sequence_mask"
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    temperature: float = 1.0
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        name = "grpo"
+        check_choice(name, "loss_type", self.loss_type, LOSS_TYPES)
+        check_choice(name, "importance_sampling_level", self.importance_sampling_level, get_args(Level))
+        check_choice(name, "importance_sampling_mode", self.importance_sampling_mode, (*MODES, None))
+        high, low = self.importance_sampling_clip_max, self.importance_sampling_clip_min
+        if high is not None and low is not None and low >= high:
+            raise ValueError(
+                f"{name}: importance_sampling_clip_min must be less than …_clip_max, got {low} and {high}."
+            )
+        if high is None and low is None and (self.importance_sampling_mode or "").endswith("truncate"):
+            raise ValueError(
+                f"{name}: importance_sampling_mode {self.importance_sampling_mode!r} wants one "
+                "importance_sampling_clip at least."
+            )
+        if self.loss_type == "dr_grpo" and not (self.max_completion_length or 0) > 0:
+            raise ValueError(
+                f"{name}: dr_grpo wants a positive max_completion_length, got {self.max_completion_length}."
+            )
+        if not 0.0 <= self.top_entropy_quantile <= 1.0:
+            raise ValueError(f"{name}: top_entropy_quantile must be from 0 to 1, got {self.top_entropy_quantile}.")
+        taus = self.sapo_temperature_pos, self.sapo_temperature_neg
+        if not (taus[0] > 0 and taus[1] > 0):
+            raise ValueError(f"{name}: sapo's temperatures must be positive, got {taus[0]} and {taus[1]}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO:
+    """Options of `rloo`.
+
+    Args:
+        epsilon: how far below 1 a ratio counts.
+        epsilon_high: how far above 1 a ratio counts, None for epsilon.
+        entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
+        temperature: divides the logits.
+        ignore_index: targets that do not count.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    entropy_coefficient: float | Tensor = 0.0
+    temperature: float = 1.0
+    ignore_index: int = -100
+
+
+class Sampler(NamedTuple):
+    """Log-probabilities or ratios from the engine that sampled, which rarely agrees with the trainer to the bit.
+
+    Args:
+        logprob: (S, T), the engine's log-probabilities. NaN where the engine reported none means a ratio of 1.
+            The ratio exp(old − logprob) multiplies the loss.
+        ratio: (S,) or (S, T), that ratio if you have computed it already.
+    """
+
+    logprob: Tensor | None = None
+    ratio: Tensor | None = None
+
+
+class Rollout(NamedTuple):
+    """What a trainer knows of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
+
+    Args:
+        advantages: (S,) or (S, T); (S,) for `rloo`, each reward less the mean of the others of its prompt.
+        old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an earlier
+            call. `rloo` takes sums of sequences as well, (S,). None: this policy's own.
+        ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden`, its hidden states and head.
+            beta wants one; with beta = 0, "kl" is still reported. Of `grpo`.
+        sampler: (S, T) log-probabilities of the engine that sampled, or a `Sampler` that holds the ratio. Of `grpo`.
+    """
+
+    advantages: Tensor
+    old: Tensor | None = None
+    ref: Tensor | Hidden | None = None
+    sampler: Tensor | Sampler | None = None
+
+
+def rollout_of(name: str, rollout: Rollout | Tensor) -> Rollout:
+    """The argument as a Rollout; a ValueError if it is neither that nor advantages."""
+    if isinstance(rollout, Tensor):
+        return Rollout(rollout)
+    if not isinstance(rollout, Rollout):
+        raise ValueError(f"{name}: rollout must be advantages or a tigon.losses.Rollout, got {type(rollout).__name__}.")
+    return rollout
