@@ -197,7 +197,7 @@ class Fusion:
     def _fuse(self) -> None:
         site = Site(self)
         # Before any part puts a forward on the model itself: a forward of another's stays, and no step begins there.
-        own = "forward" not in vars(site.model)
+        is_plain = "forward" not in vars(site.model)
         for stage in Stage:
             parts = parts_of(self._options, stage)
             for module in [site.model] if stage is Stage.MODEL else site.modules():
@@ -205,7 +205,7 @@ class Fusion:
                     if not site.is_taken(module):
                         part.fuse(site, module)
         if self._record.modules:
-            self._begin_steps(site.entrances or ([site.model] if own else []), site)
+            self._begin_steps(site.entrances or ([site.model] if is_plain else []), site)
 
     def _begin_steps(self, entrances: list[nn.Module], site: Site) -> None:
         for model in entrances:

@@ -178,8 +178,8 @@ class _State(dict[str, Any]):
 
 
 def _state(self: Any) -> Any:
-    own = getattr(type(self), "__getstate__", None)
-    state = vars(self) if own is None or own is getattr(object, "__getstate__", None) else own(self)
+    getstate = getattr(type(self), "__getstate__", None)
+    state = vars(self) if getstate is None or getstate is getattr(object, "__getstate__", None) else getstate(self)
     if type(state) is not dict:
         return state
     patch: Patch = vars(self)["_tigon"]

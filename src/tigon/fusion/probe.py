@@ -101,18 +101,18 @@ def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], 
     @functools.wraps(recognize)
     def recognized(module: nn.Module) -> Any:
         with probing():
-            found = recognize(module)
-        if found is None or isinstance(found, Reason):
-            return found
-        act = getattr(found, "act_module", None)
+            formula = recognize(module)
+        if formula is None or isinstance(formula, Reason):
+            return formula
+        act = getattr(formula, "act_module", None)
         for part in (module, *(() if act is None else (getattr(module, act),))):
             reading = reading_of(part)
             reason = reading if isinstance(reading, Reason) else reading.reason
-            if reason is None and getattr(reading, "asks_rank", False) and not hasattr(found, "ranks"):
+            if reason is None and getattr(reading, "asks_rank", False) and not hasattr(formula, "ranks"):
                 reason = Reason("its forward depends on how many dimensions its input has")
             if reason is not None:
                 return reason
-        return found
+        return formula
 
     return recognized
 

@@ -63,9 +63,9 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             labels = kwargs.get("labels")
         # A new dictionary: the labels are replaced in the copy, never in a dictionary that belongs to the caller.
         kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
-        given = labels is not None or kwargs.get("shift_labels") is not None
+        has_labels = labels is not None or kwargs.get("shift_labels") is not None
         compiling = torch.compiler.is_compiling()
-        call = ledger.enter((given or ledger.lazy) and not (compiling and makes_loss_module))
+        call = ledger.enter((has_labels or ledger.lazy) and not (compiling and makes_loss_module))
         try:
             if compiling:  # torch.compile's partitioner decides which activations are kept
                 return run(*args, **kwargs)

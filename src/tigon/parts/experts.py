@@ -91,8 +91,8 @@ class Experts:
 @recognition
 def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     """The formula of stacked experts; a Reason if a module is called experts and Tigon lacks its formula; else None."""
-    given = {k: p for k, p in module._parameters.items() if p is not None}
-    if sum(p.dim() == 3 for p in given.values()) == 0:
+    parameters = {k: p for k, p in module._parameters.items() if p is not None}
+    if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None
     named = "expert" in type(module).__name__.lower()  # decides only if the report mentions it
 
@@ -102,9 +102,9 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     inputs: Any = tuple(inputs_of(module))
     if len(inputs) != 3:
         return left("its forward takes something else than tokens, their experts and weights")
-    if any(not p.is_floating_point() or p.element_size() == 1 for p in given.values()):
+    if any(not p.is_floating_point() or p.element_size() == 1 for p in parameters.values()):
         return left("its weights are quantised")
-    layouts = list(_layouts({k: tuple(p.shape) for k, p in given.items()}))
+    layouts = list(_layouts({k: tuple(p.shape) for k, p in parameters.items()}))
     if not layouts:
         return left("its parameters are not two stacked matrices, with or without biases")
     children = dict(module.named_children())
@@ -114,9 +114,9 @@ def recognize_experts(module: nn.Module) -> Experts | Reason | None:
     if implementation not in GENERAL:
         return left(f"it is set to run by {implementation!r}")
     for layout in layouts:
-        found = _of_layout(module, layout, inputs, next(iter(children), None))
-        if found is not None:
-            return replace(found, implementation=implementation)
+        formula = _of_layout(module, layout, inputs, next(iter(children), None))
+        if formula is not None:
+            return replace(formula, implementation=implementation)
     return left("its numbers fit no formula of moe_mlp")
 
 
@@ -284,8 +284,8 @@ class _Probes:
                 return False
             wide = (t if t is None or not t.is_floating_point() else t.double() for t in arguments)
             exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc]
-            error, own = ((t.double() - exact).abs().mean() for t in (y, ours))
-            if not (own <= 2 * error and error <= 0.05 * exact.abs().mean()):
+            their_error, our_error = ((t.double() - exact).abs().mean() for t in (y, ours))
+            if not (our_error <= 2 * their_error and their_error <= 0.05 * exact.abs().mean()):
                 return False
         # Eager code runs one expert after another: as many tokens as a step has would take seconds, so 300 stand in.
         cases = [replace(case, shape=(1, min(case.shape[1], 300))) if case.shape[1] > 8 else case for case in CASES]
@@ -308,10 +308,10 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     formula: Experts = patch.formula
     if not patch.ledger.active or transformed() or not patch.still_holds(self):
         return plain_forward(self, *args, **kwargs)
-    given = dict(zip(formula.inputs, args, strict=False)) | kwargs
-    if len(args) > 3 or len(given) != len(args) + len(kwargs) or given.keys() != set(formula.inputs):
+    inputs = dict(zip(formula.inputs, args, strict=False)) | kwargs
+    if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):
         return plain_forward(self, *args, **kwargs)
-    x, index, weights = (given[name] for name in formula.inputs)
+    x, index, weights = (inputs[name] for name in formula.inputs)
     if _implementation(self) != formula.implementation:  # set_experts_implementation chose another one since
         return plain_forward(self, *args, **kwargs)
     experts = formula.weights(self)

@@ -90,9 +90,9 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         patch.ledger.count("mlp", patch.key)
         # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
-        own = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
+        unseen = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
         hooks = recompute.checkpoint_hooks()
-        y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, own)
+        y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, unseen)
     else:
         product = _gated_product(self, patch, gate, up)
         if formula.between is not None:
@@ -212,13 +212,13 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
                 formula = Gated(gate, up, down, act, act_module)  # type: ignore[arg-type]
                 # A number among the attributes may be a scale, or may change what the module computes.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
-                found = _gated(module, formula, rest, list(numbers))
-                if found is not None:
-                    return found
+                gated = _gated(module, formula, rest, list(numbers))
+                if gated is not None:
+                    return gated
                 # A probability of 0, or a factor of 1, that has no place in the formula: it holds while they stay.
-                found = _gated(module, formula, rest, []) if numbers else None
-                if found is not None:
-                    return replace(found, held=tuple(numbers.items()))
+                gated = _gated(module, formula, rest, []) if numbers else None
+                if gated is not None:
+                    return replace(gated, held=tuple(numbers.items()))
     if silent:
         return None
     if len(others) > 1:

@@ -165,7 +165,7 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
         return Reason("it is no norm over one input") if named else None
     # A norm without a weight may still accept only one width.
     widths = sorted({n[0] for n in shapes}) or [FREE_WIDTH, *whole_numbers_of(module)]
-    found = None
+    best = None
     for eps, width in itertools.product([*epsilons, *EPSILONS], widths):
         for formula in _norms_of(module, list(vectors), eps, None if vectors or width == FREE_WIDTH else width):
             formula = replace(formula, gated=gated)
@@ -178,13 +178,13 @@ def recognize_norm(module: nn.Module) -> Norm | Reason | None:
             if not all(_is_norm(module, formula, width, case=case) for case in CASES):
                 continue
             # On a GPU torch's layer norm refuses an fp32 weight beside a narrower x, and swiglu refuses an fp32 factor.
-            own = gated or (formula.centered and formula.native)
-            mixed = not own and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
-            found = replace(formula, mixed=mixed)
+            one_dtype = gated or (formula.centered and formula.native)
+            mixed = not one_dtype and (not vectors or bool(_is_norm(module, formula, width, mixed=True)))
+            best = replace(formula, mixed=mixed)
             if mixed or formula.centered or gated:  # "gemma" and "none" differ only for unlike dtypes
-                return found
-    if found is not None:
-        return found
+                return best
+    if best is not None:
+        return best
     return Reason("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm") if named else None
 
 
@@ -224,32 +224,32 @@ def _is_norm(
     if case is not None:
         dtypes, values, trainings, x = [(case.dtype, case.dtype)], (None,), (case.training,), case.input(width)
     for (x_dtype, w_dtype), value, training in itertools.product(dtypes, values, trainings):
-        here = x.to(x_dtype)
+        typed = x.to(x_dtype)
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
-        given = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
-        probe = probe_of(module, given)
+        weights = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
+        probe = probe_of(module, weights)
         if case is not None:  # module and formula are differentiated by the same tensors
             weight, bias = (None if n is None else probe._parameters[n] for n in (formula.weight, formula.bias))
         probe.training = training
         if value is not None and isinstance(eps, str):
             vars(probe)[eps] = value
         added = vars(probe)[eps] if isinstance(eps, str) else eps
-        gate = torch.randn(here.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
-        gate.requires_grad_(here.requires_grad)
+        gate = torch.randn(typed.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
+        gate.requires_grad_(typed.requires_grad)
         with torch.set_grad_enabled(case is not None and case.gradients):
-            y = run(probe, here, gate) if formula.gated else run(probe, here)
+            y = run(probe, typed, gate) if formula.gated else run(probe, typed)
         if y is None:
             return x_dtype == torch.float16 or None  # some torch functions lack fp16 on a CPU
         with torch.set_grad_enabled(case is not None and case.gradients):
-            expected, size = _expected(formula, here, weight, bias, added)
+            expected, size = _expected(formula, typed, weight, bias, added)
             if formula.gated:
                 expected = gated_reference(gate, expected, "silu")
         # Without a weight there is one formula, and the module may round 1 / rms(x) first. Other dtypes have told the
         # formula by its roundings already; in fp16 the size of the difference decides.
-        roundings = 0 if given and x_dtype != torch.float16 else 2
+        roundings = 0 if weights and x_dtype != torch.float16 else 2
         if case is None and not same_numbers(y, expected, roundings=roundings, size=size):
             return False
-        leaves = [t for t in (here, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
+        leaves = [t for t in (typed, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
         if case is not None and not case.agrees(y, expected, leaves, roundings=roundings, size=size):
             return False
     return True
