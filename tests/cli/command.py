@@ -41,9 +41,9 @@ class Result:
 class Forks:
     """Processes that have imported already what is large, one run at a time (forked.py)."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *modules):
         self.server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forked.py"))],
+            [sys.executable, str(Path(__file__).with_name("forked.py")), *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment(),
         )  # fmt: skip
         self.out, self.err = folder / "out.txt", folder / "err.txt"
@@ -110,3 +110,21 @@ def losses(output):
         if "loss" in row:
             found[row["step"]] = row["loss"]
     return found
+
+
+def write_model(folder, text, **sizes):
+    """A tiny Llama with weights and a tokenizer, as a model directory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tigon.cli.tokens import train_tokenizer, trained_tokenizer
+    from tigon.presets import preset_config
+
+    tokenizer = trained_tokenizer(train_tokenizer([text.read_text()], 400))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 448, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **sizes}
+    config = preset_config("llama-tiny", **sizes)
+    config.eos_token_id = tokenizer.eos_token_id
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

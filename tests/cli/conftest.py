@@ -5,10 +5,20 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from command import Forks, Result, environment
+from command import Forks, Result, environment, write_model
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
+def pytest_collection_modifyitems(items):
+    """One worker runs all commands, so that what they import is imported once, and models are written once."""
+    for item in items:
+        here = item.path.parent == Path(__file__).parent
+        if here and {"tigon", "together", "launched", "start"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("commands"))
 
 
 @pytest.fixture(scope="session")
@@ -103,23 +113,6 @@ def write_text(file, words=9000):
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("data") / "text.txt")
-
-
-def write_model(folder, text, **sizes):
-    """A tiny Llama with weights and a tokenizer, as a model directory."""
-    from transformers import AutoModelForCausalLM
-
-    from tigon.cli.tokens import train_tokenizer, trained_tokenizer
-    from tigon.presets import preset_config
-
-    tokenizer = trained_tokenizer(train_tokenizer([text.read_text()], 400))
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 448, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **sizes}
-    config = preset_config("llama-tiny", **sizes)
-    config.eos_token_id = tokenizer.eos_token_id
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

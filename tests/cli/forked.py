@@ -1,11 +1,13 @@
-"""Runs `python -m tigon` in a process of its own for each line of its input, without the seconds that imports take.
+"""Runs `python -m tigon`, or a script, in a process of its own for each line of its input, without the seconds that
+imports take.
 
     {"ranks": [arguments, …], "cwds": […], "env": {…}, "limit": …, "restarts": …, "out": …, "err": …}
     →  the processes' ids, a list, and at their end a status
 
-Several ranks are one run; the status is then the first that is not 0. With "restarts" torchrun's agent, in one process,
-starts them, and again so often. The processes are forked from this one, which has imported what is large, and tigon:
-not for variables that are read then.
+A first argument that ends with .py is a script. Several ranks are one run; the status is then the first that is not 0.
+With "restarts" torchrun's agent, in one process, starts them, and again so often. The processes are forked from this
+one, which has imported what is large, and tigon: not for variables that are read then. Modules that are named on the
+command line are imported as well.
 """
 
 import atexit
@@ -42,8 +44,9 @@ def become(request: dict, cwd: str | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
     # Where the tests run in the background, as under nohup, Ctrl-C would be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.alarm(240)
+    signal.alarm(300)
     sys.path[0] = os.getcwd()
+    sys.path[1:1] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
 
 
 def run(request: dict, rank: int) -> int:
@@ -55,9 +58,13 @@ def run(request: dict, rank: int) -> int:
 
 
 def command(arguments: list[str]) -> int:
-    sys.argv[1:] = arguments
     try:
-        runpy.run_module("tigon", run_name="__main__", alter_sys=True)
+        if arguments and arguments[0].endswith(".py"):
+            sys.argv[:], sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            sys.argv[1:] = arguments
+            runpy.run_module("tigon", run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else ended.code is not None
     except BaseException:
@@ -101,7 +108,7 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in LARGE:
+    for module in (*LARGE, *sys.argv[1:]):
         with contextlib.suppress(ImportError):  # the command says what it misses
             importlib.import_module(module)
     gc.freeze()  # a collection would touch, and so copy, all that is shared

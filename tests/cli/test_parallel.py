@@ -9,8 +9,7 @@ import time
 from importlib.util import find_spec
 
 import pytest
-from command import losses
-from conftest import write_model
+from command import losses, write_model
 from safetensors.torch import load_file
 
 from tigon.cli.checkpoint import seal
@@ -18,7 +17,6 @@ from tigon.cli.folder import record
 from tigon.cli.parallel import too_few
 from tigon.install import install
 
-pytestmark = pytest.mark.xdist_group("cli-parallel")
 SMALL = ("--batch-size", 2, "--seq-len", 32, "--log-every", 4, "--save-every", 2, "--eval-fraction", 0.01)
 STEPS = 4
 

@@ -11,7 +11,6 @@ from command import losses
 from tigon.cli.checkpoint import newest_whole
 
 # One uninterrupted run serves them all: in one worker.
-pytestmark = pytest.mark.xdist_group("train")
 SMALL = (
     "--batch-size",
     2,

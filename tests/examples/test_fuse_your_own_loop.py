@@ -1,8 +1,6 @@
 """The example runs as a user runs it, in a process of its own, and learns."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,9 @@ pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_own_loop.py"
 
 
-def test_it_learns_and_reports(environment):
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+def test_it_learns_and_reports(example):
+    said = example(EXAMPLE)
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
     assert len(losses) == 4
     assert losses[-1] < 0.75 * losses[0]
-    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in done.stdout
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in said

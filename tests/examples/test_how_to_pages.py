@@ -31,22 +31,21 @@ def whole(page):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, environment):
+def folder(tmp_path_factory, example):
+    """A reader's, with the model in it."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("reader")
-    path = f"{ROOT / 'examples'}:{ROOT / 'src'}"
-    environment = environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    (folder / "small.py").write_text(SMALL)
+    example(folder / "small.py", folder)
+    return folder
 
-    def run(code, *launcher):
+
+@pytest.fixture(scope="module")
+def run(folder, example):
+    def run(code):
         (folder / "train.py").write_text(code)
-        done = subprocess.run(
-            [sys.executable, *launcher, "train.py"], cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        return example(folder / "train.py", folder)
 
-    run(SMALL)
     return run
 
 
@@ -114,13 +113,20 @@ def test_the_reward_of_the_page():
     assert names["score"](completions=["eel", "owl"], letter=["e", "e"], prompts=["", ""]) == [2 / 3, 0.0]
 
 
-def test_shards(run):
+def test_shards(folder, environment):
     if torch.cuda.device_count() == 1:
         pytest.skip("two processes cannot share a GPU")
     (code,) = whole("several-gpus")
-    said = run(code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert len(re.findall(r"^step \d  loss 5\.\d", said, re.MULTILINE)) == 4
-    assert "Ran in the last step: head 1" in said
+    (folder / "shards.py").write_text(code)
+    path = f"{ROOT / 'examples'}:{ROOT / 'src'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shards.py"],
+        cwd=folder, env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^step \d  loss 5\.\d", done.stdout, re.MULTILINE)) == 4
+    assert "Ran in the last step: head 1" in done.stdout
 
 
 def test_a_part(run):

@@ -1,9 +1,6 @@
-"""The examples of the trainers run as a user runs them, and learn. One process for all: importing TRL is most of it."""
+"""The examples of the trainers run as a user runs them, and learn."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,33 +18,13 @@ SCRIPTS = {
     "trl_grpo": ("reward", 1, "policy linear_logprob 1"),
     "trl_gkd": ("loss", -1, "distill 1"),
 }
-RUN = """
-import runpy, sys
-for script in sys.argv[1:]:
-    print("=====", script, flush=True)
-    runpy.run_path(script, run_name="__main__")
-"""
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory, environment):
-    """What each example printed."""
-    # One thread, for the same numbers everywhere.
-    path = os.pathsep.join([str(EXAMPLES), *sys.path])
-    environment = environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *(str(EXAMPLES / f"{name}.py") for name in SCRIPTS)],
-        capture_output=True, text=True, env=environment, timeout=400, cwd=tmp_path_factory.mktemp("examples"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    parts = re.split(r"^===== (.*)$", done.stdout, flags=re.MULTILINE)[1:]
-    return {Path(script).stem: text for script, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_it_learns_and_reports(name, said):
+def test_it_learns_and_reports(name, example):
     key, sign, ran = SCRIPTS[name]
-    values = [float(x) for x in re.findall(rf"'{key}': '(-?[\d.e-]+)'", said[name])]
-    assert len(values) == 4, said[name]
+    said = example(EXAMPLES / f"{name}.py")
+    values = [float(x) for x in re.findall(rf"'{key}': '(-?[\d.e-]+)'", said)]
+    assert len(values) == 4, said
     assert sign * (values[-1] - values[0]) > 0.02 * abs(values[0])
-    assert re.search(rf"Ran in the last (of 20 steps|step): {ran}", said[name]), said[name]
+    assert re.search(rf"Ran in the last (of 20 steps|step): {ran}", said), said
