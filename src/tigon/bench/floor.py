@@ -42,7 +42,7 @@ def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -
     tokens = side.batch * side.seq
     # The first eighth is masked, and each remaining token predicts the next.
     valid = side.batch * (side.seq - max(1, side.seq // 8))
-    head = tuple(model.get_output_embeddings().weight.shape)
+    head = tuple(model.get_output_embeddings().weight.shape)  # type: ignore[no-untyped-call]
     found = {"matmul": _products(head, valid, 1, 1, side, device)}
     for (shape, forwards), count in linear_shapes(model, side.checkpointing).items():
         found["matmul"] += _products(shape, tokens, count, forwards, side, device)
@@ -100,7 +100,7 @@ def _optimizer(shapes: list[torch.Size], side: Side, device: torch.device) -> fl
 
 
 def _median_ms(run: Callable[[], object], device: torch.device) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(ROUNDS):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -286,7 +286,8 @@ def _step(row: dict[str, Any]) -> str:
 def _remark(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['status'].upper()}: {row['reason']}"
-    return row.get("note", "")
+    note: str = row.get("note", "")
+    return note
 
 
 COLUMNS: dict[str, dict[str, Any]] = {

@@ -107,7 +107,8 @@ def time_ms(fn: Callable[[], Any], device: torch.device, settings: Settings, est
         fn()
         end.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in marks)
+    times: list[float] = [start.elapsed_time(end) for start, end in marks]
+    return statistics.median(times)
 
 
 def _once_ms(fn: Callable[[], Any], device: torch.device) -> float:

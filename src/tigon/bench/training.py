@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tigon.bench.clocks import Clocks
+from tigon.memory.checkpointing import checkpoint_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,8 +108,9 @@ def build(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, **
     config.use_cache = False
     torch.manual_seed(seed)
     with device:
-        model = auto_class(config).from_config(config, dtype=dtype)
-    return model.train()
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+    model.train()
+    return model
 
 
 class Trainer:
@@ -125,7 +127,7 @@ class Trainer:
         self.device = device
         self.model = build(side.model, device, getattr(torch, side.dtype), **overrides)
         if side.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(self.model)
         attention = self.model.config._attn_implementation
         side.note = "" if attention == "sdpa" else f"{attention} attention"
         SIDES[side.side](self.model)
@@ -141,7 +143,7 @@ class Trainer:
         return {"input_ids": ids, "labels": labels}
 
     def step(self, inputs: dict[str, Tensor]) -> Tensor:
-        loss = self.model(**inputs).loss
+        loss: Tensor = self.model(**inputs).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

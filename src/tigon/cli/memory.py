@@ -68,11 +68,11 @@ class Sides:
 
         from tigon.cli.model import (
             attention_options,
-            checkpoint_activations,
             lora_config,
             random_model,
             with_adapters,
         )
+        from tigon.memory.checkpointing import checkpoint_activations
 
         self.setup = setup
         weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32

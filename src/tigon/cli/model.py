@@ -127,16 +127,6 @@ def _class_of(config: PretrainedConfig, any_head: bool) -> Any:
     return found
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Gradient checkpointing without reentrance, by the name that this version of transformers has for it."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # before transformers 5.20
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs=options)
-
-
 def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0) -> Any:
     """PEFT's configuration of LoRA. alpha: twice the rank where it is not given."""
     from peft import LoraConfig

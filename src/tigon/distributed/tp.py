@@ -85,8 +85,8 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -
     known = {name.removeprefix("model."): style for name, style in (known or {}).items()}
     if not known:
         raise ValueError(f"tensor_parallel_plan: transformers has no plan for {type(model).__name__}.")
-    base = model.base_model  # type: ignore[union-attr]
-    prefix = "" if base is model else f"{model.base_model_prefix}."  # type: ignore[union-attr]
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
     plan: dict[str, ParallelStyle] = {}
     for name, style in known.items():
         if style in EMBEDDING:
@@ -147,4 +147,5 @@ def _matching(model: nn.Module, prefix: str, pattern: str) -> list[str]:
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+    name: str = next(name for name, module in model.named_modules() if module is part)
+    return name

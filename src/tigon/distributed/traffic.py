@@ -33,7 +33,7 @@ class Traffic(TorchDispatchMode):
     """Attributes: calls, the collectives that have been run, in their order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
     def received(

@@ -54,7 +54,8 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         # Through an autograd node, so that code below Python's reach (custom autograd functions, backward hooks, DDP)
         # finds a tensor with a gradient, connected to the hidden states and the weight.
-        lazy = _Unbuilt.apply(recipe, like, recipe.hidden, recipe.weight, recipe.bias)
+        inputs = recipe.hidden, recipe.weight, recipe.bias
+        lazy: LazyLogits = _Unbuilt.apply(recipe, like, *inputs)
         lazy.recipe, lazy.like, lazy.origin = recipe, like, origin
         lazy.built = lazy.value = None
         with torch._C.DisableTorchFunctionSubclass():
@@ -135,7 +136,7 @@ class LazyLogits(Tensor):
     # Dynamo would compile this frame for one function and reuse the code for another: inside a compiled function
     # the frame is not compiled.
     @classmethod
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         lazy = args[0] if args else None
@@ -422,7 +423,7 @@ def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
     else:
         _wait_for_gradient(lazy, "register_hook")
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.register_hook(lazy, hook)
+        return Tensor.register_hook(lazy, hook)  # type: ignore[no-untyped-call]
 
 
 def _retain_grad(lazy: LazyLogits) -> Any:

@@ -143,7 +143,7 @@ class _Books(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "activations"
         self.totals = dict.fromkeys(PARTS, 0)
         self.now = 0
@@ -275,7 +275,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, _, _ = ctx.saved_tensors
         bias = mask if mask is not None and ctx.needs_input_grad[3] else None
         # dq is added up in fp32; k and v first get a gradient for each head of q.

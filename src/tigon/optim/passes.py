@@ -232,7 +232,8 @@ def _no_all_reduce(module: Any) -> Iterator[None]:
 
 
 def _local(t: Any) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+    local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return local
 
 
 def _squares_of_shard(

@@ -345,7 +345,7 @@ def _run(
     block, warps = _block()
     p, g, align = options
 
-    def plan():
+    def plan() -> tuple[int, tuple[Any, ...], dict[str, int]]:
         constants = (getattr(tl, str(p)[6:]), getattr(tl, str(g)[6:]), align, adaptive, block)
         return programs, (count, eta, *constants), {"num_warps": warps}
 

@@ -84,7 +84,8 @@ def load_quack() -> Callable[..., Any]:
 
     def run(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
         rows = 8192 if x.shape[-1] == 4096 else 4096
-        return chunked_linear_cross_entropy(x, weight, target, chunk_size=rows, reduction="mean")
+        loss: Tensor = chunked_linear_cross_entropy(x, weight, target, chunk_size=rows, reduction="mean")
+        return loss
 
     return run
 
@@ -117,7 +118,7 @@ def _trl_logprob(outputs: tuple[str, ...]) -> Callable[[Tensor, Tensor, Tensor],
 
     def logprob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         mask = target != -100
-        found = apply(x[mask], weight, None, target[mask], 1.0, columns, None, 1.0, outputs)[0]
+        found: Tensor = apply(x[mask], weight, None, target[mask], 1.0, columns, None, 1.0, outputs)[0]
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
     return logprob
@@ -166,6 +167,7 @@ def load_trl_distill() -> Callable[..., Any]:
     apply = _trl("ChunkedDivergenceFunction").apply
 
     def run(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+        divergence: Tensor
         divergence, _ = apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)
         return divergence.sum() / x.shape[0]
 

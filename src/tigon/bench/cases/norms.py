@@ -144,6 +144,7 @@ def _load_quack_layer_norm() -> Callable[..., Any]:
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             w32 = weight.float()
+            y: Tensor
             y, rstd, mean = layernorm_fwd(x, w32, bias.float(), 1e-5, return_rstd=True, return_mean=True)
             ctx.save_for_backward(x, w32, rstd, mean)
             ctx.dtype = weight.dtype

@@ -143,7 +143,8 @@ def _load_liger_qk_norm_rope() -> Callable[..., Any]:
             ops.LigerRMSNormFunction.apply(x.transpose(1, 2), w, 1e-6, 0.0, "llama", True, None).transpose(1, 2)
             for x, w in ((q, q_weight), (k, k_weight))
         )
-        return ops.LigerRopeFunction.apply(q, k, cos, sin)
+        rotated: tuple[Tensor, Tensor] = ops.LigerRopeFunction.apply(q, k, cos, sin)
+        return rotated
 
     return run
 
