@@ -252,6 +252,21 @@ def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, devic
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize("V", [1000, 1001, 1025, 1029, 5, 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_wide_logits_of_narrow_factors_fill_their_columns_alone(V, rows, bias, device):
+    """fp32 logits of a bf16 head, in rows with room between them, in one product or in two."""
+    x, weight = (torch.randn(n, 24, device=device).bfloat16() for n in (rows, V))
+    b = torch.randn(V, device=device).bfloat16() if bias else None
+    room = torch.full((rows, V + 7), 7.0, device=device)
+    for out in (empty_logits(rows, V, x, torch.float32), room[:, :V]):
+        Projection.of(x, weight, b, torch.bfloat16).logits(x, out)
+        exact = x.double() @ weight.double().t() + (0.0 if b is None else b.double())
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+    assert (room[:, V:] == 7.0).all()
+
+
 @pytest.mark.parametrize("V", [1000, 2500, 1001, 30, 5])
 def test_logits_with_a_bias_are_rounded_once(V, device):
     """Of any number of classes. A product and a bias that are rounded one after the other differ in a third of them."""

@@ -166,6 +166,8 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     elif b.is_meta:
         return  # there is nothing to compute, and before torch 2.13 no meta kernel of a product with an out_dtype
     elif b.is_cuda:
+        # `out` may be columns of wider rows. The product with an out_dtype is torch's addmm like the one without: its
+        # library takes the distance between rows as it is, and torch copies from a temporary where that cannot be.
         if first:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:
