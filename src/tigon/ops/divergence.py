@@ -203,8 +203,6 @@ def divergence_reference(
 # Kernels take logarithms to the base 2, as the hardware has them: lq and lp are log2 of q and p, and k = log2(e) /
 # temperature turns logits into log2. The slope of the loss with respect to lq is a multiple of u.
 
-_fold, _sides = fold, sides  # their names in losses.distillation
-
 
 @jit
 def _split(lse):

@@ -12,8 +12,9 @@ Sources: Hinton et al. 2015, https://arxiv.org/abs/1503.02531; generalised JSD o
 https://arxiv.org/abs/2306.13649; reverse KL, Gu et al. 2023, https://arxiv.org/abs/2306.08543; TVD, Wen et al. 2023,
 https://arxiv.org/abs/2307.15190.
 
-The family in the usual order: here the promise, then reference.py, kernels.py, rows.py (launches), walk.py (autograd).
-Of classes on several devices: parts_reference.py, parts_kernels.py and parts_topk_kernels.py, parts.py (launches).
+The family in the usual order: here the promise, then reference.py; formula.py and rows.py, the values that are handed
+on; the kernels for heads that are `whole` on this device or `split` over several, both made of tiles.py; walk.py, the
+one walk over chunks, and autograd.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from tigon.linear.chunks import chunk_budget, nan_if_more, scalar, spared_by_one
 from tigon.linear.head import Head, Hidden, check_head, head_of, logit_bytes, logits_dtype_of
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.linear.walk import Walk
-from tigon.losses.distillation.reference import distill_reference, distill_topk_reference, kind_of
-from tigon.losses.distillation.walk import distilled, distilled_over_shards, logits_dtypes
+from tigon.losses.distillation.formula import Rest, Transform, kind_of
+from tigon.losses.distillation.reference import distill_reference, distill_topk_reference
+from tigon.losses.distillation.rows import TopK
+from tigon.losses.distillation.walk import Call, classes_of, distilled, distilled_over_shards
 from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.ops.shard_statistics import IGNORED
 from tigon.ops.targets import checked_target
 from tigon.runtime import can_look
 
-__all__ = ["distill", "distill_reference", "distill_topk", "distill_topk_reference"]
+__all__ = ["Distill", "DistillTopK", "TopK", "distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 
 LossType = Literal["kl", "reverse_kl", "jsd", "tvd", "cosine"]
 Reduction = Literal["batchmean", "mean", "sum"]
-Rest = Literal["tail", "renormalize", "drop"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 TOPK_LOSS_TYPES = tuple(kind for kind in LOSS_TYPES if kind != "cosine")
 
@@ -117,19 +119,6 @@ class DistillTopK(Distill):
         check_choice("distill_topk", "rest", self.rest, get_args(Rest))
 
 
-class TopK(NamedTuple):
-    """The K likeliest classes of each row that a teacher gave: a server, or a data set.
-
-    Args:
-        ids: (..., K), integers: the classes, each at most once a row; of heads that are split, global ones.
-        logprobs: (..., K), any float dtype: their log-probabilities among all V classes, at the temperature of the
-            loss: they are not softened here. A place that holds -inf counts as not given, whatever its id.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-
-
 def distill(
     x: Tensor,
     head: Head | Tensor | torch.nn.Linear,
@@ -179,9 +168,9 @@ def distill(
         f"{name}: of the teacher", teacher.x, theirs.weight, theirs.bias, None, theirs.group or given.group,
         walk.accumulate,
     )  # fmt: skip
-    weight, shards = student.weight, student.shards
-    if shards is not None or others is not None:
-        here, there = ("whole" if of is None else of.where() for of in (shards, others))
+    weight = student.weight
+    if student.shards is not None or others is not None:
+        here, there = ("whole" if of is None else of.where() for of in (student.shards, others))
         if here != there:
             raise ValueError(f"{name}: teacher.head must be split over the ranks as head is, {here}, got {there}.")
     teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher.")
@@ -192,12 +181,11 @@ def distill(
         )
     _check_device(name, student.x, **{"teacher.x": teacher_x})
     check_positive(name, **{"teacher.head.softcap": theirs.softcap, "teacher.head.scale": theirs.scale})
-    tensors = (
+    beside = _Teacher(
         teacher_x.reshape(-1, teacher_x.shape[-1]).detach(), teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
+        None if teacher_bias is None else teacher_bias.detach(), None, teacher_compute, _transform(theirs),
     )  # fmt: skip
-    transforms = given.softcap or 0.0, given.scale, theirs.softcap or 0.0, theirs.scale
-    return _distill(name, student, tensors, teacher_compute, "", transforms, config, walk)
+    return _distill(name, student, beside, config, walk)
 
 
 def distill_topk(
@@ -239,7 +227,7 @@ def distill_topk(
     for argument, t in (("teacher.ids", ids), ("teacher.logprobs", logprobs)):
         if hasattr(t, "device_mesh"):
             raise ValueError(f"{name}: {argument} must be a plain tensor, whole on every rank, got a DTensor.")
-    classes = student.classes
+    classes = classes_of(student.weight, student.shards).total
     if ids.shape[:-1] != student.x.shape[:-1] or logprobs.shape != ids.shape or not 0 < ids.shape[-1] <= classes:
         raise ValueError(
             f"{name}: teacher.ids and teacher.logprobs must be (..., K) beside x {tuple(student.x.shape)}, with K from "
@@ -252,9 +240,9 @@ def distill_topk(
     _check_device(name, student.x, **{"teacher.ids": ids, "teacher.logprobs": logprobs})
     _check_ids(name, ids, logprobs, classes)
     K = ids.shape[-1]
-    tensors = ids.reshape(-1, K).contiguous(), logprobs.detach().reshape(-1, K).contiguous(), None
-    transforms = given.softcap or 0.0, given.scale, 0.0, 1.0
-    return _distill(name, student, tensors, student.compute, config.rest, transforms, config, walk)
+    rows = ids.reshape(-1, K).contiguous(), logprobs.detach().reshape(-1, K).contiguous()
+    beside = _Teacher(*rows, None, config.rest, student.compute, Transform())
+    return _distill(name, student, beside, config, walk)
 
 
 class _Student(NamedTuple):
@@ -266,60 +254,70 @@ class _Student(NamedTuple):
     target: Tensor | None
     shards: Shards | None
     compute: torch.dtype
+    transform: Transform
 
-    @property
-    def classes(self) -> int:
-        return self.weight.shape[0] if self.shards is None else self.shards.classes
 
-    @property
-    def widest(self) -> int:
-        return self.weight.shape[0] if self.shards is None else self.shards.widest
+class _Teacher(NamedTuple):
+    """The teacher's tensors: (N, H'), (V, H') and (V,) of a head; with `rest` ids and log-probabilities (N, K)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rest: Rest | None
+    compute: torch.dtype
+    transform: Transform
+
+
+def _transform(head: Head) -> Transform:
+    return Transform(head.softcap or 0.0, head.scale)
 
 
 def _student(name: str, x: Tensor, head: Head, target: Tensor | None, walk: Walk) -> _Student:
     walk.check_unused(name, "keep_bytes")
     check_positive(name, softcap=head.softcap, scale=head.scale)
     tensors = shards_of(name, x, head.weight, head.bias, target, head.group, walk.accumulate)
-    return _Student(*tensors, check_head(name, *tensors[:3]))
+    return _Student(*tensors, check_head(name, *tensors[:3]), _transform(head))
 
 
 def _distill(
-    name: str, student: _Student, teacher: tuple[Tensor, Tensor, Tensor | None], teacher_compute: torch.dtype,
-    rest: str, transforms: tuple[float, float, float, float], config: Distill, walk: Walk,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    name: str, student: _Student, teacher: _Teacher, config: Distill, walk: Walk
+) -> tuple[Tensor, dict[str, Tensor]]:
     """What the two have in common."""
-    c, ignore_index, hard_weight = config, config.ignore_index, config.hard_weight
-    x, weight, bias, target, shards, compute = student
+    ignore_index, hard_weight = config.ignore_index, config.hard_weight
+    x, weight, bias, target, shards, compute, transform = student
     if target is None and (hard_weight or walk.valid is not None):
         raise ValueError(f"{name}: {'hard_weight' if hard_weight else 'walk.valid'} goes with a target, got None.")
-    widest = student.widest
+    classes = classes_of(weight, shards)
     if target is not None:
-        target = checked_target(name, target, x.shape[:-1], student.classes, ignore_index, x.device)
+        target = checked_target(name, target, x.shape[:-1], classes.total, ignore_index, x.device)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     labels = None if target is None else target.reshape(-1).contiguous()
     if shards is not None and labels is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     valid = walk.number(name)
     loss_dtype = torch.promote_types(compute, torch.float32)
-    inverse = _inverse(rows, labels, ignore_index, c.reduction, c.divisor, loss_dtype)
+    inverse = _inverse(rows, labels, ignore_index, config.reduction, config.divisor, loss_dtype)
     if valid >= 0 and labels is not None:
         guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
         inverse = guard if inverse is None else inverse * guard
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
-    wide_logits = logits_dtype_of(compute, walk.logits_dtype) != compute
-    dtype, teacher_dtype = logits_dtypes(compute, teacher_compute, wide_logits)
-    sides = logit_bytes(compute, dtype) + (0 if rest else teacher_dtype.itemsize)
-    whole = (rows.shape[0] if valid < 0 else valid) * widest * sides
-    spared = spared_by_one_chunk(weight, compute, walk.accumulate, widest) if needs[1] and inverse is not None else 0
+    need_dx, need_dw, need_db = needs
+    logits, theirs = (logits_dtype_of(side, walk.logits_dtype) for side in (compute, teacher.compute))
+    # Beside K given classes the student's logits have the budget to themselves.
+    sides = logit_bytes(compute, logits) + (0 if teacher.rest else theirs.itemsize)
+    whole = (rows.shape[0] if valid < 0 else valid) * classes.widest * sides
+    spared = 0
+    if need_dw and inverse is not None:
+        spared = spared_by_one_chunk(weight, compute, walk.accumulate, classes.widest)
     budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
-    arguments = (
-        rows, weight, bias, *teacher, labels, inverse, valid, compute, teacher_compute, wide_logits, budget,
-        walk.accumulate == "fp32", *needs, c.reduction == "mean", kind_of(c.loss_type, c.beta), rest, c.beta,
-        c.temperature, c.temperature**2 if c.temperature_squared else 1.0, hard_weight, ignore_index, *transforms,
+    unit = config.temperature**2 if config.temperature_squared else 1.0
+    call = Call(
+        rows, weight, bias, teacher.x, teacher.weight, teacher.bias, labels, inverse, valid, compute, logits,
+        teacher.compute, theirs, budget, walk.accumulate == "fp32", need_dx, need_dw, need_db,
+        config.reduction == "mean", kind_of(config.loss_type, config.beta), teacher.rest, config.beta,
+        config.temperature, unit, hard_weight, ignore_index, *transform, *teacher.transform,
     )  # fmt: skip
-    loss, soft, hard = (
-        distilled(*arguments) if shards is None else distilled_over_shards(*arguments, {"shards": shards})
-    )
+    loss, soft, hard = distilled(*call) if shards is None else distilled_over_shards(*call, {"shards": shards})
     metrics = {"soft_loss": soft.detach()}
     if hard_weight:
         metrics["hard_loss"] = hard.detach()

@@ -1,31 +1,24 @@
-"""Distillation in plain PyTorch: the specification, on whole logits, and the formula of the kernels elsewhere."""
+"""Distillation in plain PyTorch: the specification, on whole logits, and the formulas of the torch path's chunks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.losses.distillation.formula import LEAST_REST, Formula, kind_of
+from tigon.losses.distillation.rows import Rows
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.divergence import divergence_reference
-
-# The least probability of all that a teacher did not give, where the student has some left: what it gave is not known
-# more exactly.
-LEAST_REST = 1e-7
-
-
-def kind_of(loss_type: str, beta: float) -> str:
-    """jsd at its ends is a KL divergence."""
-    if loss_type == "reverse_kl" or (loss_type == "jsd" and beta == 1.0):
-        return "reverse"
-    return "kl" if loss_type == "jsd" and beta == 0.0 else loss_type
 
 
 def distill_reference(
     x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor | None = None, *,
     bias: Tensor | None = None, teacher_bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0,
     teacher_softcap: float | None = None, teacher_scale: float = 1.0, loss_type: str = "jsd", beta: float = 0.5,
-    temperature: float = 1.0, ignore_index: int = -100, **options,
+    temperature: float = 1.0, ignore_index: int = -100, **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """`distill` on whole logits. options: those of `_reduced`."""
     logits = F.linear(x, weight, bias)
@@ -43,7 +36,7 @@ def distill_reference(
 def distill_topk_reference(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_logprobs: Tensor, target: Tensor | None = None, *,
     rest: str = "tail", bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0,
-    loss_type: str = "kl", beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, **options,
+    loss_type: str = "kl", beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """`distill_topk` on whole logits. options: those of `_reduced`."""
     logits = F.linear(x, weight, bias)
@@ -108,63 +101,15 @@ def _reduced(
     return loss, metrics
 
 
-# ----------------------------------------------------------------------------- what the kernels compute, elsewhere
+# --------------------------------------------------------------------------- what the kernels compute, chunk by chunk
+# Without autograd, and with natural logarithms: lq and lp are log q and log p.
 
 
-def rows_reference(
-    logits: Tensor, teacher: Tensor, labels: Tensor | None, weights: tuple[float, float], gradient: bool,
-    kind: str, beta: float, temperature: float, ignore_index: int, softcap: float, scale: float,
-    teacher_softcap: float, teacher_scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Soft and hard loss of each row and the gradient along the logits, all without autograd. Arguments as there."""
-    z, slope = _cap(logits, softcap, scale)
-    t, _ = _cap(teacher.to(z.dtype), teacher_softcap, teacher_scale)
-    if kind == "cosine":
-        over_z, over_t = (1 / v.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-8) for v in (z, t))
-        cosine = (z * t).sum(-1, keepdim=True) * over_z * over_t
-        soft, dz = (1 - cosine).squeeze(-1), (z * over_z * cosine - t * over_t) * over_z
-    else:
-        lq, lp = torch.log_softmax(z / temperature, -1), torch.log_softmax(t / temperature, -1)
-        terms, slopes = _terms_and_slopes(kind, lq, lp, beta)
-        soft, dz = terms.sum(-1), slopes - lq.exp() * slopes.sum(-1, keepdim=True)
-    return _with_hard(soft, dz, z, slope, labels, ignore_index, weights, gradient)
-
-
-def topk_rows_reference(
-    logits: Tensor, ids: Tensor, logprobs: Tensor, labels: Tensor | None, weights: tuple[float, float], gradient: bool,
-    kind: str, rest: str, beta: float, temperature: float, ignore_index: int, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """As `rows_reference`."""
-    z, slope = _cap(logits, softcap, scale)
-    given = logprobs != -torch.inf
-    at = torch.where(given, ids, 0).long()
-    others = torch.zeros_like(z).scatter_add_(-1, at, given.to(z.dtype)) == 0
-    all_lq = torch.log_softmax(z / temperature, -1)
-    lq = torch.where(given, all_lq.gather(-1, at), -torch.inf)
-    lp = logprobs.to(z.dtype)
-    lq_rest = torch.logsumexp(torch.where(others, all_lq, -torch.inf), -1, keepdim=True)
-    if rest == "renormalize":
-        lq, lp = lq - torch.logsumexp(lq, -1, keepdim=True), lp - torch.logsumexp(lp, -1, keepdim=True)
-    elif rest == "tail":
-        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, _rest_of(lp.exp(), lq_rest.exp(), others).log()], -1)
-    terms, slopes = _terms_and_slopes(kind, lq, lp, beta)
-    if kind == "reverse" and rest == "drop":
-        slopes = slopes + lq.exp()  # what is left out makes the probabilities no distribution, whose sum has no slope
-    total = slopes.sum(-1, keepdim=True)
-    d = slopes - lq.exp() * total
-    share = torch.where(others & (all_lq != -torch.inf), (all_lq - lq_rest).exp(), 0.0)
-    if rest == "tail":
-        dz = share * d[..., -1:]
-        d = d[..., :-1]
-    else:
-        dz = share * (-lq_rest.exp() * total if rest == "drop" else 0.0)
-    dz = dz.scatter_add_(-1, at, torch.where(given, d, 0.0))
-    return _with_hard(terms.sum(-1), dz, z, slope, labels, ignore_index, weights, gradient)
-
-
-def _terms_and_slopes(kind: str, lq: Tensor, lp: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def terms_and_slopes(formula: Formula, lq: Tensor, lp: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each class, and its derivative along lq, up to a multiple of q: of a distribution it drops out."""
+    kind, beta = formula.kind, formula.beta
     p, q = lp.exp(), lq.exp()
+    # A class of probability 0 adds nothing, also where its logarithm is -inf.
     if kind == "kl":
         return torch.where(p == 0, 0.0, p * (lp - lq)), -p
     if kind == "reverse":
@@ -177,27 +122,44 @@ def _terms_and_slopes(kind: str, lq: Tensor, lp: Tensor, beta: float) -> tuple[T
     return beta * torch.where(p == 0, 0.0, p * (lp - log_m)) + of_q, of_q
 
 
-def _with_hard(
-    soft: Tensor, dz: Tensor, z: Tensor, slope: Tensor | float, labels: Tensor | None, ignore_index: int,
-    weights: tuple[float, float], gradient: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    hard = None
-    dz = dz * weights[0]
-    valid = None if labels is None else labels != ignore_index
-    if weights[1] and labels is not None and valid is not None:
-        at = torch.where(valid, labels, 0).long().unsqueeze(-1)
-        logp = torch.log_softmax(z, -1)
-        hard = torch.where(valid, -logp.gather(-1, at).squeeze(-1), 0.0)
-        dz.add_(logp.exp_(), alpha=weights[1]).scatter_add_(-1, at, dz.new_full((), -weights[1]).expand(at.shape))
-    if valid is not None:
+def given_slopes(
+    formula: Formula, lq: Tensor, lp: Tensor, lq_rest: Tensor, others: Tensor
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Soft losses (M,); their slopes along the given classes' logits (M, K), and along the rest's as one class (M, 1).
+
+    lq_rest: (M, 1), what q leaves to the others. others: (M, V) or (M, 1), whether there are any.
+    """
+    K = lq.shape[-1]
+    if formula.rest == "renormalize":
+        lq, lp = lq - torch.logsumexp(lq, -1, keepdim=True), lp - torch.logsumexp(lp, -1, keepdim=True)
+    elif formula.rest == "tail":
+        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, _rest_of(lp.exp(), lq_rest.exp(), others).log()], -1)
+    terms, slopes = terms_and_slopes(formula, lq, lp)
+    if formula.kind == "reverse" and formula.rest == "drop":
+        slopes = slopes + lq.exp()  # what is left out makes the probabilities no distribution, whose sum has no slope
+    total = slopes.sum(-1, keepdim=True)
+    d = slopes - lq.exp() * total
+    of_rest: Tensor | float = 0.0
+    if formula.rest == "tail":
+        of_rest = d[..., -1:]
+    elif formula.rest == "drop":
+        of_rest = -lq_rest.exp() * total
+    return terms.sum(-1), d[..., :K], of_rest
+
+
+def write_with_hard(rows: Rows, soft: Tensor, dz: Tensor, z: Tensor, slope: Tensor | float, formula: Formula) -> None:
+    """Write the losses of rows of which all classes are here, and the gradient. dz: the soft loss's, before weights."""
+    hard, labels, weights = None, rows.labels, formula.weights
+    dz = dz * weights.soft
+    if labels is not None:
+        valid = labels != formula.ignore_index
+        if weights.hard:
+            at = torch.where(valid, labels, 0).long().unsqueeze(-1)
+            logp = torch.log_softmax(z, -1)
+            hard = torch.where(valid, -logp.gather(-1, at).squeeze(-1), 0.0)
+            # In place: at this point z, logp and dz are all alive, and each is as wide as the logits.
+            dz.add_(logp.exp_(), alpha=weights.hard)
+            dz.scatter_add_(-1, at, dz.new_full((), -weights.hard).expand(at.shape))
         soft = torch.where(valid, soft, 0.0)
         dz = torch.where(valid.unsqueeze(-1), dz, 0.0)
-    return soft, hard, dz * slope if gradient else None
-
-
-def _cap(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor | float]:
-    z = logits * scale if scale != 1.0 else logits
-    if not softcap:
-        return z, scale
-    t = torch.tanh(z / softcap)
-    return softcap * t, scale * (1 - t * t)
+    rows.write(soft, hard, dz * slope if formula.gradient else None)

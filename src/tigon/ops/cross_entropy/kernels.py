@@ -10,7 +10,6 @@ from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2, LOG2E, LOWEST
 from tigon.tiles.loss import row_loss
 
-_cap = cap  # its name in losses.distillation
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
 # fp32 numbers at the head of the statistics, which the reduction leaves for the backward pass. 16 bytes keep the rows
 # behind them aligned.

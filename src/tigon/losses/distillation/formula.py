@@ -1,0 +1,83 @@
+"""What a row's loss is: one value, which says everything that a launch of a kernel depends on besides its tensors."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["kl", "reverse", "jsd", "tvd", "cosine"]
+Rest = Literal["tail", "renormalize", "drop"]
+
+# The least probability of the classes that a teacher did not give, where the student's is not 0: 1 − Σ p is not known
+# more exactly.
+LEAST_REST = 1e-7
+
+
+def kind_of(loss_type: str, beta: float) -> Kind:
+    """jsd at its ends is a KL divergence."""
+    if loss_type == "jsd" and beta in (0.0, 1.0):
+        return "reverse" if beta else "kl"
+    return "reverse" if loss_type == "reverse_kl" else loss_type  # type: ignore[return-value]
+
+
+class Hard(IntEnum):
+    """The cross entropy beside the soft loss."""
+
+    NONE = 0
+    SHARED = 1  # at temperature 1: the softmax of the soft loss serves both
+    APART = 2  # beside another temperature: a sum of its own
+
+
+class Transform(NamedTuple):
+    """What is done to one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
+
+    softcap: float = 0.0
+    scale: float = 1.0
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+        """z, and dz/dx."""
+        z = logits * self.scale if self.scale != 1.0 else logits
+        if not self.softcap:
+            return z, self.scale
+        t = torch.tanh(z / self.softcap)
+        return self.softcap * t, self.scale * (1 - t * t)
+
+
+class Weights(NamedTuple):
+    """Factors of the two gradients with respect to the logits z; that of the soft loss includes 1 / temperature."""
+
+    soft: float
+    hard: float
+
+
+class Formula(NamedTuple):
+    """rest: None beside a teacher's head. gradient: the logits become the gradient, times `Rows.factor`."""
+
+    kind: Kind
+    rest: Rest | None
+    beta: float
+    temperature: float
+    weights: Weights
+    ignore_index: int
+    student: Transform
+    teacher: Transform
+    gradient: bool
+
+    @property
+    def hard(self) -> Hard:
+        if not self.weights.hard:
+            return Hard.NONE
+        return Hard.SHARED if self.temperature == 1.0 else Hard.APART
+
+    @property
+    def k(self) -> float:
+        """What turns differences of logits into logarithms to the base 2, which kernels take."""
+        return math.log2(math.e) / self.temperature
+
+    @property
+    def caps(self) -> tuple[bool, bool]:
+        return self.student.softcap != 0.0, self.teacher.softcap != 0.0

@@ -1,0 +1,247 @@
+"""Rows of a split head from a teacher's K classes, which all devices are given: the kernel of `whole.topk` cut in two.
+
+A device's statistics of a row are FIXED + K numbers: max z and Σ exp(z − max) of its classes that the teacher did not
+give, the target's logit, that sum at temperature 1, and the K given classes' logits. A logit of another device is 0, so
+that sums over the devices are the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.linear.vocabulary_parallel import Shards
+from tigon.losses.distillation import tiles
+from tigon.losses.distillation.formula import Formula
+from tigon.losses.distillation.reference import given_slopes
+from tigon.losses.distillation.rows import Rows, TopK, launch_rows
+from tigon.losses.distillation.split.gradients import one_hot
+from tigon.losses.distillation.split.statistics import IGNORED, OUTSIDE, log_sum, of_target, of_valid
+from tigon.ops import shard_statistics
+from tigon.ops.cross_entropy.launches import _cache_sized
+from tigon.runtime import do_not_specialize, jit, next_power_of_2, tl, use_triton
+from tigon.tiles.constants import LN2, LOG2E, LOWEST
+
+# The columns before those of the given classes' logits.
+TOP, SUM, TARGET, SUM_AT_ONE = map(tl.constexpr, range(4))
+FIXED = tl.constexpr(4)
+
+
+# -------------------------------------------------------------------------------------------------------- reference
+
+
+def local_ids(teacher: TopK, V: int, first: int) -> tuple[Tensor, Tensor]:
+    """Which places hold a class of this device, and its index there, else 0."""
+    ids = teacher.ids.long() - first
+    here = (teacher.logprobs != -torch.inf) & (ids >= 0) & (ids < V)
+    return here, torch.where(here, ids, 0)
+
+
+def rest_of_row(z: Tensor, here: Tensor, at: Tensor) -> Tensor:
+    """(M, V): the logits of classes that were not given, −inf elsewhere."""
+    others = torch.zeros_like(z).scatter_add_(-1, at, here.to(z.dtype)) == 0
+    return torch.where(others, z, -torch.inf)
+
+
+def statistics_reference(rows: Rows, teacher: TopK, formula: Formula, first: int) -> Tensor:
+    z, _ = formula.student(rows.wide)
+    here, at = local_ids(teacher, z.shape[1], first)
+    rest = rest_of_row(z, here, at)
+    top = rest.amax(-1).clamp(min=shard_statistics.LEAST)
+    power = rest - top.unsqueeze(-1)
+    target = torch.zeros_like(top)
+    if formula.hard and rows.labels is not None:
+        target = of_target(z, rows.labels)
+    fixed = torch.stack([top, (power / formula.temperature).exp().sum(-1), target, power.exp().sum(-1)], -1)
+    return of_valid(torch.cat([fixed, torch.where(here, z.gather(-1, at), 0.0)], -1), rows.labels)
+
+
+def rows_reference(
+    rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, first: int, V: int, classes: int
+) -> None:
+    """V: this device's classes, of which `rows` have one more where there are none."""
+    z, slope = formula.student(rows.wide)
+    labels, logprobs, temperature = rows.labels, teacher.logprobs, formula.temperature
+    here, at = local_ids(teacher, V, first)
+    given = logprobs != -torch.inf
+    z_k = torch.where(given, parts[..., FIXED:].sum(0), -torch.inf)
+    tops, sums, targets, sums_at_one = parts[..., :FIXED].unbind(-1)
+    top_rest, log_rest = (v.unsqueeze(-1) for v in log_sum(tops, sums, temperature))
+    _, log_one = (v.unsqueeze(-1) for v in log_sum(tops, sums_at_one, 1.0))
+    top = torch.maximum(top_rest, z_k.amax(-1, keepdim=True).clamp(min=shard_statistics.LEAST))
+    log_tail = (top_rest - top) / temperature + log_rest
+    lq = (z_k - top) / temperature
+    whole = torch.logsumexp(torch.cat([lq, log_tail], -1), -1, keepdim=True)
+    others = given.sum(-1, keepdim=True) < classes
+    soft, d, of_rest = given_slopes(formula, lq - whole, logprobs.to(z.dtype), log_tail - whole, others)
+    z_rest = rest_of_row(z, here, at)
+    share = torch.where(z_rest == -torch.inf, 0.0, ((z_rest - top_rest) / temperature - log_rest).exp())
+    dz = (share * of_rest).scatter_add(-1, at, torch.where(here, d, 0.0)) * formula.weights.soft
+    hard = None
+    if formula.hard and labels is not None:
+        log_h = torch.logsumexp(torch.cat([z_k - top, top_rest - top + log_one], -1), -1, keepdim=True)
+        log_h = torch.where((labels == shard_statistics.OUTSIDE).unsqueeze(-1), float("nan"), log_h)
+        hard = of_valid((top - targets.sum(0).unsqueeze(-1) + log_h).squeeze(-1), labels)
+        dz = dz + formula.weights.hard * ((z - top - log_h).exp() - one_hot(labels, z))
+    rows.write(of_valid(soft, labels), hard, of_valid(dz * slope, labels) if formula.gradient else None)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _topk_statistics_kernel(
+    logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, out_ptr, V, K, first, classes, stride_m, stride_i, stride_l, k,
+    softcap, scale, SUMS: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the statistics, and -inf over the given classes' logits, which marks them for the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    out_ptr += row * (FIXED + K)
+    at_k = tl.arange(0, BLOCK_K)
+    label = 0
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == IGNORED:
+            # Written all the same: the numbers travel, and NaN from uninitialised memory would look like an error.
+            for i in tl.static_range(FIXED):
+                tl.store(out_ptr + i, 0.0)
+            tl.store(out_ptr + FIXED + at_k, tl.zeros((BLOCK_K,), tl.float32), mask=at_k < K)
+            return
+    none = float("-inf")
+    # int64: from unsigned ids of few bits `first` could not be subtracted.
+    ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
+    log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
+    outside = (log_p != none) & ((ids < 0) | (ids >= classes))
+    ids -= first
+    here = (log_p != none) & (ids >= 0) & (ids < V)
+    # 0 where another device has the class: a sum over the devices is then the logit.
+    z_k, _steep = tiles.logit(logits_ptr, ids, here, scale, softcap, 0.0, SOFTCAP)
+    z_k = tl.where(outside, float("nan"), z_k)  # an id out of range reads no logit, and makes the loss NaN
+    z_target = 0.0
+    if HARD:
+        z_target, _slope = tiles.logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
+    # Any thread may read a logit that another overwrites: all loads, then -inf, then the sum.
+    tl.debug_barrier()
+    tl.store(logits_ptr + ids, tl.full((BLOCK_K,), none, logits_ptr.dtype.element_ty), mask=here)
+    tl.debug_barrier()
+
+    tile = tiles.tile_of(DEPTH, BLOCK)
+    top, total, sum_h = tiles.rest_sums(logits_ptr, V, tile, k, softcap, scale, SUMS, HARD, SOFTCAP, DEPTH, BLOCK)
+    row_top = tl.max(top, 0)
+    row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
+    at_one = row_total
+    if HARD == 2:
+        at_one = tl.sum(sum_h * tl.exp2((top - row_top) * LOG2E), 0)
+    tl.store(out_ptr + TOP, row_top)
+    tl.store(out_ptr + SUM, row_total)
+    tl.store(out_ptr + TARGET, z_target)
+    tl.store(out_ptr + SUM_AT_ONE, at_one)
+    tl.store(out_ptr + FIXED + at_k, z_k, mask=at_k < K)
+
+
+@jit
+@do_not_specialize("M", "world")
+def _topk_gradient_kernel(
+    logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, parts_ptr, soft_ptr, hard_ptr, factor_ptr, V, K, M, world, first,
+    classes, stride_m, stride_i, stride_l, beta, k, soft_weight, hard_weight, softcap, scale, KIND: tl.constexpr,
+    REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the losses, the same on all devices, and the gradient over this device's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    label = 0
+    if labels_ptr is not None:
+        label = tl.load(labels_ptr + row)
+        if label == IGNORED:
+            tiles.skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
+            return
+    none = float("-inf")
+    at_k = tl.arange(0, BLOCK_K)
+    ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
+    log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
+    given = (log_p != none) & (ids >= 0) & (ids < classes)
+    ids -= first
+    here = given & (ids >= 0) & (ids < V)
+
+    # Merged in every program: few numbers, of which a launch of its own would take longer than they do.
+    top_rest = LOWEST
+    for part in range(world):
+        top_rest = tl.maximum(top_rest, tl.load(parts_ptr + (part * M + row) * (FIXED + K) + TOP))
+    total = 0.0
+    at_one = 0.0
+    z_target = 0.0
+    z_k = tl.zeros((BLOCK_K,), tl.float32)
+    for part in range(world):
+        own = parts_ptr + (part * M + row) * (FIXED + K)
+        # Bounded: a device without a rest has the least maximum, and its 0 · inf would be NaN.
+        step = tl.load(own + TOP) - top_rest
+        total += tl.load(own + SUM) * tl.exp2(tl.maximum(step * k, -1000.0))
+        z_target += tl.load(own + TARGET)
+        at_one += tl.load(own + SUM_AT_ONE) * tl.exp2(tl.maximum(step * LOG2E, -1000.0))
+        z_k += tl.load(own + FIXED + at_k, mask=at_k < K, other=0.0)
+    # A place that holds no class added zeros.
+    z_k = tl.where(log_p == none, none, z_k)
+    log_p = log_p * LOG2E
+    log_rest = tl.log2(total)
+    lq, lp, row_top, log_all, log_tail = tiles.given_sides(
+        z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
+    )
+    log_h = log_all
+    if HARD:
+        step = (top_rest - row_top) * LOG2E
+        log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + at_one * tl.exp2(step))
+        log_h = tl.where(label != OUTSIDE, log_h, float("nan"))
+        tl.store(hard_ptr + row, (row_top - z_target) + log_h * LN2)
+
+    tiles.given_results(
+        logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, None, lq, lp, row_top, top_rest,
+        log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND, REST, HARD, SOFTCAP,
+        GRADIENT, DEPTH, BLOCK,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def of_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards) -> Tensor:
+    """This device's statistics, (M, FIXED + K). The kernel replaces the given classes' logits by -inf."""
+    ids, logprobs = teacher
+    (M, V), K, first = rows.logits.shape, ids.shape[1], shards.first
+    out = rows.soft.new_empty(M, FIXED + K)
+    if V == 0:
+        out.zero_()
+        out.select(-1, TOP).fill_(shard_statistics.LEAST)
+        return out
+    if not use_triton(rows.logits):
+        for part in _cache_sized(rows.logits):
+            here = TopK(ids[part], logprobs[part])
+            out[part] = statistics_reference(rows.at(part), here, formula, first)
+        return out
+    sizes = V, K, first, shards.classes, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
+    # Renormalised classes know nothing of the rest, unless a cross entropy over all classes does.
+    sums = formula.rest != "renormalize" or formula.hard > 0
+    branches = sums, int(formula.hard), formula.caps[0], next_power_of_2(K + 1)
+    tensors = rows.logits, ids, logprobs, rows.labels, out
+    launch_rows(_topk_statistics_kernel, rows, formula, tensors, (*sizes, formula.k, *formula.student, *branches))
+    return out
+
+
+def write_rows(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, shards: Shards) -> None:
+    """Write each row's losses; with `formula.gradient` overwrite this device's logits with their gradient."""
+    ids, logprobs = teacher
+    (M, V), K, span = rows.logits.shape, ids.shape[1], (shards.first, shards.classes)
+    if V == 0:  # every device computes all losses: here from rows of one class of no probability
+        rows = rows._replace(logits=rows.logits.new_full((M, 1), -torch.inf))
+    if not use_triton(rows.logits):
+        for part in _cache_sized(rows.logits):
+            here = TopK(ids[part], logprobs[part])
+            rows_reference(rows.at(part), here, parts[:, part], formula, span[0], V, span[1])
+        return
+    sizes = V, K, M, parts.shape[0], *span, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
+    numbers = formula.beta, formula.k, *formula.weights, *formula.student
+    branches = formula.kind, formula.rest, int(formula.hard), formula.caps[0], formula.gradient, next_power_of_2(K + 1)
+    tensors = rows.logits, ids, logprobs, rows.labels, parts, rows.soft, rows.hard, rows.factor
+    launch_rows(_topk_gradient_kernel, rows, formula, tensors, (*sizes, *numbers, *branches))

@@ -1,0 +1,329 @@
+"""What the kernels of distillation are made of, whether a device has all classes of a row (`whole`) or some (`split`).
+
+Kernels take logarithms to the base 2: k = log2(e) / temperature turns differences of logits into them. The formulas are
+those of tigon.tiles.divergence. Functions are inlined, so sharing them changes no instruction. Kernels are not shared:
+one that stops for an exchange between devices has other numbers in registers than one that goes on.
+
+HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the
+soft loss; 2 with cross entropy beside a soft loss at another temperature, which takes a second sum.
+"""
+
+from __future__ import annotations
+
+from tigon.losses.distillation import formula
+from tigon.runtime import jit, tl
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.tiles.divergence import sides
+from tigon.tiles.fold import fold
+
+# Smaller norms are raised to this one, as in torch.nn.functional.cosine_similarity.
+LEAST_NORM = tl.constexpr(1e-8)
+LEAST_REST = tl.constexpr(formula.LEAST_REST)
+
+
+# ------------------------------------------------------------------------------------------------------- any of them
+
+
+@jit
+def tile_of(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns of the DEPTH blocks that are folded into one: a running maximum then costs 1/DEPTH of an exponential."""
+    return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@jit
+def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
+    """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
+    x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
+    slope = scale
+    if SOFTCAP:
+        z, slope = cap(x, scale, softcap)
+        # The tanh of a masked -inf is -1, a logit like any other.
+        z = tl.where(mask, z, other)
+    else:
+        z = x * scale
+    return z, slope
+
+
+@jit
+def weighted(soft_weight, hard_weight, factor_ptr):
+    """The gradients' weights times the factor that lies on the device, where there is one: the host never reads it."""
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr).to(tl.float32)
+        soft_weight *= factor
+        hard_weight *= factor
+    return soft_weight, hard_weight
+
+
+@jit
+def fold_at_one(z, before, top, total):
+    """A lane's sum at temperature 1, relative to the maximum at the temperature, which went from before to top."""
+    return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
+
+
+@jit
+def hard_loss(z_target, label, top, log2_sum, V):
+    """A row's cross entropy, and log₂ Σ exp(z − max). Both are NaN for a label out of range, which reads no logit."""
+    log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
+    return (top - z_target) + log2_sum * LN2, log2_sum
+
+
+@jit
+def skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Results of a row that does not count: losses and gradient are 0."""
+    tl.store(soft_ptr + row, 0.0)
+    if hard_ptr is not None:
+        tl.store(hard_ptr + row, 0.0)
+    if GRADIENT:
+        # The logits hold the gradient afterwards, and the products read it: zeros have to be written.
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, V, BLOCK):
+            zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + start + lane, zeros, mask=start + lane < V)
+
+
+# ------------------------------------------------------------------------------------------------------ two softmaxes
+# a, b: logits of student and teacher. row_a, row_b: the row's maxima; log_a, log_b: log₂ Σ exp2((z − max) · k). A
+# maximum and a log-sum are kept apart: their sum would be rounded at its own size, and every probability with it.
+
+
+@jit
+def values(
+    logits_ptr, teacher_ptr, V, blocks, tile, row_a, log_a, row_b, log_b, beta, k, softcap, scale, teacher_softcap,
+    teacher_scale, KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each lane's share of the divergence, and of Σ q · u."""
+    none = float("-inf")
+    value = tl.zeros((BLOCK,), tl.float32)
+    sum_u = tl.zeros((BLOCK,), tl.float32)
+    for i in range(blocks):
+        # From the end: the pass before this one read that part last, and it may still be in the cache.
+        at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+        a, _ = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+        value += tl.sum(terms, 0)
+        # Of forward KL Σ q · u is not asked: its slope along the logits is q − p.
+        if KIND != "kl":
+            sum_u += tl.sum(q * u, 0)
+    return value, sum_u
+
+
+@jit
+def gradients(
+    logits_ptr, teacher_ptr, label, value, V, tile, row_a, log_a, row_b, log_b, log_h, mean_u, soft_weight,
+    hard_weight, beta, k, softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
+    none = float("-inf")
+    for start in range(0, V, DEPTH * BLOCK):
+        at = start + tile
+        a, slope = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        lq = (a - row_a) * k - log_a
+        terms, q, u = sides(lq, (b - row_b) * k - log_b, beta, KIND)
+        if KIND == "kl":
+            value += tl.sum(terms, 0)
+            dz = (q - u) * soft_weight
+        else:
+            dz = q * (u - mean_u) * soft_weight
+        if HARD:
+            # At temperature 1 both losses have the same softmax.
+            of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
+            dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
+        dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+        tl.store(logits_ptr + at, dx, mask=at < V)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- cosine
+
+
+@jit
+def products(
+    logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each lane's a·a, a·b, b·b, and with HARD its maximum and sum of the student's softmax at temperature 1."""
+    sum_aa = tl.zeros((BLOCK,), tl.float32)
+    sum_ab = tl.zeros((BLOCK,), tl.float32)
+    sum_bb = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, DEPTH * BLOCK):
+        at = start + tile
+        # Masked places are 0, which adds nothing to a product. The softmax needs -inf there.
+        a, _ = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        sum_aa += tl.sum(a * a, 0)
+        sum_ab += tl.sum(a * b, 0)
+        sum_bb += tl.sum(b * b, 0)
+        if HARD:
+            top, total, _, _ = fold(tl.where(at < V, a, float("-inf")), top, total, LOG2E)
+    return sum_aa, sum_ab, sum_bb, top, total
+
+
+@jit
+def at_least(norm):
+    return tl.where(norm < LEAST_NORM, LEAST_NORM, norm)  # NaN stays
+
+
+@jit
+def cosine_gradients(
+    logits_ptr, teacher_ptr, label, V, blocks, tile, over_a, over_b, cosine, row_top, log_h, soft_weight, hard_weight,
+    softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite the logits with the gradient. over_a, over_b: 1 / |a|, 1 / |b|."""
+    for i in range(blocks):
+        # From the end: the pass before this one read that part last, and it may still be in the cache.
+        at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+        a, slope = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
+        dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
+        if HARD:
+            p = tl.exp2((a - row_top) * LOG2E - log_h)
+            dz += hard_weight * (p - tl.where(at == label, 1.0, 0.0))
+        dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+        tl.store(logits_ptr + at, dx, mask=at < V)
+
+
+# ----------------------------------------------------------------------------------------- the classes a teacher gave
+# z_k, log_p, lq, lp: of the given classes, in BLOCK_K lanes; lane K stands for the rest, all classes not given.
+# top_rest, log_rest: the rest's maximum, and log₂ of its sum relative to that maximum.
+
+
+@jit
+def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
+    """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
+    x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    slope = scale
+    if SOFTCAP:
+        z, slope = cap(x, scale, softcap)
+        # The tanh of -inf is -1, a logit like any other: the mark is put back.
+        z = tl.where(x == float("-inf"), x, z)
+    else:
+        z = x * scale
+    return z, slope
+
+
+@jit
+def rest_sums(
+    logits_ptr, V, tile, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each lane's maximum of the rest, its sum, and with HARD 2 its sum at temperature 1. Without SUM: sums of 0."""
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sum_h = tl.zeros((BLOCK,), tl.float32)
+    if SUM:
+        for start in range(0, V, DEPTH * BLOCK):
+            at = start + tile
+            z, _ = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            before = top
+            top, total, _, _ = fold(z, top, total, k)
+            # Both sums are relative to the same maximum, whatever the temperature: one maximum serves them.
+            if HARD == 2:
+                sum_h = fold_at_one(z, before, top, sum_h)
+    return top, total, sum_h
+
+
+@jit
+def log2_sum(lp):
+    """log₂ Σ 2^lp."""
+    # Finite, where all lanes hold -inf: inf - inf would be NaN.
+    top = tl.maximum(tl.max(lp, 0), LOWEST)
+    return top + tl.log2(tl.sum(tl.exp2(lp - top), 0))
+
+
+@jit
+def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
+    """lq and lp; the row's maximum, log₂ of its sum, and the rest's share of that sum, log₂ of it."""
+    # Finite, where no class was given: inf - inf would be NaN.
+    top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
+    row_top = tl.maximum(top_rest, top_k)
+    if REST == "renormalize":
+        # Relative to their own maximum: that of the row may be so far above that every exponential is 0.
+        log_all = tl.log2(tl.sum(tl.exp2((z_k - top_k) * k), 0))
+        lq = (z_k - top_k) * k - log_all
+        lp = log_p - log2_sum(log_p)
+    else:
+        whole = tl.sum(tl.exp2((z_k - row_top) * k), 0) + tl.exp2((top_rest - row_top) * k + log_rest)
+        log_all = tl.log2(whole)
+        lq = (z_k - row_top) * k - log_all
+        lp = log_p
+    log_tail = (top_rest - row_top) * k + log_rest - log_all
+    if REST == "tail":
+        # p of the rest is a difference, since the teacher's other classes are unknown. q of the rest is a sum.
+        tail = 1.0 - tl.sum(tl.exp2(lp), 0)
+        tail = tl.where(tail < LEAST_REST, tl.where(log_tail == float("-inf"), 0.0, LEAST_REST), tail)
+        # All classes were given: 1 − Σ p is rounding.
+        tail = tl.where(tl.sum(given.to(tl.int32), 0) == classes, 0.0, tail)
+        lq = tl.where(at_k == K, log_tail, lq)
+        lp = tl.where(at_k == K, tl.log2(tail), lp)
+    return lq, lp, row_top, log_all, log_tail
+
+
+@jit
+def given_results(
+    logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, slope_k, lq, lp, row_top, top_rest,
+    log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND: tl.constexpr,
+    REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the soft loss, and with GRADIENT the gradient over the logits. here: given classes that this row holds.
+
+    slope_k: dz/dx of the given classes, or None where it has to be told from z_k.
+    """
+    terms, q, u = sides(lq, lp, beta, KIND)
+    tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
+    if GRADIENT:
+        # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
+        if KIND == "kl":
+            mean = -tl.sum(u, 0)
+            d = -u - q * mean
+        else:
+            if KIND != "tvd":
+                u = u * LN2
+            if KIND == "reverse" and REST == "drop":
+                u += 1.0  # the given classes' q do not sum to 1, so the slope of Σ q does not vanish
+            mean = tl.sum(q * u, 0)
+            d = q * (u - mean)
+        # The rest's slope is shared out by each class's part of the rest; "renormalize" has none to share.
+        of_rest = 0.0
+        if REST == "tail":
+            of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
+        elif REST == "drop":
+            of_rest = -mean * tl.exp2(log_tail)
+        soft_weight, hard_weight = weighted(soft_weight, hard_weight, factor_ptr)
+        tile = tile_of(DEPTH, BLOCK)
+        blocks = tl.cdiv(V, DEPTH * BLOCK)
+        for i in range(blocks):
+            # From the end: the pass before this one read that part last, and it may still be in the cache.
+            at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
+            z, slope = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            # With "renormalize" the rest has no soft gradient; its logits still become 0.
+            dz = tl.zeros((DEPTH, BLOCK), tl.float32)
+            if REST != "renormalize":
+                # Without a rest log_rest is -inf, and the exponent NaN.
+                share = tl.where(z == float("-inf"), 0.0, tl.exp2((z - top_rest) * k - log_rest))
+                dz = soft_weight * of_rest * share
+            if HARD:
+                dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
+            dx = (dz * slope).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + at, dx, mask=at < V)
+        dz = d * soft_weight
+        if HARD:
+            dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))
+        if slope_k is None:
+            slope_k = scale
+            if SOFTCAP:
+                t = z_k / softcap  # the tanh, from the capped logit: the raw one has been overwritten
+                slope_k = scale * (1.0 - t * t)
+        dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
+        # The loop has written the given classes' places too: their gradients have to come after.
+        tl.debug_barrier()
+        tl.store(logits_ptr + ids, dx, mask=here)
