@@ -1,12 +1,49 @@
-"""Signatures of public functions: a sentence for a keyword that stands elsewhere."""
+"""Signatures of public functions: few parameters, and a sentence for a keyword that stands elsewhere."""
+
+import importlib
+import inspect
 
 import pytest
 import torch
 
 import tigon
+from tigon.lazy import homes_of
+from tigon.optim import __all__ as optimizers
 
+PACKAGES = {package: homes_of(package) for package in ("tigon", "tigon.losses", "tigon.distributed")}
+PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
+MOST = 6
+SHARE = 0.85
+# Functions of more than six parameters, and why.
+LONG = {
+    "cross_entropy": "the options of torch.nn.functional.cross_entropy by their names, and what torch's lacks",
+    "linear_cross_entropy": "as cross_entropy, so that one may stand for the other",
+    "fuse": "a switch for every kind of part",
+    "moe_mlp": "seven tensors, and what an expert computes by the names of configurations",
+    "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
+}
 X = torch.randn(2, 4)
 Q = torch.randn(1, 2, 2, 4)
+
+
+def parameters_of(function):
+    """A function's parameters, without the keywords that it refuses with a sentence."""
+    kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind not in kinds]
+
+
+def public_functions():
+    """Every public function once, by its name."""
+    values = ((name, getattr(importlib.import_module(p), name)) for p, names in PACKAGES.items() for name in names)
+    return {name: value for name, value in values if inspect.isfunction(value)}
+
+
+def test_nine_functions_in_ten_take_at_most_six_arguments():
+    counts = {name: len(parameters_of(function)) for name, function in public_functions().items()}
+    assert len(counts) > 35
+    assert {name: n for name, n in counts.items() if n > MOST and name not in LONG} == {}
+    assert all(counts[name] > MOST for name in LONG), "what became short is no exception"
+    assert sum(n <= MOST for n in counts.values()) >= SHARE * len(counts)
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,34 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.geglu(x, x, approximate="none")
     tigon.gated_linear(x, x, x, act="relu2")
     tigon.Rope(angles="once")
+    tigon.Rope(arithmetic="native")
+    tigon.use_backend("torch")
+    tigon.kl_div(x, x, reduction="batchmean")
+    tigon.jsd(x, x, reduction="rows")
+    tigon.tvd(x, x, reduction="rows")
+    tigon.add_rms_norm(x, x, cast="none")
+    tigon.gated_mlp(x, x, x, x, act="gelu")
+    tigon.linear_cross_entropy(x, x, t, reduction="none")
     tigon.fuse(torch.nn.Linear(8, 8), recompute="mlp")
     tigon.nn.LinearCrossEntropyLoss(label_smoothing=0.1)
     tigon.nn.DPOLoss(tigon.losses.DPO(beta=0.1))
     tigon.losses.grpo(x, x, t, tigon.losses.Rollout(x, old=x))
     """
-    wrong = {'"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"'}
-    mistaken = right
+    wrong = {
+        '"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"',
+        '"native"': '"bf16"', '"torch"': '"cpu"', '"batchmean"': '"average"', '"rows"': '"row"', '"gelu"': '"gelu_erf"',
+        '"none"': '"erf"',
+    }  # fmt: skip
+    mistaken = right + "tigon.rope(x, x, x, x, interleaved=True)"
     for word, mistake in wrong.items():
         mistaken = mistaken.replace(word, mistake)
-    mistaken = mistaken.replace('approximate="none"', 'approximate="erf"')
     for option, mistake in {
         "(label_smoothing=0.1)": "(label_smooth=0.1)", "(tigon.losses.DPO(beta=0.1))": "(betta=0.1)",
         "tigon.losses.Rollout(x, old=x)": "x, old=x",
     }.items():  # fmt: skip
         assert option in mistaken
         mistaken = mistaken.replace(option, mistake)
-    for text, errors in ((right, 0), (mistaken, 9)):
+    for text, errors in ((right, 0), (mistaken, 18)):
         snippet.write_text(textwrap.dedent(text))
         options = ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
         said, _, _ = api.run([*options, str(snippet)])

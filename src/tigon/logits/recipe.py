@@ -207,7 +207,7 @@ class Recipe:
             return before, None
         return (before * after, after) if after > 0 else None
 
-    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
+    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: Any, label_smoothing: float) -> Tensor:
         form = self.scale_and_softcap()
         assert form is not None  # callers check `scale_and_softcap` first
         scale, softcap = form

@@ -21,6 +21,7 @@ from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.linear.walk import Walk
 from tigon.ops.cross_entropy import (
+    Reduction,
     check_options,
     cross_entropy_reference,
     cross_entropy_rows,
@@ -52,7 +53,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     divisor: Tensor | float | None = None,

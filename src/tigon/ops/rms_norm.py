@@ -79,7 +79,7 @@ def add_rms_norm(
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
-    cast: str = "llama",
+    cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and norm the sum, in one pass; the backward takes both gradients in one pass.
 

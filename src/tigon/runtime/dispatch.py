@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class use_backend:
     The choice is made in the forward pass: a backward pass runs on the backend of its forward.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: Literal["triton", "torch", "auto"]) -> None:
         self.name = _checked_backend(name, "use_backend: name")
         self._outer: list[str | None] = []
 

@@ -111,7 +111,7 @@ def head_cross_entropy(
     count = valid.sum().clamp(min=1) if items is None else items
     if ce_weight is None and not use_token_scaling and not any(wanted):
         return linear_cross_entropy(
-            input, Head(weight, bias, softcap), target, ignore_index=ignore_index, reduction=reduction,
+            input, Head(weight, bias, softcap), target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
             z_loss=lse_square_scale, label_smoothing=label_smoothing, divisor=count if reduction == "mean" else None,
             walk=Walk(accumulate=summed),
         )  # fmt: skip

@@ -73,7 +73,7 @@ def liger_fused_add_rms_norm(
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`tigon.add_rms_norm` of X and R (..., H): the norm of X + R, and X + R. in_place has no effect."""
-    y, total = add_rms_norm(X, R, W, eps=eps, offset=offset, cast=casting_mode)
+    y, total = add_rms_norm(X, R, W, eps=eps, offset=offset, cast=casting_mode)  # type: ignore[arg-type]
     return y.to(X.dtype), total
 
 

@@ -15,7 +15,7 @@ import socket
 import weakref
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ __all__ = ["Hpz", "Plan", "apply_hpz", "plan"]
 def apply_hpz(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
-    group_size: int | str = "node",
+    group_size: int | Literal["node"] = "node",
     *,
     units: Iterable[nn.Module] | None = None,
     check: bool = True,
@@ -122,7 +122,7 @@ class Hpz:
         )
 
 
-def _group_size(mesh: DeviceMesh, group_size: int | str) -> int:
+def _group_size(mesh: DeviceMesh, group_size: int | Literal["node"]) -> int:
     world = mesh.size()
     if group_size == "node":
         hosts: list[str] = [""] * world
