@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tigon import __version__
-from tigon.cli.problem import disk_full
+from tigon.cli.model import _from_path
+from tigon.cli.problem import Problem, disk_full
 from tigon.install import install
 
 
@@ -172,6 +173,12 @@ def test_a_wrong_argument_is_one_sentence(tigon, tmp_path, arguments, words):
 )
 def test_a_wrong_environment_is_one_sentence(tigon, variable, value, words):
     tigon("verify", "llama-tiny", "--device", "cpu", "--seq-len", 8, **{variable: value}).problem(words)
+
+
+def test_a_run_that_has_not_ended_is_no_model_yet(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(Problem, match="has not ended, so it has no model yet; go on by tigon train --resume"):
+        _from_path(tmp_path)
 
 
 def test_a_device_that_is_not_there(tigon, text, tmp_path):

@@ -72,6 +72,11 @@ def _from_path(path: Path) -> Source:
                 f"model {path}: the directory has adapters, not a model; merge them and save the result: "
                 f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
             )
+        if (path / "run.json").is_file():
+            raise Problem(
+                f"model {path}: the run in this directory has not ended, so it has no model yet; go on by "
+                f"tigon train --resume --output {path}, or name one of its checkpoints"
+            )
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
