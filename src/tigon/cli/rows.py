@@ -31,7 +31,7 @@ def as_conversation(row: Any) -> list[dict[str, Any]] | None:
         return row["messages"]  # type: ignore[no-any-return]
     turns = row.get("conversations")
     if is_conversation(turns):
-        return turns  # type: ignore[no-any-return]
+        return turns
     if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
         return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
     if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):

@@ -205,7 +205,7 @@ class Packed(Conversations):
         super().__init__([_joined([rows[i] for i in one], seq_len, pad) for one in best_fit(rows, seq_len)])
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids, labels, positions = map(torch.from_numpy, self.rows[i])  # type: ignore[arg-type]
+        ids, labels, positions = map(torch.from_numpy, self.rows[i])
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     @property

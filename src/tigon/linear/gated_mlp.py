@@ -137,7 +137,10 @@ def _gate_and_up(
     return F.linear(x, gate_weight, gate_bias), None if up_weight is None else F.linear(x, up_weight, up_bias)
 
 
-def _gated_mlp_fwd_fake(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act, budget):
+def _gated_mlp_fwd_fake(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
+    up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
+) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], down_weight.shape[0]))
 
 
@@ -164,8 +167,9 @@ def _gated_mlp_fwd(
 
 
 def _gated_mlp_bwd_fake(
-    dy, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, act, budget, need
-):  # fmt: skip
+    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int, need: list[bool],
+) -> list[Tensor]:  # fmt: skip
     tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     return [
         x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, tensors, strict=True)
@@ -252,7 +256,7 @@ class _Sum:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.act, ctx.budget = inputs
     ctx.save_for_backward(*tensors)
 

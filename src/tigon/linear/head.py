@@ -67,7 +67,8 @@ def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) ->
         head = Head(head.weight, head.bias) if plain else Head(head)
     if head.lora is not None and not lora:
         raise ValueError(f"{name}: {argument}.lora must be None: only linear_logprob takes an adapter on the head.")
-    return head
+    result: Head = head
+    return result
 
 
 def check_head(

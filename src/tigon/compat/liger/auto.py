@@ -31,6 +31,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
         flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
-        model = super().from_config(config, **kwargs)
+        parent: Any = super()
+        model = parent.from_config(config, **kwargs)
         _apply_liger_kernel_to_instance(model, **flags)
         return model

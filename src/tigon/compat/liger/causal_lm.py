@@ -17,7 +17,7 @@ def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Ten
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     found = tuple(result) if isinstance(result, tuple) else (result,)
-    return (*found, None, None, None)[:4]  # type: ignore[return-value]
+    return (*found, None, None, None)[:4]
 
 
 def fixed_fused_linear_cross_entropy(
@@ -42,7 +42,7 @@ def fixed_fused_linear_cross_entropy(
         name, hidden_states, lm_head_weight, target, bias, ce_weight,
         (False, return_token_accuracy, return_predicted_tokens), num_items_in_batch, ignore_index=ignore_index,
         reduction="mean", softcap=final_logit_softcapping, accum_dtype=accum_dtype, **{**options, **kwargs},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def LigerForCausalLMLoss(

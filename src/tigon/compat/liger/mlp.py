@@ -60,7 +60,8 @@ class _Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         *into, out = (getattr(self, name) for name in self.names)
-        return out(self._gated(*(layer(x) for layer in into)))
+        y: Tensor = out(self._gated(*(layer(x) for layer in into)))
+        return y
 
 
 class LigerSwiGLUMLP(_Gated):
@@ -150,7 +151,8 @@ class LigerFalconH1SwiGLUMLP(_Gated):
             return super().forward(x)
         # With a bias the multiplier has to come after the bias.
         y = swiglu(self.gate_proj(x), self.up_proj(x), gate_multiplier=self.gate_multiplier)
-        return self.down_proj(y) * self.down_multiplier
+        z: Tensor = self.down_proj(y) * self.down_multiplier
+        return z
 
 
 class LigerFalconH1MLP(LigerFalconH1SwiGLUMLP):
