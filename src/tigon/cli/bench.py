@@ -41,9 +41,7 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     ignored: Annotated[float, typer.Option(min=0.0, max=0.99, help="Fraction of targets that a loss ignores.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all implementations.")] = 3,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small shapes, one short round; about a minute on a CPU.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, one short round.")] = False,
     json: Annotated[Path | None, typer.Option(help="File for the results, written after every case.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a chart of the results, a PNG.")] = None,
     output: Annotated[
