@@ -30,6 +30,8 @@ class Call:
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.innermost: Call | None = None
+        # Of layers that share an input: the results that the first of them computed for the others.
+        self.waiting: dict[Any, Any] = {}
 
 
 class Ledger:
@@ -53,6 +55,7 @@ class Ledger:
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
         self.plain_heads: Counter[str] = Counter()
+        self.plain_adapters: Counter[str] = Counter()
         self._calls = _Calls()
         self.lock = threading.RLock()
         self._running = 0
@@ -62,6 +65,11 @@ class Ledger:
         """Whether the head that runs on this thread now may leave its logits unbuilt."""
         call = self._calls.innermost
         return call is not None and call.lazy
+
+    @property
+    def waiting(self) -> dict[Any, Any]:
+        """Results that wait on this thread for the layers they belong to; gone when the call of the model ends."""
+        return self._calls.waiting
 
     def enter(self, lazy: bool) -> Call:
         """A call of the model begins. Calls inside this call, and concurrent calls, belong to the same step."""
@@ -82,6 +90,8 @@ class Ledger:
         while innermost is not None and innermost.over:
             innermost = innermost.outer
         self._calls.innermost = innermost
+        if innermost is None:
+            self._calls.waiting.clear()
         if call.outer is None and not torch.compiler.is_compiling():
             with self.lock:
                 self._running -= 1
@@ -108,12 +118,17 @@ class Ledger:
         if not torch.compiler.is_compiling():
             self.plain_heads[why] += 1
 
+    def plain_adapter(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.plain_adapters[why] += 1
+
     def new_step(self) -> None:
         if not torch.compiler.is_compiling():
             self.steps += 1
             self.calls.clear()
             self.built_by.clear()
             self.plain_heads.clear()
+            self.plain_adapters.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         owner = memo.get(id(self.owner()))

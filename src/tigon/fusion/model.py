@@ -30,7 +30,7 @@ from tigon.memory.recompute import LEVELS, Level, Recompute
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, recompute: Level = "cheap", offload: bool = False,
+    experts: bool = True, adapters: bool = True, recompute: Level = "cheap", offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -40,6 +40,8 @@ def fuse(
         head: when you pass labels, compute the loss without building the logits.
         norms, mlp, rotary: run RMS and layer norms, gated MLPs and relu², and rotary embeddings as one kernel each.
         experts: run the experts of a mixture together, without a loop or a copy of their tokens; the router stays.
+        adapters: run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all layers
+            of one input at once.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
             product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
             1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step.
@@ -145,6 +147,7 @@ class Fusion:
             bytes_not_kept=ledger.recompute.bytes,
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
             plain_heads=dict(ledger.plain_heads),
+            plain_adapters=dict(ledger.plain_adapters),
         )
 
     def remove(self) -> None:

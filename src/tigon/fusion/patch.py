@@ -122,7 +122,9 @@ class Patch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
-        copied = Patch(self.part, ledger, self.formula, act, before=before, labels_at=self.labels_at)
+        copies = getattr(self.formula, "copied", None)  # a formula that knows modules knows their copies afterwards
+        formula = self.formula if copies is None else copies(memo)
+        copied = Patch(self.part, ledger, formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.heads = self.function, self.key, self.heads
         # A copy of the whole model gets its own Fusion when its modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None

@@ -43,6 +43,7 @@ class Report:
     bytes_not_kept: int = 0
     bytes_offloaded: int = 0
     plain_heads: dict[str, int] = field(default_factory=dict)
+    plain_adapters: dict[str, int] = field(default_factory=dict)
 
     @property
     def fused(self) -> list[Row]:
@@ -77,6 +78,8 @@ class Report:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
         if self.plain_heads:
             text += " The head had real logits: " + "; ".join(self.plain_heads) + "."
+        if self.plain_adapters:
+            text += " Adapters ran in PEFT's own code: " + "; ".join(self.plain_adapters) + "."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
             text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."

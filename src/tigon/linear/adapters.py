@@ -33,10 +33,13 @@ from tigon.runtime.dispatch import DTYPES, torch_is_forced
 
 
 class Frozen(Protocol):
-    """A frozen weight (N, H) in a form of its own, such as 4-bit numbers with their scales."""
+    """A frozen weight (N, H) in a form of its own, such as the 4-bit numbers of `tigon.FourBit`."""
 
-    shape: tuple[int, int]
-    device: torch.device
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a plain tensor (N, H); called in the forward pass and again in the backward pass."""
@@ -46,8 +49,8 @@ class LoRA(NamedTuple):
     """A frozen linear layer and its adapter: x ↦ x Wᵀ + bias + scale · (x Aᵀ) Bᵀ.
 
     Args:
-        weight: W (N, H), x's dtype, without a gradient; or a `Frozen`, an object with `shape`, `device` and
-            `dense(dtype)`.
+        weight: W (N, H), x's dtype, without a gradient; or a `tigon.FourBit`, or any object with `shape`,
+            `device` and `dense(dtype)`.
         a: A (r, H) in x's dtype, a narrower one or fp32. b: B (N, r), the same.
         scale: of the adapter, such as alpha / r.
         bias: (N,), x's dtype, or None.

@@ -29,11 +29,14 @@ from tigon.fusion.probe import (
 )
 from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
+from tigon.linear.adapters import gated_lora_linear, lora_linear
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
+from tigon.linear.lora_mlp import lora_mlp
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear_saved_by
-from tigon.runtime import autocast_dtype
+from tigon.parts.adapters import adapter_here, count_here
+from tigon.runtime import autocast_dtype, use_triton
 
 
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +77,14 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
 
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     formula: Gated = patch.formula
-    # The layers are called as modules, so that LoRA, hooks and quantisation on them keep working.
-    if formula.up is None:
+    whole = _adapted_mlp(self, patch, x)
+    if whole is not None:
+        return _after_mlp(self, formula, whole)
+    ours = _adapted_gate_and_up(self, patch, x)
+    # Other layers are called as modules, so that hooks and quantisation on them keep working.
+    if ours is not None:
+        gate, up = ours
+    elif formula.up is None:
         gate, up = getattr(self, formula.gate)(x), None
     elif formula.up_first:
         up = getattr(self, formula.up)(x)
@@ -86,11 +95,21 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     down = getattr(self, formula.down)
     plain = formula.between is None and formula.gate_scale is None
     recompute = patch.ledger.recompute
-    if plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
+    adapted = None
+    if plain and recompute.product and fit_each_other(gate, up) and not torch.compiler.is_compiling():
+        # Without kernels nothing computes the product again, and a recipe stands for it.
+        adapted = adapter_here(down, gate) if use_triton(gate, up) else None
+    if adapted is not None:
+        patch.ledger.count("mlp", patch.key)
+        count_here(down)
+        y = gated_lora_linear(
+            gate, up, adapted, act=formula.act, inplace=ours is not None, saved_by=recompute.checkpoint_hooks()
+        )
+    elif plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
         # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
-        unseen = isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers)
+        unseen = ours is not None or (isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers))
         hooks = recompute.checkpoint_hooks()
         y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, unseen)
     else:
@@ -99,6 +118,44 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
             product = getattr(self, formula.between)(product)
         y = down(product)
     return _after_mlp(self, formula, y)
+
+
+def _adapted_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
+    """The whole unit of three layers with adapters; None if one of them is another layer."""
+    formula: Gated = patch.formula
+    recompute = patch.ledger.recompute
+    plain = formula.between is None and formula.gate_scale is None and recompute.product
+    # Without kernels nothing computes the product again, and a recipe stands for it.
+    if not plain or formula.up is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    if not use_triton(x):
+        return None
+    layers = [getattr(self, name) for name in (formula.gate, formula.up, formula.down)]
+    gate, up = (adapter_here(layer, x) for layer in layers[:2])
+    if gate is None or up is None or gate.b.shape[0] != up.b.shape[0]:
+        return None
+    product = x.new_empty((0, gate.b.shape[0]), dtype=autocast_dtype(x.device.type) or x.dtype)  # stands for the unit's
+    down = adapter_here(layers[2], product)
+    if down is None:
+        return None
+    patch.ledger.count("mlp", patch.key)
+    for layer in layers:
+        count_here(layer)
+    return lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks())
+
+
+def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Gate and up of layers with adapters, in one call; None if one of them is another layer."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    layers = [getattr(self, name) for name in (patch.formula.gate, patch.formula.up) if name is not None]
+    found = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
+    if len(found) != len(layers):
+        return None
+    gate, *up = lora_linear(x, found, saved_by=patch.ledger.recompute.checkpoint_hooks())
+    for layer in layers:
+        count_here(layer)
+    return gate, up[0] if up else None
 
 
 def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:

@@ -1,0 +1,164 @@
+"""Which linear layers carry an adapter that `tigon.lora_linear` computes, read anew at every call.
+
+PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So nothing is remembered of a
+layer but that it is one: `lora_of` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason
+why PEFT's own forward has to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.probe import HOOKS
+from tigon.fusion.reasons import Reason
+from tigon.linear.adapters import LoRA
+from tigon.ops.dequantize_4bit import FourBit
+from tigon.runtime import autocast_dtype
+
+_PLAIN = (Tensor, nn.Parameter)
+
+NOT_PEFT = Reason("its class is not PEFT's own, and may compute something else")
+NO_ADAPTER = Reason("no adapter is active on it")
+SEVERAL = Reason("several adapters are active on it at once")
+SWITCHED_OFF = Reason("its adapters are switched off or merged")
+DROPOUT = Reason("its adapter drops elements of its own copy of the input", "train with lora_dropout=0")
+VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
+BIAS = Reason("its adapter has a bias (lora_bias)")
+TRANSPOSED = Reason("its weight lies transposed (fan_in_fan_out), as GPT-2's Conv1D keeps it")
+INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear")
+BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
+TRAINED = Reason("its base layer's weight is trained too")
+NO_STATE = Reason("its base layer is quantised, but has no quantisation state yet", "move the model to its device")
+DTYPES_DIFFER = Reason("its input, base layer and adapter have dtypes or devices that do not go together")
+SHARDED = Reason("its weights are sharded (DTensor) or of another tensor class")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer with LoRA adapters, by PEFT's public attributes."""
+    modules = module._modules
+    return (
+        isinstance(modules.get("lora_A"), nn.ModuleDict)
+        and isinstance(modules.get("lora_B"), nn.ModuleDict)
+        and isinstance(modules.get("base_layer"), nn.Module)
+        and isinstance(getattr(module, "scaling", None), dict)
+    )
+
+
+def lasting_reason(layer: Any) -> Reason | None:
+    """Why a layer is left to PEFT whatever its input; None if calls decide."""
+    if not type(layer).__module__.startswith("peft."):
+        return NOT_PEFT
+    if not layer.lora_A:
+        return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
+    kind = _base_reason(layer.base_layer)
+    if kind is not None:
+        return kind
+    if getattr(layer, "fan_in_fan_out", False):
+        return TRANSPOSED
+    if any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
+        return DROPOUT
+    found = _adapter(layer)
+    return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE) else None
+
+
+def _is_elsewhere(layer: Any) -> bool:
+    return bool(getattr(layer, "lora_embedding_A", None))
+
+
+def _base_reason(base: nn.Module) -> Reason | None:
+    if type(base) is nn.Linear or _is_4bit(base):
+        return None
+    name = type(base).__name__
+    return TRANSPOSED if name == "Conv1D" else Reason(f"its base layer is a {name}, which Tigon has no products for")
+
+
+def _is_4bit(base: nn.Module) -> bool:
+    return type(base).__module__.startswith("bitsandbytes.") and hasattr(type(base), "set_compute_type")
+
+
+def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float]:
+    """A, B and the scale of the one adapter that is active."""
+    if layer.disable_adapters or layer.merged:
+        return SWITCHED_OFF
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1:
+        return SEVERAL if active else NO_ADAPTER
+    name = active[0]
+    if name in layer.lora_variant or layer.use_dora.get(name):
+        return VARIANT
+    if layer.lora_bias.get(name):
+        return BIAS
+    dropout = dict(layer.lora_dropout).get(name)
+    if type(dropout) is nn.Dropout:
+        if dropout.training and dropout.p:
+            return DROPOUT
+    elif dropout is not None and type(dropout) is not nn.Identity:
+        return INSIDE
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    if not (_is_plain(a) and _is_plain(b)):
+        return INSIDE
+    if a.bias is not None or b.bias is not None:
+        return BIAS
+    return a, b, float(layer.scaling[name])
+
+
+def _is_plain(layer: Any) -> bool:
+    return type(layer) is nn.Linear and _calls_nothing_else(layer)
+
+
+def _calls_nothing_else(layer: nn.Module) -> bool:
+    state = vars(layer)
+    return "forward" not in state and not any(state.get(name) for name in HOOKS)
+
+
+def lora_of(layer: Any, x: Any) -> LoRA | Reason:
+    """The layer as it is now, for an input x; or why PEFT's own forward has to run."""
+    found = _adapter(layer)
+    if isinstance(found, Reason):
+        return found
+    first, second, scale = found
+    base = layer.base_layer
+    if not _calls_nothing_else(base) or torch.nn.modules.module._has_any_global_hook():
+        return BASE_HOOKED
+    if getattr(layer, "fan_in_fan_out", False):
+        return TRANSPOSED
+    a, b, weight, bias = first.weight, second.weight, base.weight, base.bias
+    if not isinstance(x, Tensor) or not x.dim() or not x.dtype.is_floating_point:
+        return DTYPES_DIFFER
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    if weight.requires_grad and torch.is_grad_enabled():
+        return TRAINED
+    plain = type(base) is nn.Linear
+    tensors = (x, a, b, *((weight,) if plain else ()), *(() if bias is None else (bias,)))
+    if any(type(t) not in _PLAIN for t in tensors):
+        return SHARDED
+    if any(t.device != x.device for t in tensors):
+        return DTYPES_DIFFER
+    floats = a.dtype.is_floating_point and b.dtype.is_floating_point
+    if not floats or not a.shape[0] or x.shape[-1] != a.shape[1]:
+        return DTYPES_DIFFER
+    if plain:
+        # Autocast leaves fp64 alone; without autocast torch raises for dtypes that differ.
+        fits = x.dtype == weight.dtype or (dtype != x.dtype or autocast_dtype(x.device.type) is not None)
+        if not fits or (x.dtype == torch.float64 and weight.dtype != x.dtype):
+            return DTYPES_DIFFER
+        return LoRA(weight, a, b, scale, bias)
+    return _of_4bit(base, x, dtype, LoRA(weight, a, b, scale, bias))
+
+
+def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype, layer: LoRA) -> LoRA | Reason:
+    state = getattr(base.weight, "quant_state", None)
+    if state is None:
+        return NO_STATE
+    if getattr(state, "packing_format_for_cpu", False):
+        return DTYPES_DIFFER
+    if not base.compute_type_is_set:  # as its forward does at its first call
+        base.set_compute_type(x)
+        base.compute_type_is_set = True
+    fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)
+    if not fits or (layer.bias is not None and layer.bias.dtype != dtype):
+        return DTYPES_DIFFER
+    return layer._replace(weight=FourBit.of(base.weight))

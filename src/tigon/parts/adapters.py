@@ -1,0 +1,280 @@
+"""LoRA adapters on linear layers, as PEFT puts them: all layers of one input run together by `tigon.lora_linear`.
+
+Attention calls its projections of one input one after the other. The first of them computes for all, and the others
+find their result. Which layers these are is read in the source of the forward that calls them: calls of one local name,
+`self.q_proj(hidden_states)` and so on, that all happen at every call. At run time the input has to be the same tensor,
+else each layer computes for itself. Nothing is learnt from calls: a checkpoint has to save the same tensors when it
+computes again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.part import Part, Stage, register
+from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.reasons import Reason
+from tigon.fusion.site import Site
+from tigon.linear.adapters import LoRA, lora_linear
+from tigon.parts.adapted import is_adapted, lasting_reason, lora_of
+from tigon.runtime import autocast_dtype
+
+
+def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    ledger = patch.ledger
+    # PEFT passes keyword arguments where a batch mixes adapters.
+    if not ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or transformed():
+        if ledger.active and kwargs:
+            ledger.plain_adapter("it was called with " + ", ".join(kwargs))
+        return plain_forward(self, *args, **kwargs)
+    x = args[0]
+    own = lora_of(self, x)
+    if isinstance(own, Reason):
+        ledger.plain_adapter(str(own))
+        return plain_forward(self, x)
+    siblings: Siblings = patch.formula
+    held = ledger.waiting.get(siblings)
+    if held is not None:
+        y = held.take(self, x, own)
+        if not held.results:
+            del ledger.waiting[siblings]
+        if y is not None:
+            ledger.count("adapters", patch.key)
+            return y
+    layers, loras = [self], [own]
+    for sibling in siblings.behind(self):
+        found = lora_of(sibling, x)
+        if isinstance(found, LoRA):
+            layers.append(sibling)
+            loras.append(found)
+    ys = run(x, loras, ledger.recompute.checkpoint_hooks())
+    if len(ys) > 1:
+        ledger.waiting[siblings] = _Held(x, zip(layers[1:], loras[1:], ys[1:], strict=True))
+    ledger.count("adapters", patch.key)
+    return ys[0]
+
+
+def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
+    ys = lora_linear(x, layers, saved_by=saved_by)
+    # Layers of bitsandbytes give back the input's dtype, also where autocast chose another.
+    return tuple(y if isinstance(layer.weight, Tensor) else y.to(x.dtype) for y, layer in zip(ys, layers, strict=True))
+
+
+def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
+    """The layer as `tigon.LoRA`, where calling it would do no more than `adapter_forward` does: for a fused MLP."""
+    patch = vars(layer).get("_tigon")
+    if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_all_of(layer):
+        return None
+    found = lora_of(layer, x)
+    if isinstance(found, Reason):
+        return None
+    # What bitsandbytes would widen again is left to the module.
+    return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
+
+
+def count_here(layer: Any) -> None:
+    patch: Patch = vars(layer)["_tigon"]
+    patch.ledger.count("adapters", patch.key)
+
+
+class _Held:
+    """Results that wait for the layers that they belong to, and the state under which they were computed."""
+
+    def __init__(self, x: Tensor, results: Any) -> None:
+        self.x, self.version, self.state = x, _version(x), _state_of_torch(x)
+        self.results: dict[int, tuple[LoRA, Tensor]] = {id(layer): (lora, y) for layer, lora, y in results}
+
+    def take(self, layer: Any, x: Any, lora: LoRA) -> Tensor | None:
+        if x is not self.x or _version(x) != self.version or _state_of_torch(x) != self.state:
+            return None
+        found = self.results.pop(id(layer), None)
+        return found[1] if found is not None and _same(found[0], lora) else None
+
+
+def _same(one: LoRA, other: LoRA) -> bool:
+    weights = [getattr(layer.weight, "absmax", layer.weight) for layer in (one, other)]
+    parameters = one.a is other.a and one.b is other.b and one.bias is other.bias
+    return parameters and one.scale == other.scale and weights[0] is weights[1]
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _state_of_torch(x: Tensor) -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), autocast_dtype(x.device.type)
+
+
+# ---------------------------------------------------------------------------------------------------------- finding
+
+
+class Siblings:
+    """Layers of one module that get the same input, in the order of their calls."""
+
+    def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
+        self.parent, self.names = weakref.ref(parent), names
+
+    def __str__(self) -> str:
+        return "LoRA: " + (f"{', '.join(self.names)} in one" if len(self.names) > 1 else self.names[0])
+
+    def copied(self, memo: dict[int, Any]) -> Siblings:
+        """The siblings in a copy of the model; a layer that is copied alone has none."""
+        if id(self) not in memo:
+            parent = memo.get(id(self.parent()))
+            memo[id(self)] = (
+                Siblings(parent, self.names) if parent is not None else Siblings(nn.Module(), self.names[:1])
+            )
+        found: Siblings = memo[id(self)]
+        return found
+
+    def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """The layers that are called after the first, where `layer` is the first and they are as they were found."""
+        parent = self.parent()
+        if parent is None or len(self.names) == 1 or parent._modules.get(self.names[0]) is not layer:
+            return
+        for name in self.names[1:]:
+            sibling = parent._modules.get(name)
+            patch = None if sibling is None else vars(sibling).get("_tigon")
+            if sibling is not None and patch is not None and patch.formula is self and patch.is_all_of(sibling):
+                yield sibling
+
+
+class Adapters(Part):
+    """The layers with adapters in a model. They may come after fuse, and more of them later."""
+
+    kind, option, stage = "adapters", "adapters", Stage.MODEL
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        site.kept(_Names).seen = _names(site.model)
+        modules = site.modules()
+        # A model around one that is fused: the Fusion inside takes the adapters.
+        if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_patch_of, modules)):
+            return
+        heads = {id(head) for m in modules if (head := _head_of(m)) is not None}
+        for parent in modules:
+            children = {n: m for n, m in parent.named_children() if is_adapted(m) and id(m) not in heads}
+            if children:
+                self._fuse_children(site, parent, children)
+
+    def _fuse_children(self, site: Site, parent: nn.Module, children: dict[str, nn.Module]) -> None:
+        ours = []
+        for name, layer in children.items():
+            patch = site.patch_of(layer)
+            there = patch is not None and patch.part is self and patch.installed_on(layer)  # it looks again
+            reason = lasting_reason(layer) or (None if there else site.why_not(layer))
+            if reason is None or there:
+                ours.append(name)
+            else:
+                site.left(self, layer, reason)
+        for names in _groups(parent, ours):
+            siblings = Siblings(parent, names)
+            for name in names:
+                layer = children[name]
+                patch = site.patch_of(layer)
+                if patch is None:
+                    patch = Patch(self, site.ledger, siblings)
+                    site.install(layer, adapter_forward, patch)
+                patch.formula = siblings  # one for the group, also where fuse looks at it again
+                site.fused(self, layer, str(siblings), patch)
+
+    def is_stale(self, site: Site) -> bool:
+        return site.kept(_Names).seen != _names(site.model)
+
+
+class _Names:
+    """The names of the adapters that a model had when fuse looked at it."""
+
+    seen: tuple[str, ...] = ()
+
+
+def _names(model: Any) -> tuple[str, ...]:
+    return tuple(getattr(model, "peft_config", None) or ())
+
+
+def _patch_of(module: nn.Module) -> Patch | None:
+    return vars(module).get("_tigon")
+
+
+def _head_of(module: Any) -> Any:
+    if not callable(getattr(type(module), "get_output_embeddings", None)):
+        return None
+    try:
+        return module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
+    """The names, in groups of layers that get the same input."""
+    groups = [g for found in _together(type(parent).forward) if (g := tuple(n for n in found if n in names))]
+    return groups + [(n,) for n in names if not any(n in g for g in groups)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """Names of children that a forward always calls, once and with the same local name as their only argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    if function is None or not function.args.args:
+        return []
+    own = function.args.args[0].arg
+    calls: dict[str, list[ast.Call]] = {}
+    stores: dict[str, list[int]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, own):
+            calls.setdefault(node.func.attr, []).append(node)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            stores.setdefault(node.id, []).append(node.lineno)
+    always = {id(node) for node in _always(function.body)}
+    inputs: dict[str, list[tuple[int, int, str]]] = {}
+    for name, nodes in calls.items():
+        node = nodes[0]
+        alone = len(nodes) == 1 and len(node.args) == 1 and not node.keywords
+        if alone and isinstance(node.args[0], ast.Name) and id(node) in always:
+            inputs.setdefault(node.args[0].id, []).append((node.lineno, node.col_offset, name))
+    groups = []
+    for argument, found in inputs.items():
+        found.sort()
+        first, last = found[0][0], found[-1][0]
+        if len(found) > 1 and not any(first <= line <= last for line in stores.get(argument, ())):
+            groups.append(tuple(name for _, _, name in found))
+    return groups
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _always(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """The nodes that every call runs, unless it raises: outside of conditions, loops, and functions of their own."""
+    sometimes = (
+        ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.BoolOp, ast.Lambda, ast.FunctionDef, ast.ListComp,
+        ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.Match, ast.ClassDef, ast.AsyncFunctionDef,
+    )  # fmt: skip
+    todo: list[ast.AST] = []
+    for statement in body:
+        if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and isinstance(statement, sometimes):
+            break  # what follows runs only where this did not return
+        todo.append(statement)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, sometimes):
+            continue
+        yield node
+        todo += ast.iter_child_nodes(node)
+
+
+ADAPTERS = register(Adapters())
