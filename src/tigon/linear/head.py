@@ -57,18 +57,20 @@ class Hidden(NamedTuple):
 
 def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
     """The argument as a Head, whatever its form; a ValueError if it is none."""
-    if not isinstance(head, Head):
+    found: Head
+    if isinstance(head, Head):
+        found = head
+    else:
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
         if not plain and not isinstance(head, Tensor):
             raise ValueError(
                 f"{name}: {argument} must be a weight (V, H), a torch.nn.Linear or a tigon.Head, got "
                 f"{type(head).__name__}."
             )
-        head = Head(head.weight, head.bias) if plain else Head(head)
-    if head.lora is not None and not lora:
+        found = Head(head.weight, head.bias) if plain else Head(head)
+    if found.lora is not None and not lora:
         raise ValueError(f"{name}: {argument}.lora must be None: only linear_logprob takes an adapter on the head.")
-    result: Head = head
-    return result
+    return found
 
 
 def check_head(

@@ -372,7 +372,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return total if inverse is None else total * inverse, *way
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
         return first_order(_IntoMainGrad.gradients, ctx, dloss)
 
     @staticmethod

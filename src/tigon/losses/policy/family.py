@@ -166,9 +166,9 @@ class Policy(Family, key="policy"):
         if sampler is not None and loss_type != "vespo":  # whose φ has it already
             loss = loss * sampler
         if reference != "none":
-            theirs = side.ref if part.reference is None else part.reference
-            assert theirs is not None
-            d = theirs - logprob
+            ref = side.ref if part.reference is None else part.reference
+            assert ref is not None
+            d = ref - logprob
             kl = d.exp() - d - 1
             if of.correct_kl:
                 kl = kl * ratio

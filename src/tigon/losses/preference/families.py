@@ -241,7 +241,7 @@ class DPOFamily(Pairs, key="dpo"):
     def boost(self, sequences: int, tokens: int) -> float:
         # "sft" also divides by tokens. The boost is the geometric mean of what "sft" and the other types need.
         if any(term.name == "sft" for term in self.terms):
-            return super().boost(sequences, tokens) * max(1, tokens) ** 0.5
+            return float(super().boost(sequences, tokens) * max(1, tokens) ** 0.5)
         bounded = self.words.divergence == "reverse_kl" and all(DPO_LOSSES[term.name].bounded for term in self.terms)
         most = self.numbers.beta * sum(abs(term.weight) for term in self.terms)
         return super().boost(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
@@ -368,7 +368,7 @@ class CPOFamily(Pairs, key="cpo"):
 
     def boost(self, sequences: int, tokens: int) -> float:
         average, nll = self.words.logps == "average", self.numbers.nll_weight != 0
-        return super().boost(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0)
+        return float(super().boost(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0))
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         beta, gamma, smoothing, nll_weight, alpha = self.numbers

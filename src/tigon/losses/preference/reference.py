@@ -6,7 +6,7 @@ Options as in the public functions; logits and ref_logits (S, T, V) after softca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +42,13 @@ def dpo_reference(
     ref_w, ref_l = (torch.zeros_like(w) if r is None else r for r in (ref_w, ref_l))
     r_w, r_l = w - ref_w, l - ref_l
     a = f_alpha_divergence_coef
-    scores = {
+    by_divergence: dict[str, Callable[[Tensor], Tensor]] = {
         "reverse_kl": lambda r: r,
         "forward_kl": lambda r: 1 - torch.exp(-r),
         "js_divergence": lambda r: math.log(2) + torch.log(torch.sigmoid(r)),
         "alpha_divergence": lambda r: (torch.exp((a - 1) * r) - 1) / (a - 1),
-    }[f_divergence_type]
+    }
+    scores = by_divergence[f_divergence_type]
     s_w, s_l = scores(r_w), scores(r_l)
     n_w, n_l = mask.sum(1).clamp(min=1).chunk(2)
     z, per_token = beta * (s_w - s_l), s_w / n_w - s_l / n_l
@@ -62,7 +63,7 @@ def dpo_reference(
         if name == "hinge":
             return torch.relu(1 - z)
         if name == "ipo":
-            return (per_token - 1 / (2 * beta)) ** 2
+            return (per_token - 1 / (2 * beta)).square()
         if name == "exo_pair":
             return sigma(z) * (sigma(z) / (1 - e)).log() + sigma(-z) * (sigma(-z) / e).log()
         if name == "nca_pair":
