@@ -443,6 +443,31 @@ def test_adapters_save_recipes_too(device):
     assert_same_bits(gradients["mlp"], gradients["none"])
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_what_peft_widens_and_autocast_narrows_again_is_left_out(use_dora, device):
+    """Each adapter that is left to PEFT widens its input to fp32, and autocast narrows that: two casts in a row."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+    config.use_dora = use_dora
+    model = peft.get_peft_model(build("llama").to(device, torch.bfloat16), config)
+    model.enable_input_require_grads()
+    inputs = {k: v.to(device) for k, v in batch("llama").items()}
+    gradients, left_out = {}, {}
+    for level in ("none", "cheap"):
+        model.zero_grad()
+        with tigon.fuse(model, recompute=level, adapters=False) as fusion:
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(**inputs).loss
+            left_out[level] = fusion.report().bytes_not_kept
+            loss.backward()
+        gradients[level] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    tokens, width = inputs["input_ids"].numel(), model.config.hidden_size
+    # Of two layers: what q, v and gate keep, each a copy of its own, is the results of two norms.
+    assert left_out["cheap"] >= 2 * 2 * tokens * width * 2
+    assert_same_bits(gradients["cheap"], gradients["none"])
+
+
 def test_what_adapters_in_fp32_widen_is_left_out(device):
     """PEFT keeps adapters of a bf16 model in fp32: each of them saves an input of its own, twice as wide."""
     gradients, left_out = adapted(device, torch.bfloat16, ["q_proj", "v_proj", "down_proj"], ("none", "cheap"))

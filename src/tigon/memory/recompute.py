@@ -34,6 +34,8 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 # At most this many recomputed results are alive per device. Normally the last consumer frees one; this bounds the case
 # where backward skips a consumer.
 HELD = 2
+# torch's name of the autograd node of a cast, and how many of them in a row are followed back.
+CAST, LONGEST = "ToCopyBackward0", 3
 
 # torch has no public way to ask which hooks are on top, or whether hooks are allowed.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
@@ -177,24 +179,37 @@ class Pass:
         # After `y.data = …` another tensor may have y's old address.
         return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
 
-    def _cast(self, t: Tensor) -> _Work | None:
-        """How to make t if t is a noted result cast to another dtype, else None.
+    def _cast(self, t: Tensor) -> tuple[_Work, int] | None:
+        """How to make t, and as which of the results, if t is a noted result cast to other dtypes, else None.
 
-        Under autocast each projection narrows its input itself, and each adapter in fp32 widens its input.
+        Under autocast each projection narrows its input itself. Each adapter in fp32 widens its input, and autocast
+        narrows that again: a chain of casts, whose end may have the numbers of its beginning.
         """
         node, _ = _behind_views(t.grad_fn, 0)
-        if node is None or node.name() != "ToCopyBackward0":
+        if node is None or node.name() != CAST:
             return None
-        result = self._nodes.get(node.next_functions[0]) or self._nodes.get(_behind_views(*node.next_functions[0]))
+        dtypes, edge = [t.dtype], node.next_functions[0]
+        result = self._nodes.get(edge) or self._nodes.get(_behind_views(*edge))
+        while result is None and len(dtypes) < LONGEST:
+            node, _ = _behind_views(*edge)
+            made = getattr(node, "_input_metadata", None)  # of the gradient: the dtype that this cast gave
+            if not made or node.name() != CAST:
+                return None
+            dtypes.insert(0, made[0].dtype)
+            edge = node.next_functions[0]
+            result = self._nodes.get(edge) or self._nodes.get(_behind_views(*edge))
         if result is None or t.device != result.work.device or not result.lies_like(t):
             return None
         y = result.tensor()
         if t._version or (y is not None and y._version != result.version):
             return None  # other code wrote into the result, or into its cast
-        if t.dtype not in result.casts:
+        if t.dtype == result.dtype and all(torch.promote_types(d, t.dtype) == d for d in dtypes):
+            return result.work, result.index  # widened and narrowed again
+        key = tuple(dtypes)
+        if key not in result.casts:
             given = _Again(result.work, result.index, result.size, result.stride, 0)
-            result.casts[t.dtype] = _Work(functools.partial(torch.Tensor.to, dtype=t.dtype), [given], t.device)
-        return result.casts[t.dtype]
+            result.casts[key] = _Work(functools.partial(_cast_along, dtypes=key), [given], t.device)
+        return result.casts[key], 0
 
     # --------------------------------------------------------------------------------------------- what autograd calls
 
@@ -227,7 +242,7 @@ class Pass:
             if self._nodes and t.grad_fn is not None and _is_plain(t) and t.storage_offset() == 0:
                 cast = self._cast(t)
                 if cast is not None:
-                    return _Again(cast, 0, t.size(), t.stride(), 0)
+                    return _Again(*cast, t.size(), t.stride(), 0)
         return _Kept(t)
 
     def _value(self, packed: _Kept | _Again) -> Tensor:
@@ -328,13 +343,19 @@ class _Result:
         self.tensor, self.work, self.index = tensor, work, index
         self.dtype, self.version, self.size, self.stride = y.dtype, y._version, y.size(), y.stride()
         self.contiguous = y.is_contiguous()
-        self.casts: dict[torch.dtype, _Work] = {}
+        self.casts: dict[tuple[torch.dtype, ...], _Work] = {}
 
     def lies_like(self, t: Tensor) -> bool:
         """Whether the elements of t, a cast of views of this result, are in the result's order."""
         if self.contiguous:
             return t.is_contiguous() and t.numel() == self.size.numel()
         return (t.size(), t.stride()) == (self.size, self.stride)
+
+
+def _cast_along(t: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    for dtype in dtypes:
+        t = t.to(dtype)
+    return t
 
 
 def _address(storage: torch.UntypedStorage) -> int:
