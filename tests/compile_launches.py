@@ -182,7 +182,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 second = tigon.NestedAbsmax(torch.empty(256), torch.empty(3584), torch.empty(1)) if nested else None
                 packed = torch.empty(29360128, dtype=torch.uint8)
                 tigon.dequantize_4bit(tigon.FourBit(packed, numbers, torch.empty(16), (14336, 4096), dtype, 64, second))
-        for dtype, rank in itertools.product((torch.bfloat16, torch.float16), (16, 64)):
+        for dtype, rank in itertools.product((torch.bfloat16, torch.float16), (16, 32)):
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "lora_mlp", "case": f"rank {rank}", "shape": (8192, 4096), "frozen": None}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
