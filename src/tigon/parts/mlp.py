@@ -32,6 +32,7 @@ from tigon.fusion.reasons import Reason
 from tigon.linear.adapters import gated_lora_linear, lora_linear
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.linear.lora_mlp import lora_mlp
+from tigon.linear.tiled_lora_mlp import tiled_lora_mlp
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear_saved_by
@@ -52,6 +53,8 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     recompute = patch.ledger.recompute
     if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tiled = _tiled_mlp(self, patch, x)
+        if tiled is None:
+            tiled = _adapted_mlp(self, patch, x, tiled=True)
         if tiled is not None:
             return _after_mlp(self, formula, tiled)
         if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the tensors that it saves, too
@@ -120,8 +123,8 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     return _after_mlp(self, formula, y)
 
 
-def _adapted_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
-    """The whole unit of three layers with adapters; None if one of them is another layer."""
+def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False) -> Tensor | None:
+    """The whole unit of three layers with adapters, in tiles or at once; None if one of them is another layer."""
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
     plain = formula.between is None and formula.gate_scale is None and recompute.product
@@ -134,14 +137,23 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     gate, up = (adapter_here(layer, x) for layer in layers[:2])
     if gate is None or up is None or gate.b.shape[0] != up.b.shape[0]:
         return None
-    product = x.new_empty((0, gate.b.shape[0]), dtype=autocast_dtype(x.device.type) or x.dtype)  # stands for the unit's
-    down = adapter_here(layers[2], product)
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    down = adapter_here(layers[2], x.new_empty((0, gate.b.shape[0]), dtype=dtype))  # stands for the unit's product
     if down is None:
         return None
+    if not tiled:
+        y = lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks())
+    else:
+        if recompute.is_elsewhere() and is_one_tile(x, gate.b.shape[0]):
+            return None  # a checkpoint recomputes the whole unit anyway
+        found = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
+        if found is None:
+            return None
+        y = found
     patch.ledger.count("mlp", patch.key)
     for layer in layers:
         count_here(layer)
-    return lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks())
+    return y
 
 
 def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tensor | None] | None:
