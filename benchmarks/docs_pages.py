@@ -17,6 +17,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- activations -->                the activations that `act=` takes
     <!-- families -->                   what fuse does to every class of transformers
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
+    <!-- adapters -->              a step with adapters, of several libraries
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
 """
 
@@ -35,7 +36,7 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import convergence, sharpness
+from studies import adapters, convergence, sharpness
 
 import tigon
 from tigon.bench import plots, report
@@ -145,6 +146,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "families": lambda _: families.page(),
         "hardware": lambda _: guides.hardware(RESULTS),
         "peaks": lambda model: guides.peaks(RESULTS, model),
+        "adapters": lambda _: adapters.page(RESULTS),
         "converge": lambda _: convergence.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),

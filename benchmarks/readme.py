@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from studies import adapters as adapter_study
+
 from tigon.bench import report
 from tigon.bench.matrix import CAPTION, By, bold, cases_of, leaders, to_matrix
 
@@ -72,6 +74,23 @@ def experts() -> str:
     return operators("h200-matmul.json", EXPERTS, "experts", columns, digits=2, titles={"eager": "loop"})
 
 
+def adapters() -> str:
+    """The section with the table of adapters; nothing before they are measured."""
+    name = "h100-adapters.json"
+    if not (RESULTS / name).exists():
+        return ""
+    content = report.load(RESULTS / name)
+    return f"{ADAPTERS}\n{adapter_study.to_table(content)}\n{source(name, content, ADAPTER_PACKAGES)}\n"
+
+
+ADAPTERS = (
+    "## Adapters (LoRA, QLoRA)\n\n"
+    "One training step on one GPU beside Hugging Face with PEFT, Liger and Unsloth: adapters in fp32 on all seven "
+    "projections, bf16 autocast,\nAdamW, sequences of 2048 tokens, random weights, all in [one run]"
+    "(docs/bench.md#adapters). Unsloth checkpoints as it does by default, in host memory.\n"
+)
+
+
 def operators(
     name: str,
     lines: dict[str, tuple[str, tuple[int, ...]]],
@@ -122,12 +141,12 @@ def marks(remarks: Sequence[str], notes: list[str]) -> str:
     return "".join(RAISED[notes.index(remark)] for remark in remarks)
 
 
-def source(name: str, content: dict[str, Any]) -> str:
-    """Where the figures come from, in a sentence."""
+def source(name: str, content: dict[str, Any], packages: dict[str, str] | None = None) -> str:
+    """Where the figures come from, in a sentence. packages: those that it names, with their titles."""
     env = content["environment"]
     gpus = content.get("gpus") or max((row.get("gpus", 1) for row in content["rows"]), default=1)
     versions = ", ".join(
-        f"{title} {env['packages'][key]}" for key, title in PACKAGES.items() if env["packages"].get(key)
+        f"{title} {env['packages'][key]}" for key, title in (packages or PACKAGES).items() if env["packages"].get(key)
     )
     device = env["device"].removeprefix("NVIDIA ")
     days = sorted({run["date"][:10] for run in runs(content)})
@@ -138,6 +157,10 @@ def source(name: str, content: dict[str, Any]) -> str:
 PACKAGES = {
     "torch": "torch", "triton": "Triton", "transformers": "transformers", "liger-kernel": "Liger",
     "quack-kernels": "QuACK", "trl": "TRL",
+}  # fmt: skip
+ADAPTER_PACKAGES = {
+    "torch": "torch", "transformers": "transformers", "peft": "PEFT", "bitsandbytes": "bitsandbytes",
+    "liger-kernel": "Liger", "unsloth": "Unsloth",
 }  # fmt: skip
 
 
@@ -213,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-gpu": one_gpu,
     "losses": losses,
     "experts": experts,
+    "adapters": adapters,
 }
 
 

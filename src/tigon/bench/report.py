@@ -421,7 +421,9 @@ COLUMNS["vocabulary-parallel"] = {
 }
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
-_CASE_KEYS = ("op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus")
+_CASE_KEYS = (
+    "op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
+)  # fmt: skip
 _CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
 _TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
 
