@@ -694,3 +694,35 @@ def test_a_quantised_layer_without_state_is_named(device):
     with contextlib.suppress(Exception):
         model(**batch())
     assert "no quantisation state" in fusion.report().last_step()
+
+
+# ----------------------------------------------------------------------------------------------------- sharded weights
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_fsdp2_gathers_what_the_fused_layers_read(checkpointed, process_group, device):
+    """Outside of a layer's call its weights are DTensors; inside they are whole, and so they are in the backward pass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (1,))
+    plain, model = adapted(device=device), adapted(device=device)
+    fusion = tigon.fuse(model, head=False)
+    for m in (plain, model):
+        if checkpointed:
+            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            m.enable_input_require_grads()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    expected = step(plain, batch(), device=device)
+    model.zero_grad()
+    loss = model(**{k: v.to(device) for k, v in batch().items()}).loss
+    loss.backward()
+    assert ran(fusion) >= 14
+    torch.testing.assert_close(loss.detach().float(), expected[0], rtol=3e-6, atol=0)
+    largest = max(g.abs().max() for g in expected[1].values())
+    for name, p in model.named_parameters():
+        if name in expected[1]:
+            g = expected[1][name]
+            assert (p.grad.full_tensor() - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
