@@ -701,7 +701,7 @@ def test_a_quantised_layer_without_state_is_named(device):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_fsdp2_gathers_what_the_fused_layers_read(checkpointed, process_group, device):
-    """Outside of a layer's call its weights are DTensors; inside they are whole, and so they are in the backward pass."""
+    """Outside of a layer's call its weights are DTensors; inside they are whole, also in the backward pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
