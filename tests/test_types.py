@@ -25,6 +25,8 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.gated_linear(x, x, x, act="relu2")
     tigon.Rope(angles="once")
     tigon.Rope(arithmetic="native")
+    tigon.Expert(act="relu")
+    tigon.moe_mlp(x, t, x, (x, x), x, config=tigon.Expert(limit=7.0))
     tigon.use_backend("torch")
     tigon.kl_div(x, x, reduction="batchmean")
     tigon.jsd(x, x, reduction="rows")
@@ -40,7 +42,7 @@ def test_mypy_finds_wrong_words(tmp_path):
     wrong = {
         '"gemma"': '"lama"', '"sum"': '"avg"', '"relu2"': '"swish"', '"once"': '"half"', '"mlp"': '"mpl"',
         '"native"': '"bf16"', '"torch"': '"cpu"', '"batchmean"': '"average"', '"rows"': '"row"', '"gelu"': '"gelu_erf"',
-        '"none"': '"erf"',
+        '"none"': '"erf"', '"relu"': '"relu6"',
     }  # fmt: skip
     mistaken = right + "tigon.rope(x, x, x, x, interleaved=True)"
     for word, mistake in wrong.items():
@@ -48,10 +50,11 @@ def test_mypy_finds_wrong_words(tmp_path):
     for option, mistake in {
         "(label_smoothing=0.1)": "(label_smooth=0.1)", "(tigon.losses.DPO(beta=0.1))": "(betta=0.1)",
         "tigon.losses.Rollout(x, old=x)": "x, old=x",
+        "config=tigon.Expert(limit=7.0)": "limit=7.0",
     }.items():  # fmt: skip
         assert option in mistaken
         mistaken = mistaken.replace(option, mistake)
-    for text, errors in ((right, 0), (mistaken, 18)):
+    for text, errors in ((right, 0), (mistaken, 20)):
         snippet.write_text(textwrap.dedent(text))
         options = ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
         said, _, _ = api.run([*options, str(snippet)])

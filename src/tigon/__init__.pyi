@@ -25,6 +25,7 @@ from tigon.ops.divergence import tvd as tvd
 from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
 from tigon.ops.experts import moe_mlp as moe_mlp
+from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu

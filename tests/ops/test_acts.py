@@ -70,7 +70,9 @@ def test_another_name_is_refused_with_the_names_there_are(op):
         "gated_unit": lambda act: gated_unit(x, x, act=act),
         "gated_linear": lambda act: gated_linear(x, x, w, act=act),
         "gated_mlp": lambda act: gated_mlp(x, w, w, w, act=act),
-        "moe_mlp": lambda act: tigon.moe_mlp(x, index, torch.ones(2, 1), stacked, torch.ones(1, 4, 4), act=act),
+        "moe_mlp": lambda act: tigon.moe_mlp(
+            x, index, torch.ones(2, 1), stacked, torch.ones(1, 4, 4), config=tigon.Expert(act=act)
+        ),
     }
     with pytest.raises(ValueError, match=rf"{op}: act must be one of 'silu', .*got 'swish', which is called 'silu'"):
         calls[op]("swish")
@@ -111,7 +113,11 @@ def test_a_trial_activation_runs_in_every_operator(trial, backend, device):
             lambda x, a, b, c: F.linear(trial.value(F.linear(x, a)) * F.linear(x, b), c),
             (x, w, w.flip(0), down),
         ),
-        (lambda x, a, b: tigon.moe_mlp(x, index, weights, a, b, act=act), experts, (x, stacked, stacked_down)),
+        (
+            lambda x, a, b: tigon.moe_mlp(x, index, weights, a, b, config=tigon.Expert(act=act)),
+            experts,
+            (x, stacked, stacked_down),
+        ),
     )
     for ours, plain, tensors in pairs:
         for got, expected in zip(gradients(ours, *tensors), gradients(plain, *tensors), strict=True):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from numerics import check
-from ops_table.experts import MOE_MLP, _eager, _reference
+from ops_table.experts import MOE_MLP, _eager, _public, _reference
 from ops_table.row import Case
 from torch import Tensor
 
 import tigon
 from tigon.ops.experts import launches, moe_mlp, routing
+from tigon.ops.experts.options import Expert
 from tigon.runtime import HAS_TRITON
 
 
@@ -91,10 +94,7 @@ def test_gpt_oss_is_written_as_the_model_writes_it(backend, device):
         torch.ones(9, 1, device=device),
         gate_up,
         down,
-        interleaved=True,
-        alpha=1.702,
-        limit=2.0,
-        up_offset=1.0,
+        config=Expert(interleaved=True, alpha=1.702, limit=2.0, up_offset=1.0),
     )
     for t in range(9):
         z = gate_up[t % 2] @ x[t]
@@ -107,10 +107,13 @@ def test_gpt_oss_is_written_as_the_model_writes_it(backend, device):
 def test_large_tiles_of_a_weight_stored_by_columns(interleaved, device, triton_backend):
     """Gate and up as the two halves of a tile's columns, and as pairs of columns, where parts of them are empty."""
     case = Case(
-        "", (200, 24, 72, 2, 1), {"interleaved": interleaved, "act": "relu"}, {"transposed": True, "bias": True}
+        "",
+        (200, 24, 72, 2, 1),
+        {"config": Expert(interleaved=interleaved, act="relu")},
+        {"transposed": True, "bias": True},
     )
     inputs = MOE_MLP.draw(case, torch.bfloat16, device)
-    check(moe_mlp, _reference, *inputs, eager=_eager, **case.options)
+    check(_public, _reference, *inputs, eager=_eager, **case.options)
 
 
 def test_the_gradient_of_a_weight_stored_by_columns_is_stored_so_too(backend, device):
@@ -160,8 +163,8 @@ def test_compiled_where_the_reference_serves(device):
     """In a graph it does not know the split, and multiplies all tokens by all experts: with the same result."""
     inputs = MOE_MLP.draw(Case("", (24, 40, 24, 4, 2), {}, {"bias": True}), torch.float32, device)
     with tigon.use_backend("torch"):
-        compiled = torch.compile(moe_mlp, fullgraph=True, backend="eager")(*inputs)
-        torch.testing.assert_close(compiled, moe_mlp(*inputs), rtol=1e-5, atol=1e-6)
+        compiled = torch.compile(_public, fullgraph=True, backend="eager")(*inputs)
+        torch.testing.assert_close(compiled, _public(*inputs), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(compiled, _eager(*inputs), rtol=1e-5, atol=1e-6)
 
 
@@ -199,3 +202,38 @@ def test_autocast_takes_any_mixture(x_dtype, w_dtype, backend, device):
     got = torch.autograd.grad(y.float().sum(), (x, gate_up, down))
     for g, e in zip(got, torch.autograd.grad(expected.float().sum(), narrow), strict=True):
         assert torch.equal(g.bfloat16(), e)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"act": "tanh"}, r"moe_mlp: act must be one of .*got 'tanh'"),
+        ({"act": "gelu", "alpha": 2}, r"moe_mlp: alpha must be 1 where act is not 'silu', got 2.0 and 'gelu'"),
+        ({"alpha": -1}, r"moe_mlp: alpha must be positive, got -1.0"),
+        ({"limit": 0}, r"moe_mlp: limit must be positive or None, got 0.0"),
+        ({"gated": False, "limit": 7.0}, r"moe_mlp: interleaved, alpha, .* must be left out .* got limit = 7.0\.$"),
+    ],
+)
+def test_options_that_do_not_fit_raise_when_they_are_made(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tigon.Expert(**options)
+
+
+MADE_BEFORE = Expert(limit=0.5)
+
+
+def test_options_made_before_and_inside_of_a_compiled_function(backend, device):
+    """Equal options find the same compiled code, others get their own."""
+    inputs = MOE_MLP.draw(Case("", (6, 16, 12, 2, 1), {}, {"bias": True}), torch.float32, device)
+    compiled = torch.compile(_public, fullgraph=True, backend="eager")
+    for options in ({}, {"limit": 0.5}, {"interleaved": True, "alpha": 2}):
+        expected = _public(*inputs, config=Expert(**options))
+        for made in (Expert(**options), Expert(**options)):
+            torch.testing.assert_close(compiled(*inputs, config=made), expected)
+
+    @functools.partial(torch.compile, fullgraph=True, backend="eager")
+    def inside(*inputs):
+        return _public(*inputs, config=Expert(act="gelu")), _public(*inputs, config=MADE_BEFORE)
+
+    for got, config in zip(inside(*inputs), (Expert(act="gelu"), MADE_BEFORE), strict=True):
+        torch.testing.assert_close(got, _public(*inputs, config=config))

@@ -58,8 +58,13 @@ def test_other_arguments():
         tigon.gated_mlp(X, HEAD.weight, HEAD.weight, nn.Embedding(16, 8))
     with pytest.raises(ValueError, match=r"gated_mlp: gate must be .* got tuple of Linear, Parameter\.$"):
         tigon.gated_mlp(X, (HEAD, HEAD.bias), HEAD.weight, HEAD)
-    with pytest.raises(ValueError, match=r"moe_mlp: down must be a tensor, got list\.$"):
-        tigon.moe_mlp(X[0], TARGET[0, :, None], X[0, :, :1], torch.ones(1, 8, 8), [1.0])
+    routed, experts = (X[0], TARGET[0, :, None], X[0, :, :1]), torch.ones(1, 8, 8)
+    with pytest.raises(ValueError, match=r"moe_mlp: down must be a weight or a pair of weight and bias, got list\.$"):
+        tigon.moe_mlp(*routed, experts, [1.0])
+    with pytest.raises(ValueError, match=r"moe_mlp: gate_up must be a weight or a pair .* got Linear\.$"):
+        tigon.moe_mlp(*routed, HEAD, experts)
+    with pytest.raises(ValueError, match=r"moe_mlp: top_k_index must be a tensor, got list\.$"):
+        tigon.moe_mlp(X[0], [[0]], X[0, :, :1], experts, experts)
 
 
 def test_a_layer_of_a_gated_mlp_is_a_weight_a_pair_or_a_linear(backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from ops_table.row import Bad, Case, Inputs, Op, randn
 from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
-from tigon.ops.experts.options import Options
+from tigon.ops.experts.options import Expert
 from tigon.ops.experts.reference import moe_mlp_reference
 
 
@@ -30,27 +31,36 @@ def _make(shape, dtype, generator, bias=False, transposed=False, gated=True, wei
     return randn((T, D), dtype, generator), index, scale.to(weights or dtype), gate_up, down, *biases
 
 
-def _reference(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, **options):
-    return moe_mlp_reference(x, index, weights, gate_up, down, gate_up_bias, down_bias, Options(**options))
+def _public(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, **options):
+    """With a bias where there is one: a weight alone is the same without."""
+    pairs = ((gate_up, gate_up_bias), (down, down_bias))
+    return moe_mlp(
+        x, index, weights, *(weight if bias is None else (weight, bias) for weight, bias in pairs), **options
+    )
 
 
-def _eager(
-    x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, act="silu", gated=True, interleaved=False,
-    alpha=1.0, limit=None, up_offset=0.0,
-):  # fmt: skip
+_SWIGLU = Expert()
+
+
+def _reference(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, config=_SWIGLU):
+    return moe_mlp_reference(x, index, weights, gate_up, down, gate_up_bias, down_bias, config.options())
+
+
+def _eager(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, config=_SWIGLU):
     """As transformers writes it, one expert after the other."""
+    act, limit, alpha, up_offset = ACTS[config.act].value, config.limit, config.alpha, config.up_offset
     y = torch.zeros_like(x)
     for expert in range(len(gate_up)):
         token, choice = torch.where(index == expert)
         z = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        if gated:
-            gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+        if config.gated:
+            gate, up = (z[..., ::2], z[..., 1::2]) if config.interleaved else z.chunk(2, dim=-1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else ACTS[act].value(gate)
+            gate = gate * torch.sigmoid(gate * alpha) if alpha != 1.0 else act(gate)
             h = gate * (up + up_offset) if up_offset else gate * up
         else:
-            h = ACTS[act].value(z)
+            h = act(z)
         z = F.linear(h, down[expert], None if down_bias is None else down_bias[expert])
         y.index_add_(0, token, (z * weights[token, choice, None]).to(y.dtype))
     return y
@@ -64,51 +74,50 @@ def _bad(**replaced: Any) -> Callable[[], Inputs]:
     return lambda: tuple((made | replaced).values())
 
 
-_OSS = {"interleaved": True, "alpha": 1.702, "up_offset": 1.0}
+_OSS = Expert(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0)
 MOE_MLP = Op(
     name="moe_mlp",
-    public=moe_mlp,
+    public=_public,
     reference=_reference,
     eager=_eager,
     make=_make,
     cases=(
         Case("masked, with biases", (13, 24, 20, 3, 2), {}, {"bias": True}, draws=2),
-        Case("gpt-oss", (11, 16, 20, 3, 2), {**_OSS, "limit": 1.5}, {"bias": True, "transposed": True}, draws=2),
-        Case("stored by columns", (9, 16, 24, 2, 2), {"act": "gelu"}, {"transposed": True}, draws=2),
+        Case(
+            "gpt-oss",
+            (11, 16, 20, 3, 2),
+            {"config": replace(_OSS, limit=1.5)},
+            {"bias": True, "transposed": True},
+            draws=2,
+        ),
+        Case("stored by columns", (9, 16, 24, 2, 2), {"config": Expert(act="gelu")}, {"transposed": True}, draws=2),
         Case(
             "no gate",
             (9, 16, 24, 3, 1),
-            {"act": "relu2", "gated": False},
+            {"config": Expert(act="relu2", gated=False)},
             {"gated": False, "transposed": True, "weights": torch.float32},
             draws=8,
         ),
         Case("tiles of 128 rows", (97, 16, 40, 1, 1)),
-        Case("experts of other ranks", (13, 16, 16, 3, 2), {"limit": 0.7}, {"unknown": True}, draws=4),
+        Case("experts of other ranks", (13, 16, 16, 3, 2), {"config": Expert(limit=0.7)}, {"unknown": True}, draws=4),
     ),
     empty=((0, 8, 6, 4, 2),),
     bad=(
-        Bad(_bad(), r"moe_mlp: act must be one of .*got 'tanh'", {"act": "tanh"}),
-        Bad(
-            _bad(), r"moe_mlp: alpha must be 1 where act is not 'silu', got 2.0 and 'gelu'", {"act": "gelu", "alpha": 2}
-        ),
-        Bad(_bad(), r"moe_mlp: alpha must be positive, got -1.0", {"alpha": -1}),
-        Bad(_bad(), r"moe_mlp: limit must be positive or None, got 0.0", {"limit": 0}),
-        Bad(_bad(), r"moe_mlp: interleaved, alpha.*got limit = 7", {"gated": False, "limit": 7.0}),
         Bad(_bad(x=torch.ones(3, 1, 4)), r"moe_mlp: x must be \(T, D\) floats, got \(3, 1, 4\)"),
         Bad(_bad(index=torch.zeros(2, 2).long()), r"moe_mlp: top_k_index must be .* with T = 3, got \(2, 2\)"),
         Bad(_bad(index=torch.zeros(3, 2)), r"moe_mlp: top_k_index must be .* got \(3, 2\) torch.float32"),
         Bad(_bad(weights=torch.ones(3, 1)), r"moe_mlp: top_k_weights must be .* shape \(3, 2\), got \(3, 1\)"),
         Bad(_bad(down=torch.ones(5, 3, 6)), r"moe_mlp: down must be \(E, D, I\) with D = 4, .*got \(5, 3, 6\)"),
         Bad(_bad(gate_up=torch.ones(5, 6, 4)), r"moe_mlp: gate_up must be .*= \(5, 12, 4\) .*got \(5, 6, 4\)"),
-        Bad(_bad(down_bias=torch.ones(5, 5)), r"moe_mlp: down_bias must be \(5, 4\), got \(5, 5\)"),
-        Bad(_bad(down=torch.ones(5, 4, 6).half()), r"moe_mlp: down must have x's dtype torch.float32, got .*float16"),
+        Bad(_bad(down_bias=torch.ones(5, 5)), r"moe_mlp: down must have a bias that is \(5, 4\), got \(5, 5\)"),
+        Bad(_bad(down=torch.ones(5, 4, 6).half()), r"moe_mlp: down must be of x's dtype torch.float32, got .*float16"),
     ),
     launches=("moe_mlp_fwd", "moe_mlp_bwd"),
     models=(
         # First, since small tiles compile soon: the first comes in three dtypes, and with each input frozen.
         Case("few tokens, Qwen3-30B-A3B", (64, 2048, 768, 128, 8), {}, {"weights": torch.float32}),
         Case("Mixtral-8x7B", (8192, 4096, 14336, 8, 2)),
-        Case("gpt-oss-20b", (8192, 2880, 2880, 32, 4), {**_OSS, "limit": 7.0}, {"bias": True, "transposed": True}),
+        Case("gpt-oss-20b", (8192, 2880, 2880, 32, 4), {"config": _OSS}, {"bias": True, "transposed": True}),
     ),
     wide_loads=False,  # the choices are sorted as they come, 8 bytes each; the products' operands are read 16 at a time
     large=(Case("tokens", (1000, 4096, 16, 4, 2)),),

@@ -25,9 +25,9 @@ from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
 from tigon.fusion.reasons import Reason
 from tigon.logits.recipe import DTYPES
-from tigon.ops.acts import ACTS
+from tigon.ops.acts import ACTS, Act
 from tigon.ops.experts import moe_mlp
-from tigon.ops.experts.options import Options
+from tigon.ops.experts.options import Expert
 from tigon.ops.experts.reference import moe_mlp_reference
 from tigon.parts.mlp import has_state
 from tigon.runtime import autocast_dtype, use_triton
@@ -43,7 +43,7 @@ class Experts:
     gate_up, down, gate_up_bias, down_bias: names of the module's parameters.
     by_columns: gate_up is stored as (E, D, 2I).
     inputs: the names of the forward's arguments.
-    alpha, limit: attributes that hold these options of `moe_mlp`, or None.
+    alpha, limit: attributes that hold these options of `tigon.Expert`, or None.
     act_module: the child that computes the activation.
     held: attributes that may have an effect the formula lacks, with the values for which they have none.
     implementation: transformers' implementation that the module was set to. If another one is set later, that one runs.
@@ -56,7 +56,7 @@ class Experts:
     by_columns: bool
     inputs: tuple[str, str, str]
     act_module: str | None
-    act: str = "silu"
+    act: Act = "silu"
     gated: bool = True
     interleaved: bool = False
     alpha: str | None = None
@@ -75,10 +75,15 @@ class Experts:
         limits = ", held to a limit" if self.limit else ""
         return f"{self.act}({'gate' if self.gated else 'up'}){up if self.gated else ''} of experts in one pass{limits}"
 
-    def options(self, module: nn.Module) -> Options:
-        alpha = 1.0 if self.alpha is None else float(getattr(module, self.alpha))
-        limit = None if self.limit is None else float(getattr(module, self.limit))
-        return Options(self.act, self.gated, self.interleaved, alpha, limit, self.up_offset)
+    def expert(self, module: nn.Module) -> Expert:
+        return Expert(
+            act=self.act,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            alpha=1.0 if self.alpha is None else getattr(module, self.alpha),
+            limit=None if self.limit is None else getattr(module, self.limit),
+            up_offset=self.up_offset,
+        )
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         first, second = getattr(module, self.gate_up), getattr(module, self.down)
@@ -247,7 +252,7 @@ class _Probes:
         with torch.set_grad_enabled(case.gradients):
             y = run(probe, x, index, weights)
             ours = moe_mlp_reference(  # type: ignore[misc]
-                *_of_used_experts(x, index, weights, *formula.weights(probe)), options=formula.options(probe)
+                *_of_used_experts(x, index, weights, *formula.weights(probe)), options=formula.expert(probe).options()
             )
         if y is None:
             return case.dtype == torch.float16  # some torch functions lack fp16 on a CPU
@@ -273,7 +278,7 @@ class _Probes:
             probe = self.probes[dtype]
             x, index, weights = self._arguments(dtype, self.beyond if beyond else self.index)
             arguments = _of_used_experts(x, index, weights, *formula.weights(probe))
-            options = formula.options(probe)
+            options = formula.expert(probe).options()
             ours = moe_mlp_reference(*arguments, options=options)  # type: ignore[misc]
             if dtype == torch.float32:
                 size = ours.abs().amax(-1, keepdim=True).expand_as(ours) * (ROUNDINGS / 8)
@@ -321,7 +326,8 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
         return plain_forward(self, *args, **kwargs)
     patch.ledger.count("experts", patch.key)
-    return moe_mlp(x, index, weights, *experts, **formula.options(self)._asdict())
+    gate_up, down, gate_up_bias, down_bias = experts
+    return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
 
 
 def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:

@@ -36,18 +36,23 @@ def unknown_keyword(name: str, unknown: Mapping[str, Any], homes: Mapping[str, s
     return TypeError(f"{name}: {keyword} must be passed as {homes[keyword]}, got {keyword}={given}.")
 
 
-def weight_and_bias(name: str, argument: str, layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of an argument that is a `Layer`; a ValueError if it is none."""
+def weight_and_bias(name: str, argument: str, layer: Any, *, linear: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias of an argument that is a `Layer`; a ValueError if it is none.
+
+    linear: a `torch.nn.Linear` is one. Not where weights of several layers are stacked.
+    """
     if isinstance(layer, Tensor):
         return layer, None
-    if isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward:
+    if linear and isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward:
         return layer.weight, layer.bias
     if isinstance(layer, tuple) and len(layer) == 2:
         weight, bias = layer
         if isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
             return weight, bias
     held = f" of {', '.join(type(t).__name__ for t in layer)}" if isinstance(layer, tuple) else ""
-    raise ValueError(
-        f"{name}: {argument} must be a weight, a pair of weight and bias, or a torch.nn.Linear, got "
-        f"{type(layer).__name__}{held}."
+    kinds = (
+        "a weight, a pair of weight and bias, or a torch.nn.Linear"
+        if linear
+        else "a weight or a pair of weight and bias"
     )
+    raise ValueError(f"{name}: {argument} must be {kinds}, got {type(layer).__name__}{held}.")

@@ -14,7 +14,6 @@ from tigon.bench.cases.row import Implementation, Op, liger
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 from tigon.ops.acts import ACTS
 
-_OSS: dict[str, Any] = {"interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 COMPARED = 32  # tokens at either end
 
 
@@ -109,9 +108,18 @@ def _one(x: Tensor, own: dict[str, Tensor], oss: bool) -> Tensor:
 
 
 def _load_tigon(oss: bool) -> Callable[..., Any]:
-    from tigon.ops.experts import moe_mlp
+    from tigon import Expert, moe_mlp
 
-    return lambda **arguments: moe_mlp(**arguments, **(_OSS if oss else {}))
+    config = Expert(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0) if oss else Expert()
+
+    def run(
+        x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        experts = (gate_up, gate_up_bias), (down, down_bias)
+        return moe_mlp(x, top_k_index, top_k_weights, *experts, config=config)
+
+    return run
 
 
 def _load_transformers(oss: bool) -> Callable[..., Any]:

@@ -18,32 +18,31 @@ https://arxiv.org/abs/2211.15841; the clamped unit: gpt-oss, https://arxiv.org/a
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
-from tigon.ops.acts import Act, checked_act
 from tigon.ops.experts.launches import _moe_mlp
-from tigon.ops.experts.options import Options
+from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
 from tigon.ops.experts.reference import moe_mlp_reference
-from tigon.runtime import autocast_device, autocast_dtype, check_tensors, use_triton
+from tigon.runtime import (
+    autocast_device,
+    autocast_dtype,
+    check_tensors,
+    unknown_keyword,
+    use_triton,
+    weight_and_bias,
+)
+
+# The stacked weights of all experts alone, or with their biases.
+Experts = Tensor | tuple[Tensor, Tensor | None]
 
 
 def moe_mlp(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    act: Act = "silu",
-    gated: bool = True,
-    interleaved: bool = False,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-) -> Tensor:
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Experts, down: Experts, *,
+    config: Expert = DEFAULT, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
     """Each token through its K experts, weighted and summed.
 
     Args:
@@ -51,16 +50,10 @@ def moe_mlp(
         top_k_index: (T, K) integers, the experts of each token. What lies outside [0, E) adds nothing and gets no
             gradient: expert parallelism marks the experts of other ranks by E.
         top_k_weights: (T, K), any float dtype: what the results are multiplied by.
-        gate_up: (E, 2I, D), x's dtype, gate above up. A model that stores (E, D, 2I) gives gate_up.transpose(1, 2),
-            which is read where it lies, and whose gradient has its strides.
-        down: (E, D, I), x's dtype, in any of the two orders too.
-        gate_up_bias, down_bias: (E, 2I) and (E, D), x's dtype, or None.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
-        gated: False where h = act(up), and gate_up is (E, I, D), up alone.
-        interleaved: gate and up alternate, row by row of gate_up, as in gpt-oss.
-        alpha: h = act(alpha · gate) / alpha · up; with silu this is gate · sigmoid(alpha · gate).
-        limit: gate is held to at most this, and up to between −limit and limit.
-        up_offset: added to up. gpt-oss has alpha 1.702, limit 7 and up_offset 1.
+        gate_up: (E, 2I, D), x's dtype, gate above up; or a pair of this weight and a bias (E, 2I). A model that stores
+            (E, D, 2I) gives gate_up.transpose(1, 2), which is read where it lies, and whose gradient has its strides.
+        down: (E, D, I), x's dtype, in any of the two orders too; or a pair of this weight and a bias (E, D).
+        config: a `tigon.Expert`: the activation, and whether it is gated, clamped or shifted.
     Returns: (T, D) in x's dtype; summed in fp32 and rounded once.
     Raises: ValueError for shapes, dtypes, devices or options that do not fit.
 
@@ -75,42 +68,31 @@ def moe_mlp(
             z = F.linear(F.silu(gate) * up, down[expert])
             y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
-    check_tensors("moe_mlp", x=x, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
-    options = Options(act, gated, interleaved, float(alpha), None if limit is None else float(limit), float(up_offset))
-    _check_options(options)
-    dtype = _check(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, gated)
-    floats = (x, gate_up, down, gate_up_bias, down_bias)
-    if any(t is not None and t.dtype != dtype for t in floats):
-        cast = [t if t is None else t.to(dtype) for t in floats]
-        with torch.autocast(autocast_device(x.device.type), enabled=False):  # done here, not again inside
-            y = moe_mlp(cast[0], top_k_index, top_k_weights, *cast[1:], **options._asdict())  # type: ignore[arg-type]
-        return y.to(x.dtype)
-    if autocast_dtype(x.device.type) is not None:
-        with torch.autocast(autocast_device(x.device.type), enabled=False):
-            return moe_mlp(x, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias, **options._asdict())
-    tensors = (gate_up, down, gate_up_bias, down_bias)
-    if not use_triton(x, top_k_weights, *tensors):
-        return moe_mlp_reference(x, top_k_index, top_k_weights, *tensors, options)
-    wants = (x, top_k_weights, gate_up, gate_up_bias, down)  # a bias of `down` alone asks for nothing of z
+    if unknown:
+        raise unknown_keyword("moe_mlp", unknown, HOMES)
+    check_tensors("moe_mlp", x=x, top_k_index=top_k_index, top_k_weights=top_k_weights)
+    gate_up_weight, gate_up_bias = weight_and_bias("moe_mlp", "gate_up", gate_up, linear=False)
+    down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
+    experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
+    dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
+    if autocast_dtype(x.device.type) is None:
+        return _moe(x, top_k_index, top_k_weights, *experts, config.options())
+    cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
+    with torch.autocast(autocast_device(x.device.type), enabled=False):  # done here, not again inside
+        y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
+    return y.to(x.dtype)
+
+
+def _moe(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, options: Options,
+) -> Tensor:  # fmt: skip
+    experts = (gate_up, down, gate_up_bias, down_bias)
+    if not use_triton(x, weights, *experts):
+        return moe_mlp_reference(x, index, weights, *experts, options)
+    wants = (x, weights, gate_up, gate_up_bias, down)  # a bias of `down` alone asks for nothing of z
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
-    return _moe_mlp(x, top_k_index, top_k_weights, *tensors, keep, *options)
-
-
-def _check_options(options: Options) -> None:
-    checked_act("moe_mlp", options.act)
-    if options.alpha != 1.0 and options.act != "silu":
-        raise ValueError(f"moe_mlp: alpha must be 1 where act is not 'silu', got {options.alpha} and {options.act!r}.")
-    if not options.alpha > 0.0:
-        raise ValueError(f"moe_mlp: alpha must be positive, got {options.alpha}.")
-    if options.limit is not None and not options.limit > 0.0:
-        raise ValueError(f"moe_mlp: limit must be positive or None, got {options.limit}.")
-    plain = Options(options.act, gated=False)
-    if not options.gated and options != plain:
-        given = (f"{n} = {v}" for n, v, other in zip(Options._fields, options, plain, strict=True) if v != other)
-        raise ValueError(
-            "moe_mlp: interleaved, alpha, limit and up_offset must be left out where gated is False, got "
-            f"{' and '.join(given)}."
-        )
+    return _moe_mlp(x, index, weights, *experts, keep, *options)
 
 
 def _check(
@@ -139,19 +121,22 @@ def _check(
             f"moe_mlp: gate_up must be (E, {'2I' if gated else 'I'}, D) = {(E, width, D)} beside down "
             f"{tuple(down.shape)}, got {tuple(gate_up.shape)}."
         )
-    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, D)):
+    for name, bias, size in (("gate_up", gate_up_bias, width), ("down", down_bias, D)):
         if bias is not None and bias.shape != (E, size):
-            raise ValueError(f"moe_mlp: {name} must be {(E, size)}, got {tuple(bias.shape)}.")
+            raise ValueError(f"moe_mlp: {name} must have a bias that is {(E, size)}, got {tuple(bias.shape)}.")
     autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
-    named = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
-    for name, t in (("x", x), ("top_k_index", index), ("top_k_weights", weights), *named):
+    experts = (
+        ("gate_up must be", gate_up), ("down must be", down), ("gate_up must have a bias that is", gate_up_bias),
+        ("down must have a bias that is", down_bias),
+    )  # fmt: skip
+    for must, t in (("x must be", x), ("top_k_index must be", index), ("top_k_weights must be", weights), *experts):
         if t is None:
             continue
         if hasattr(t, "device_mesh"):
-            raise ValueError(f"moe_mlp: {name} must be a plain tensor, got a DTensor: gather it with full_tensor().")
+            raise ValueError(f"moe_mlp: {must} a plain tensor, got a DTensor: gather it with full_tensor().")
         if t.device != x.device:
-            raise ValueError(f"moe_mlp: {name} must be on x's device {x.device}, got {t.device}.")
-    for name, t in named:
+            raise ValueError(f"moe_mlp: {must} on x's device {x.device}, got {t.device}.")
+    for must, t in experts:
         if t is not None and t.dtype != x.dtype and autocast is None:
-            raise ValueError(f"moe_mlp: {name} must have x's dtype {x.dtype}, got {t.dtype}.")
+            raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype
