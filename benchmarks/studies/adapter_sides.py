@@ -348,12 +348,13 @@ def answer(request: dict[str, Any]) -> Row:
         return replace(row, status="failed", reason=reason[:200])
 
 
-def serve(ready: Path) -> int:
+def serve(peer: str, ready: Path) -> int:
     """Answer requests, a line of JSON each, by a file; end early where this process is no longer fit to measure."""
     import peft  # noqa: F401
     import transformers.modeling_utils  # noqa: F401
 
-    import tigon.fusion.model  # noqa: F401
+    if peer == "peft":
+        import tigon.fusion.model  # noqa: F401
 
     ready.touch()
     for line in sys.stdin:
@@ -376,4 +377,4 @@ def serve(ready: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(Path(sys.argv[2])))
+    sys.exit(serve(sys.argv[1], Path(sys.argv[2])))

@@ -169,7 +169,11 @@ def _cell(row: dict[str, Any] | None, fastest: bool, smallest: bool, notes: list
         return "–"
     if row["status"] != "ok":
         short = row["reason"] == "out of memory"
-        return row["reason"] if short else row["status"] + _mark(f"{SIDES[row['side']]}: {row['reason']}", notes)
+        return (
+            row["reason"]
+            if short
+            else row["status"] + _mark(f"{SIDES[row['side']]}: {row['reason'].rstrip('.')}.", notes)
+        )
     rate = bold(f"{row['tokens_per_s']:,.0f}", fastest)
     return rate if row["peak_gib"] is None else f"{rate}, " + bold(f"{row['peak_gib']:.1f} GiB", smallest)
 

@@ -1,6 +1,7 @@
 """benchmarks/adapters.py: what runs in which order, what is recorded and shown, and all of it at small widths."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,21 +102,63 @@ def test_after_the_budget_no_side_is_begun(adapters, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------------- a small run
 
 
+def of_small_run(test):
+    """One worker takes the tests of the small run, which is made once a worker."""
+    return pytest.mark.slow(pytest.mark.xdist_group("adapters")(test))
+
+
+# What the side of Unsloth calls, where there is no GPU for Unsloth itself: PEFT behind the same names.
+STAND_IN = """
+import sys
+
+FIRST = "torch" not in sys.modules
+__version__ = "0"
+
+
+class FastLanguageModel:
+    @staticmethod
+    def from_pretrained(name, max_seq_length, dtype, load_in_4bit, local_files_only, use_gradient_checkpointing):
+        import transformers
+
+        assert FIRST, "Unsloth has to be imported before torch"
+        assert max_seq_length >= 8192
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype), tokenizer
+
+    @staticmethod
+    def get_peft_model(model, r, lora_alpha, target_modules, use_gradient_checkpointing, **options):
+        from peft import LoraConfig, get_peft_model
+
+        own = LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules, task_type="CAUSAL_LM", **options)
+        return get_peft_model(model, own)
+
+    @staticmethod
+    def for_training(model):
+        model.train()
+"""
+
+
 @pytest.fixture(scope="module")
 def recorded(adapters, tmp_path_factory):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapters")
-    adapters.main(
-        ["--output", str(folder), "--name", "r.json", "--tiny", "--sides", "hf,tigon", "--logs", str(folder)]
-        + ["--only", "2x1024,r64,gemma"]
-    )
+    (folder / "peers" / "unsloth").mkdir(parents=True)
+    (folder / "peers" / "unsloth" / "__init__.py").write_text(STAND_IN)
+    paths = [str(folder / "peers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        adapters.main(
+            ["--output", str(folder), "--name", "r.json", "--tiny", "--sides", "hf,tigon,unsloth"]
+            + ["--only", "2x1024,r64,gemma", "--logs", str(folder)]
+        )
     return report.load(folder / "r.json")
 
 
+@of_small_run
 def test_a_small_run_records_speed_and_errors(recorded):
     by = {(one["model"], one["rank"], one["quantized"], one["measure"], one["side"]): one for one in recorded["rows"]}
-    assert len(by) == len(recorded["rows"]) == 10
+    assert len(by) == len(recorded["rows"]) == 14
     for side in ("hf", "tigon"):
         gradients = by["llama-3-8b", 16, "", "gradients", side]
         assert gradients["status"] == "ok", gradients["reason"]
@@ -128,7 +171,10 @@ def test_a_small_run_records_speed_and_errors(recorded):
             assert speed["tokens_per_s"] == pytest.approx(1e3 * 16 / speed["step_ms"])
     fused = by["llama-3-8b", 16, "", "gradients", "tigon"]
     assert "adapters fused" in fused["note"]
-    assert by["llama-3-8b", 16, "", "gradients", "hf"]["note"] == ""
+    plain, other = (by["llama-3-8b", 16, "", "gradients", side] for side in ("hf", "unsloth"))
+    assert plain["note"] == ""
+    assert other["status"] == "ok", other["reason"]
+    assert other["error"] == plain["error"], "the stand-in computes as PEFT does"
     ranks = [
         by["llama-3-8b", rank, "", measure, "tigon"]["trained"] for rank, measure in ((16, "gradients"), (64, "speed"))
     ]
@@ -136,9 +182,10 @@ def test_a_small_run_records_speed_and_errors(recorded):
     assert "bitsandbytes" in recorded["environment"]["packages"]
 
 
+@of_small_run
 def test_quantised_weights_are_measured_or_the_row_says_what_is_missing(recorded):
     rows = [one for one in recorded["rows"] if one["quantized"]]
-    assert [one["side"] for one in rows] == ["fp32", "hf", "tigon"]
+    assert [one["side"] for one in rows] == ["fp32", "hf", "tigon", "unsloth"]
     for one in rows:
         if recorded["environment"]["packages"]["bitsandbytes"] is None:
             assert (one["status"], one["reason"]) == ("failed", "bitsandbytes is not installed")
@@ -146,9 +193,10 @@ def test_quantised_weights_are_measured_or_the_row_says_what_is_missing(recorded
             assert one["status"] == "ok", one["reason"]
 
 
+@of_small_run
 def test_the_small_run_is_shown(recorded):
     text = study.to_table(recorded)
-    assert "| adapters, of rank 16 unless the line says¹ | HF + PEFT | Tigon |" in text
+    assert "| adapters, of rank 16 unless the line says¹ | HF + PEFT | Unsloth | Tigon |" in text
     assert "| Llama-3-8B 1×16 LoRA, rank 64, checkpointing |" in text
     assert "LoRA of 2 layers of Llama-3-8B: HF + PEFT 0.0" in text
     assert "| Gemma-2-2B | 1×16 ckpt | LoRA r=16 | speed | tigon |" in report.to_markdown(recorded)
@@ -213,8 +261,8 @@ def test_a_side_that_failed_says_why_below():
         row("hf", status="failed", reason="out of memory"), row("unsloth", **failed), row("tigon", 1.0, 2.0)
     )
     assert line[1:] == ["out of memory", "failed¹", "1, 2.0 GiB"]
-    assert notes == ["Unsloth: ValueError: no such layer"]
-    assert "¹ Unsloth: ValueError: no such layer" in study.to_table(content(row("unsloth", **failed)))
+    assert notes == ["Unsloth: ValueError: no such layer."]
+    assert "¹ Unsloth: ValueError: no such layer." in study.to_table(content(row("unsloth", **failed)))
 
 
 def test_memory_over_the_length_is_a_slope_and_what_fits():

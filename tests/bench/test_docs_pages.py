@@ -331,3 +331,11 @@ def test_no_two_entries_of_the_navigation_have_nearly_the_same_name():
     near = [(a, b) for i, a in enumerate(told) for b in told[i + 1 :] if a & b and len(a ^ b) <= 1]
     assert len(titles) > 40
     assert not near
+
+
+def test_adapters_are_shown_once_they_are_measured(hook, tmp_path):
+    text = "before\n<!-- if: *-adapters.json -->\n<!-- adapters -->\n<!-- end -->\nafter"
+    assert rendered(hook, text) == "before\nafter"
+    rows = [hook.adapters.Row("llama-3-8b", side, 4, 2048, tokens_per_s=v) for side, v in (("hf", 2.0), ("tigon", 3.0))]
+    save(tmp_path / "h100-adapters.json", report.result("adapters", rows), "2026-01-01")
+    assert "| Llama-3-8B 4×2048 LoRA | 2 | **3** |" in rendered(hook, text)
