@@ -76,12 +76,12 @@ CASES = (
     Case(LLAMA, 2, 1024, ("fp32", "hf", *(s for s in ALL if s != "hf")), measure="gradients", layers=4),
     Case(LLAMA, 4, 2048, (*ALL, "tigon-offload"), checkpointing=True),
     Case(LLAMA, 4, 2048, ALL),
-    Case(LLAMA, 4, 2048, (*ALL, "tigon-offload"), quantized="nf4", checkpointing=True),
+    Case(LLAMA, 4, 2048, (*ALL, "tigon-offload", "tigon-mlp-offload"), quantized="nf4", checkpointing=True),
     Case(LLAMA, 2, 1024, ("fp32", "hf", "tigon", "unsloth", "liger"), quantized="nf4", checkpointing=True,
          measure="gradients", layers=4),
     Case("qwen3-1.7b", 8, 2048, ALL),
-    *(Case(LLAMA, 1, seq, ("tigon-offload", "unsloth", "hf"), quantized="nf4", checkpointing=True, measure="memory")
-      for seq in (16384, 32768)),
+    *(Case(LLAMA, 1, seq, ("tigon-mlp-offload", "tigon-offload", "unsloth", "hf"), quantized="nf4", checkpointing=True,
+           measure="memory") for seq in (16384, 32768)),
     *(Case(LLAMA, 4, 2048, ("tigon", "unsloth", "hf"), rank=rank, checkpointing=True) for rank in (8, 64, 256)),
     # Half of the batch, so that three families fit into the time; Unsloth compiles for each of them, and comes last.
     *(Case(model, 2, 2048, ("tigon", "hf"), checkpointing=True) for model in FAMILIES),
@@ -175,7 +175,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="cases whose names contain one of these, separated by commas; default: all")
     parser.add_argument("--sides", help=f"separated by commas: {', '.join(SIDES)}; default: those of every case")
     parser.add_argument("--budget", type=float, default=330.0, help="seconds after which no further side is begun")
-    parser.add_argument("--limit", type=float, default=75.0, help="seconds after which a side of a case is given up")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds after which a side of a case is given up")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--warm", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--resume", type=Path, help="a result file whose rows are kept, and not measured again")
@@ -217,8 +217,10 @@ def key(row: Row) -> tuple[Any, ...]:
 def run(options: argparse.Namespace) -> dict[str, Any] | None:
     start = time.monotonic()
     device = torch.device("cpu" if options.tiny or not torch.cuda.is_available() else "cuda")
+    date = report.result("adapters", [], device=device)["date"]
     rows = resumed(options.resume)
-    left = missing(plan(options), {key(row) for row in rows if row.status == "ok"})
+    done = {key(row) for row in rows if row.status == "ok" or row.reason == "out of memory"}
+    left = missing(plan(options), done)
     late: list[str] = []
     longest: dict[str, float] = {}
     content = None
@@ -250,10 +252,11 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
                         "warm": 1 if options.tiny else options.warm, "steps": 2 if options.tiny else options.steps,
                     }  # fmt: skip
                     new = workers[peer].run(row, options.limit, **request)
+                new.date, new.command = date, report.command()
                 took = time.monotonic() - began
                 longest[row.side] = min(max(longest.get(row.side, 0.0), took), 2 * USUAL_S)
                 rows = sorted([old for old in rows if key(old) != key(new)] + [new], key=place)
-                content = save(options, rows, device, late)
+                content = save(options, rows, device, date, late)
                 print(f"{time.monotonic() - start:6.1f} s  {title}: {took:.1f} s  {figures(new)}", flush=True)
         finally:
             for worker in workers.values():
@@ -261,7 +264,7 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
     for title in late:
         print(f"left out, the budget of {options.budget:.0f} s was spent: {title}")
     if rows:
-        content = save(options, rows, device, late)
+        content = save(options, rows, device, date, late)
         print(to_table(content))
     return content
 
@@ -307,10 +310,14 @@ def resumed(path: Path | None) -> list[Row]:
     return [Row(**row) for row in content["rows"]]
 
 
-def save(options: argparse.Namespace, rows: list[Row], device: torch.device, late: list[str]) -> dict[str, Any]:
-    notes = [f"left out, the time was up: {title}" for title in late]
-    content = report.result("adapters", rows, device=device, **({"notes": notes} if notes else {}))
+def save(
+    options: argparse.Namespace, rows: list[Row], device: torch.device, date: str, late: list[str]
+) -> dict[str, Any]:
+    """Write the file. It has the date at which this run began, as this run's rows have."""
+    content = report.result("adapters", rows, device=device) | {"date": date}
     content["environment"]["packages"] |= {name: report.package_version(name) for name in PACKAGES}
+    content["runs"] = [{"date": day, "command": how} for day, how in sorted({(row.date, row.command) for row in rows})]
+    content["notes"] = [f"left out, the time was up: {title}" for title in late]
     report.save(options.output / (options.name or report.file_name(content)), content)
     return content
 

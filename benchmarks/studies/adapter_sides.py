@@ -176,7 +176,8 @@ def of_peft(row: Row, config: Any, device: torch.device) -> tuple[Any, Callable[
         return model, lambda: ""
     import tigon
 
-    fusion = tigon.fuse(model, offload=row.side == "tigon-offload")
+    level = "mlp" if "mlp" in row.side else "cheap"
+    fusion = tigon.fuse(model, recompute=level, offload=row.side.endswith("offload"))
     return model, lambda: str(fusion.report())
 
 
@@ -334,7 +335,7 @@ def answer(request: dict[str, Any]) -> Row:
     row, device = Row(**request["row"]), torch.device(request["device"])
     options = {name: request[name] for name in ("overrides", "warm", "steps")}
     try:
-        return measure(replace(row), device, references=Path(request["references"]), **options)
+        return measure(Row(**request["row"]), device, references=Path(request["references"]), **options)
     except ModuleNotFoundError as error:
         return replace(row, status="failed", reason=f"{error.name} is not installed")
     except Exception as error:  # a peer may fail in any way, and its row says how

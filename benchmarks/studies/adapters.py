@@ -19,6 +19,7 @@ from tigon.bench.matrix import NOISE, bold, cases_of, scatter_of
 
 SIDES = {
     "hf": "HF + PEFT", "liger": "Liger", "unsloth": "Unsloth", "tigon": "Tigon", "tigon-offload": "Tigon, offload",
+    "tigon-mlp-offload": "Tigon, offload, `mlp`",
 }  # fmt: skip
 MODELS = {
     "llama-3-8b": "Llama-3-8B", "qwen3-1.7b": "Qwen3-1.7B", "mistral-7b": "Mistral-7B", "qwen2-7b": "Qwen2-7B",
@@ -68,6 +69,8 @@ class Row:
     error_b: float | None = None
     worst: str = ""
     wall_s: float | None = None
+    date: str = ""  # of the run that the row is from, and its command
+    command: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

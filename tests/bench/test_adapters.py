@@ -56,7 +56,8 @@ def test_the_plan_has_what_the_table_is_to_show(adapters):
         assert first == "fp32", "the others are compared with it"
         assert set(others) == {"hf", "liger", "unsloth", "tigon"}
     memory = {(one.side, one.seq) for one in rows if one.measure == "memory"}
-    assert memory == {(side, seq) for side in ("hf", "unsloth", "tigon-offload") for seq in (16384, 32768)}
+    long = ("hf", "unsloth", "tigon-offload", "tigon-mlp-offload")
+    assert memory == {(side, seq) for side in long for seq in (16384, 32768)}
 
 
 def test_small_widths_keep_every_case_apart(adapters):
@@ -90,12 +91,15 @@ def test_arguments_that_mean_nothing_are_named(adapters, capsys, arguments, said
 
 
 def test_after_the_budget_no_side_is_begun(adapters, tmp_path, capsys):
-    (tmp_path / "r.json").write_text(json.dumps(content(row("hf", 1.0, 1.0))))
+    earlier = {"date": "2026-01-01T00:00:00+00:00", "command": "adapters.py --output x"}
+    (tmp_path / "r.json").write_text(json.dumps(content(row("hf", 1.0, 1.0, **earlier))))
     options = ["--output", str(tmp_path), "--name", "r.json", "--resume", str(tmp_path / "r.json"), "--tiny"]
     adapters.main([*options, "--budget", "0", "--only", "gemma", "--sides", "tigon"])
     assert "left out, the budget of 0 s was spent: gemma-2-2b 1×16" in capsys.readouterr().out
     found = report.load(tmp_path / "r.json")
     assert len(found["rows"]) == 1
+    assert found["runs"] == [earlier]
+    assert "llama-3-8b 2048 hf: measured on 2026-01-01 by `adapters.py --output x`." in report.source(found)
     assert "gemma-2-2b" in found["notes"][0]
 
 
@@ -180,6 +184,7 @@ def test_a_small_run_records_speed_and_errors(recorded):
     ]
     assert ranks[1] == 4 * ranks[0]
     assert "bitsandbytes" in recorded["environment"]["packages"]
+    assert report.provenance(recorded) == [], "every row is of this run"
 
 
 @of_small_run
