@@ -51,9 +51,27 @@ def run(folder, example):
 
 def test_adapters(run):
     pytest.importorskip("peft")
-    said = run("\n".join(whole("lora")))
+    said = run("\n".join(block for block in whole("lora") if "BitsAndBytesConfig" not in block))
     assert "PeftModelForCausalLM: 26 parts fused" in said
     assert re.search(r"Ran in the last step: head 1.*Computed again instead of kept: [1-9]", said), said
+
+
+def test_adapters_on_4_bit_weights(run):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    (code,) = (block for block in blocks("lora") if "BitsAndBytesConfig" in block)
+    said = run(code)
+    assert re.search(r"adapters fused +6 × Linear4bit +ran \d+ +LoRA: q_proj, k_proj, v_proj in one", said), said
+
+
+def test_scripts_of_unsloth(run):
+    pytest.importorskip("trl", minversion="1.16")
+    pytest.importorskip("bitsandbytes")
+    said = run("\n".join(whole("from-unsloth")))
+    assert re.search(r"adapters fused +4 × Linear4bit +ran \d+ +LoRA: gate_proj, up_proj in one", said), said
+    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", said)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
 
 
 def test_a_model_of_your_own(run):

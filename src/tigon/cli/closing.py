@@ -16,6 +16,7 @@ from rich.console import Console
 from tigon.cli.checkpoint import STAGING, publish, seal, write_json
 from tigon.cli.folder import MERGED, METRICS, PICTURE, PRETRAINED, move_in, record
 from tigon.cli.metrics import Metrics, plot_loss, read_metrics
+from tigon.cli.model import is_quantized
 
 
 def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
@@ -28,7 +29,16 @@ def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | Non
 
 
 def save_merged(model: Any, tokenizer: Any, output: Path) -> None:
-    """Write the model with its adapters merged into its weights, as a separate model in a folder of the run."""
+    """Write the model with its adapters merged into its weights, as a separate model in a folder of the run.
+
+    `save` has written the adapters to `output` before.
+    """
+    if is_quantized(model):
+        # Merged into 4-bit weights, the adapters would be rounded to 4 bits as well. So the weights become whole again,
+        # with the values that the adapters were trained on.
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model.unload().dequantize(model.dtype), str(output))
     merged = model.merge_and_unload()
     merged.config.use_cache = True
     staged = output / STAGING / MERGED

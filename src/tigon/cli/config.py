@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tigon.cli.options import TrainOptions, flag
 from tigon.cli.problem import Problem, needs, one_line
@@ -50,7 +49,9 @@ def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
 
 def _as(kind: Any, value: Any, where: str) -> Any:
     """The value converted to the option's type: YAML reads 1e-4 as a text and 2 as a whole number."""
-    wanted = next(k for k in (get_args(kind) if isinstance(kind, types.UnionType) else (kind,)) if k is not type(None))
+    wanted = next(k for k in get_args(kind) or (kind,) if k is not type(None))
+    if get_origin(wanted) is Literal:
+        wanted = str  # TrainOptions.check knows the words
     if type(value) is wanted:
         return value
     if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):

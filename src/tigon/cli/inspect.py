@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
+QUANTIZE = ("nf4", "fp4")
 RECOMPUTE = ("none", "product", "cheap", "mlp")
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
@@ -47,6 +48,9 @@ def inspect(
     offload: Annotated[bool, typer.Option("--offload", help="Fused: keep what is saved in host memory.")] = False,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
+    quantize: Annotated[
+        str | None, typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under --lora in 4 bits.")
+    ] = None,
     attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
     gpu: Annotated[str | None, typer.Option(help="GPU that the step must fit: 'H100 80GB', or GiB.")] = None,
@@ -59,8 +63,14 @@ def inspect(
     ):  # fmt: skip
         if value not in known:
             raise Problem(f"--{name} must be one of {', '.join(known)}, got {value}")
+    if quantize is not None and quantize not in QUANTIZE:
+        raise Problem(f"--quantize must be one of {', '.join(QUANTIZE)}, got {quantize}")
+    if quantize and not lora:
+        raise Problem("--quantize goes with --lora, the rank of adapters")
+    if quantize and gpus > 1:
+        raise Problem(f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {gpus}")
     from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
-    from tigon.cli.model import find_model, quiet_transformers
+    from tigon.cli.model import find_model, four_bit_of, quiet_transformers
     from tigon.cli.screen import screen, show
 
     source = find_model(model, any_head=True)
@@ -71,7 +81,7 @@ def inspect(
         raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
     setup = Setup(
         batch_size, seq_len or min(2048, limit), precision, optimizer, gradient_checkpointing, recompute, offload, lora,
-        lora_targets, attention, gpus,
+        lora_targets, quantize or four_bit_of(source.config), attention, gpus,
     )  # fmt: skip
     from tigon.memory.estimate import CannotEstimate
 

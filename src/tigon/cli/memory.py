@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Setup:
     offload: bool = False
     lora: int | None = None
     lora_targets: str = "all-linear"
+    quantize: str | None = None
     attention: str | None = None
     gpus: int = 1
     summed: bool = False  # the Trainer divides the loss, a sum over tokens, by their number
@@ -50,6 +52,9 @@ class Setup:
     def words(self) -> str:
         weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
                    "bf16-pure": "bf16 weights", "fp32": "fp32 weights"}[self.precision]  # fmt: skip
+        if self.quantize:
+            weights = f"frozen weights in {self.quantize}"
+            weights += "" if self.precision in ("bf16-pure", "fp32") else f" under {self.precision} autocast"
         parts = [f"{self.batch_size} × {self.seq_len:,} tokens", weights, self.optimizer]
         if self.gradient_checkpointing:
             parts.append("gradient checkpointing")
@@ -68,6 +73,7 @@ class Sides:
 
         from tigon.cli.model import (
             attention_options,
+            frozen_dtype,
             lora_config,
             random_model,
             with_adapters,
@@ -78,12 +84,18 @@ class Sides:
         weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32
         if setup.precision == "fp32":
             weights = torch.float32
+        if setup.quantize:
+            weights = frozen_dtype(setup.precision)
         options = attention_options(setup.attention)
         with torch.device("meta"):
             self.model = random_model(copy.deepcopy(source.config), any_head=True, dtype=weights, **options).train()
         self.model.config.use_cache = False
         self.model.config.get_text_config().use_cache = False
         self.whole = self.model.num_parameters()
+        # The layers stay whole on the meta device, with the difference in bytes kept beside them.
+        narrow = _linear_weights(self.model) if setup.quantize else []
+        self.saved = sum(p.numel() * p.element_size() - four_bit_bytes(p.numel()) for p in narrow)
+        self.dense = max((p.numel() * p.element_size() for p in narrow), default=0)
         if setup.lora:
             needs("--lora", "train", "peft")
             self.model = with_adapters(self.model, lora_config(setup.lora, setup.lora_targets))
@@ -104,10 +116,22 @@ class Sides:
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device="meta")
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
         sharded = setup.gpus > 1
-        return step_memory(
+        found = step_memory(
             self.model, inputs, optimizer=setup.optimizer, shards=setup.gpus,
             autocast=None if sharded else half, stored=torch.float32 if sharded and half else None,
         )  # fmt: skip
+        return found if not setup.quantize else self._narrowed(found)
+
+    def _narrowed(self, found: StepMemory) -> StepMemory:
+        """The memory with 4-bit weights, of which the largest is made dense while it is multiplied."""
+
+        def moment(there: Any, dense: int) -> Any:
+            parts = {**there.parts, "weights": there.parts["weights"] - self.saved}
+            parts["temporary"] += dense
+            return dataclasses.replace(there, parts=parts)
+
+        peak = moment(found.peak, self.dense if found.peak.during in ("forward", "backward") else 0)
+        return dataclasses.replace(found, peak=peak, kept=moment(found.kept, 0), update=moment(found.update, 0))
 
     def fuse(self) -> Any:
         from tigon import fuse
@@ -115,6 +139,22 @@ class Sides:
         level: Any = self.setup.recompute  # the command has checked the word
         self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload)
         return self.fusion
+
+
+def _linear_weights(model: Any) -> list[Any]:
+    """The weights that --quantize stores in 4 bits: of all linear layers but the head."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return [m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+
+
+def four_bit_bytes(numbers: int) -> int:
+    """Bytes of a weight in nf4 or fp4: codes, a byte for the maximum of 64, a scale for 256 maxima, and tables."""
+    maxima = -(-numbers // 64)
+    tables = 4 * (16 + 256 + 1)  # of the codes and of the maxima, and their mean
+    return -(-numbers // 2) + maxima + 4 * -(-maxima // 256) + tables
 
 
 def capacity_of(text: str | None) -> tuple[str, float] | None:
@@ -181,7 +221,7 @@ def standing(source: Source, setup: Setup, copies: int = 1) -> float:
     trained = [p for p in sides.model.parameters() if p.requires_grad]
     weights = sum(p.numel() * p.element_size() for p in sides.model.parameters())
     moving = sum(p.numel() * (p.element_size() + OPTIMIZERS[setup.optimizer](p.element_size())) for p in trained)
-    return float(copies * weights + moving) / setup.gpus
+    return float(copies * (weights - sides.saved) + moving) / setup.gpus
 
 
 def gib(size: float) -> str:
@@ -198,6 +238,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     On a GPU the whole step is estimated. A CPU's allocations were never measured, so there only the memory that every
     batch size needs counts.
     """
+    from tigon.cli.model import four_bit_of
     from tigon.memory.estimate import CannotEstimate
 
     kind = options.parallel.partition("=")[0]
@@ -205,7 +246,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     setup = Setup(
         options.batch_size * (2 if options.task == "dpo" else 1), options.seq_len, resolved(options, use_cpu), "adamw",
         options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
-        options.attention, gpus, summed=True,
+        options.quantize or four_bit_of(source.config), options.attention, gpus, summed=True,
     )  # fmt: skip
     reference = options.task == "dpo" or bool(options.beta)
     copies = 2 if reference and not options.lora and options.task != "sft" else 1

@@ -141,6 +141,40 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
 
 
+def frozen_dtype(precision: str) -> Any:
+    """The dtype of what `--quantize` leaves whole, and of the products with 4-bit weights. precision: resolved."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
+def quantize_options(word: str, dtype: Any, device: Any) -> dict[str, Any]:
+    """The arguments of transformers for --quantize: linear layers but the head in 4 bits, their maxima in 8 (QLoRA).
+
+    Each process quantises on its own device, where the layers then stay.
+    """
+    from transformers import BitsAndBytesConfig
+
+    configuration: Any = BitsAndBytesConfig  # transformers has not annotated it
+    config = configuration(
+        load_in_4bit=True, bnb_4bit_quant_type=word, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    # The index, not the device: accelerate compares it with its own device, which may have none.
+    return {"quantization_config": config, "device_map": {"": (device.index or 0) if device.type == "cuda" else "cpu"}}
+
+
+def four_bit_of(config: Any) -> str | None:
+    """nf4 or fp4 where bitsandbytes has quantised the model of this configuration to that; else None."""
+    found = getattr(config, "quantization_config", None)
+    fields = found if isinstance(found, dict) or found is None else found.to_dict()
+    return str(fields.get("bnb_4bit_quant_type", "fp4")) if fields and fields.get("load_in_4bit") else None
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether transformers has loaded the model with layers of bitsandbytes."""
+    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+
+
 def with_adapters(model: Any, config: Any) -> Any:
     """The model with LoRA adapters. Raises Problem for targets that it does not have."""
     from peft import get_peft_model

@@ -6,7 +6,7 @@ import dataclasses
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from tigon.cli.checkpoint import RECORD
 from tigon.cli.folder import check_apart, check_room, located, read_record
@@ -19,6 +19,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
+QUANTIZE = ("nf4", "fp4")
 RECOMPUTE = ("none", "product", "cheap", "mlp")  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 # Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.
@@ -72,6 +73,7 @@ class TrainOptions:
     lora_alpha: float | None = None
     lora_targets: str = "all-linear"
     lora_dropout: float = 0.0
+    quantize: Literal["nf4", "fp4"] | None = None
     merge: bool = False
     attention: str | None = None
     eval_data: str | None = None
@@ -92,6 +94,8 @@ class TrainOptions:
         for name, known in one_of:
             if getattr(self, name) not in known:
                 raise Problem(f"{flag(name)} must be one of {', '.join(known)}, got {getattr(self, name)}")
+        if self.quantize is not None and self.quantize not in QUANTIZE:
+            raise Problem(f"--quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize}")
         above_0 = ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr")
         for name in (*above_0, "max_completion_length", "lora_alpha"):
             value = getattr(self, name)
@@ -113,7 +117,7 @@ class TrainOptions:
             raise Problem(f"--eval-fraction must be at least 0 and below 1, got {self.eval_fraction}")
         if not 0 <= self.lora_dropout < 1:
             raise Problem(f"--lora-dropout must be at least 0 and below 1, got {self.lora_dropout}")
-        for name in ("lora_alpha", "lora_targets", "lora_dropout", "merge"):
+        for name in ("lora_alpha", "lora_targets", "lora_dropout", "quantize", "merge"):
             if not self.lora and getattr(self, name) != getattr(TrainOptions, name):
                 raise Problem(f"{flag(name)} goes with --lora, the rank of adapters")
         if self.eval_data and self.eval_fraction not in (0.0, TrainOptions.eval_fraction):
@@ -171,6 +175,16 @@ class TrainOptions:
         if self.task == "grpo" and self.beta and not source.weights:
             raise Problem(
                 f"--beta {self.beta} wants a reference, the model that training starts from, and {self.model} has none"
+            )
+        stored = getattr(source.config, "quantization_config", None)
+        if stored is not None and self.quantize:
+            raise Problem(
+                f"--quantize {self.quantize} is for a model with whole weights, and {self.model} is quantised"
+            )
+        if stored is not None and not self.lora:
+            raise Problem(
+                f"{self.model} is quantised, and quantised weights cannot be trained; train adapters on it, as in "
+                "--lora 16"
             )
         if self.lora and not source.weights:
             raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")

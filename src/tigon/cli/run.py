@@ -32,9 +32,13 @@ from tigon.cli.metrics import Metrics, repair
 from tigon.cli.model import (
     Source,
     attention_options,
+    four_bit_of,
+    frozen_dtype,
+    is_quantized,
     load_model,
     load_tokenizer,
     lora_config,
+    quantize_options,
     quiet_transformers,
     random_model,
     with_adapters,
@@ -93,19 +97,23 @@ def run(
         warning = check_memory(options, source, use_cpu, state.num_processes)
         if warning:
             console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    attention = attention_options(options.attention)
+    loading = attention_options(options.attention)
     set_seed(options.seed)
     pure = options.precision == "bf16-pure"
     model: Any
     dtype = torch.bfloat16 if pure else torch.float32
+    if options.quantize or four_bit_of(source.config):
+        dtype = frozen_dtype(resolved(options, use_cpu))
+    if options.quantize:
+        loading |= quantize_options(options.quantize, dtype, state.device)
     with _spinner(console) as bar:
         bar.add_task("loading the model" if source.weights else "building the model", total=None)
         if checkpoint and layout.sharded:  # every process loads the whole weights, and keeps its share in `spread`
-            model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype, **attention)
+            model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype, **loading)
         elif source.weights:
-            model = load_model(source, dtype, **attention)
+            model = load_model(source, dtype, **loading)
         else:
-            model = random_model(_sized(source, tokenizer), **attention)
+            model = random_model(_sized(source, tokenizer), **loading)
             model = model.to(dtype)
     _fit_vocabulary(model, tokenizer, options)
     if options.pack and "position_ids" not in inspect.signature(model.forward).parameters:
@@ -173,6 +181,11 @@ def run(
     fusion: Any = None
     if task is not None:
         trainer = task.trainer(model, tokenizer, train_set, eval_set, adapters, common)
+        if is_quantized(model):
+            # TRL narrows the adapters of a quantised model to bf16, in which a step of 1e-6 changes nothing.
+            for p in trainer.model.parameters():
+                if p.requires_grad:
+                    p.data = p.data.float()
         if not options.plain:
             fusion = task.fuse(trainer, recompute=options.recompute, offload=options.offload)
     else:

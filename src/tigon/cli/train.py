@@ -18,7 +18,7 @@ from tigon.cli.config import with_config
 from tigon.cli.data import Corpus, read_corpus
 from tigon.cli.folder import Claim, from_here, is_closed, located
 from tigon.cli.model import Source, find_model
-from tigon.cli.options import DEVICES, PRECISIONS, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
+from tigon.cli.options import DEVICES, PRECISIONS, QUANTIZE, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
@@ -74,6 +74,7 @@ def train(
     lora_alpha: Annotated[float | None, _option("lora_alpha", "Scale of the adapters' result, which is multiplied by alpha / rank. \\[default: twice the rank]", _MODEL)] = None,
     lora_targets: Annotated[str | None, _option("lora_targets", "Names of the layers that get adapters, separated by commas.", _MODEL)] = None,
     lora_dropout: Annotated[float | None, _option("lora_dropout", "Dropout before the adapters.", _MODEL)] = None,
+    quantize: Annotated[str | None, _option("quantize", f"{', '.join(QUANTIZE)}: the frozen linear layers under --lora in 4 bits, by bitsandbytes (QLoRA).", _MODEL)] = None,
     merge: Annotated[bool | None, _option("merge", "At the end, also save the model with its adapters merged, in --output/merged.", _MODEL, "--merge")] = None,
     attention: Annotated[str | None, _option("attention", "sdpa, eager, flash_attention_2, or another that transformers knows; by default the model's own.", _MODEL)] = None,
     gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,
@@ -143,6 +144,8 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
         needs("--tensorboard", None, "tensorboard")
     if options.lora:
         needs("--lora", "train", "peft")
+    if options.quantize:
+        needs("--quantize", "quantize", "bitsandbytes")
     if options.task != "sft":
         needs(f"--task {options.task}", "train", "trl", "datasets")
     folder = Path(options.output)

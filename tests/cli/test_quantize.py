@@ -1,0 +1,205 @@
+"""`--quantize`: adapters on 4-bit weights (QLoRA), as `tigon train` and `tigon inspect` have them."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from command import losses
+
+from tigon.install import install
+
+pytest.importorskip("peft")
+STEPS = ("--steps", 8, "--batch-size", 8, "--seq-len", 32, "--lr", "5e-2", "--save-every", 4, "--device", "cpu")
+
+
+def quantized(folder, word="nf4"):
+    """The model as a user of transformers and PEFT loads it."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=word, bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tigon, checkpoint, text, tmp_path_factory):
+    """The folder of a run, and what the command said."""
+    pytest.importorskip("bitsandbytes")
+    output = tmp_path_factory.mktemp("qlora") / "run"
+    done = tigon(
+        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", "nf4", "--merge",
+        "--gradient-checkpointing", "--output", output,
+    ).ok()  # fmt: skip
+    return output, done.out
+
+
+def test_the_loss_falls_and_the_adapter_is_pefts(trained, checkpoint):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    output, said = trained
+    found = losses(output)
+    assert list(found) == list(range(1, 9))
+    assert found[7] + found[8] < found[1] + found[2] - 0.1
+    assert "nf4 weights, products in fp32 on CPU" in said
+    weights = load_file(output / "adapter_model.safetensors")
+    assert len(weights) == 2 * 2 * 7  # A and B of seven projections in two layers, and not the head
+    assert all(t.dtype == torch.float32 and ".lora_" in name for name, t in weights.items())
+    assert json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"] == str(checkpoint)
+
+    ids = torch.arange(20).reshape(1, 20)
+    plain = quantized(checkpoint)
+    before = plain(ids).logits
+    adapted = PeftModel.from_pretrained(plain, output).eval()
+    whole = PeftModel.from_pretrained(quantized(checkpoint).dequantize(), output).eval()
+    torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=1e-4, rtol=1e-4)
+    assert (adapted(ids).logits - before).abs().max() > 1e-2
+
+
+def test_the_merged_model_has_the_weights_that_were_trained_on(trained, checkpoint):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    output, _ = trained
+    ids = torch.arange(20).reshape(1, 20)
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
+    assert "quantization_config" not in json.loads((output / "merged" / "config.json").read_text())
+    assert {type(m) for m in merged.modules() if hasattr(m, "in_features")} == {torch.nn.Linear}
+    adapted = PeftModel.from_pretrained(quantized(checkpoint), output).eval()(ids).logits
+    on_whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), output).eval()(ids).logits
+    assert (merged(ids).logits - adapted).abs().max() < 1e-4
+    assert (on_whole - adapted).abs().max() > 1e-3, "the weights before they were quantised are others"
+
+
+def test_a_resumed_run_ends_with_the_same_bits(trained, tigon):
+    output, _ = trained
+    before, whole = losses(output), (output / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(output / "checkpoint-8")
+    (output / "adapter_model.safetensors").unlink()
+    tigon("train", "--resume", "--output", output, "--quantize", "fp4").problem("--quantize was nf4")
+    tigon("train", "--resume", "--output", output).ok()
+    assert losses(output) == before
+    assert (output / "adapter_model.safetensors").read_bytes() == whole
+
+
+def test_plain_training_gives_the_same_losses(trained, tigon, checkpoint, text, tmp_path):
+    tigon(
+        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", "nf4", "--plain",
+        "--output", tmp_path / "run",
+    ).ok()  # fmt: skip
+    fused, plain = losses(trained[0]), losses(tmp_path / "run")
+    for step in (1, 2, 3):  # at this learning rate, roundings grow later
+        assert fused[step] == pytest.approx(plain[step], abs=2e-4)
+
+
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_trls_tasks(task, tigon, checkpoint, tmp_path):
+    """With adapters in fp32, which TRL would narrow."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("datasets")
+    pytest.importorskip("trl", minversion="1.16")
+    from safetensors.torch import load_file
+
+    rows = {
+        "dpo": {"prompt": "count:", "chosen": " one two three", "rejected": " three one"},
+        "grpo": {"prompt": "count to three:"},
+    }[task]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(rows) + "\n" for _ in range(8)))
+    further = {
+        "dpo": ("--seq-len", 48),
+        "grpo": ("--reward", "regex:e", "--num-generations", 4, "--max-completion-length", 4),
+    }[task]
+    output = tmp_path / "run"
+    done = tigon(
+        "train", "--task", task, "--model", checkpoint, "--data", tmp_path / "rows.jsonl", "--lora", 4, "--quantize",
+        "fp4", "--batch-size", 4, "--steps", 3, "--lr", "1e-2", "--eval-fraction", 0, "--device", "cpu", *further,
+        "--output", output,
+    ).ok()  # fmt: skip
+    assert "the loss runs in Tigon" in done.out
+    assert "fp4 weights" in done.out
+    found = losses(output)
+    assert len(found) == 3
+    if task == "dpo":
+        assert found[3] < found[1]
+    weights = load_file(output / "adapter_model.safetensors")
+    assert {t.dtype for t in weights.values()} == {torch.float32}
+
+
+def test_wrong_words_and_models_get_a_sentence(tigon, checkpoint, text, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    arguments = ("train", "--data", text, "--output", tmp_path / "run", "--device", "cpu")
+    model = ("--model", checkpoint)
+    tigon(*arguments, *model, "--quantize", "nf4").problem("--quantize goes with --lora, the rank of adapters")
+    said = "--quantize must be one of nf4, fp4, got int3"
+    tigon(*arguments, *model, "--lora", 4, "--quantize", "int3").problem(said)
+    (tmp_path / "run.yaml").write_text("quantize: 4\nlora: 4\n")
+    tigon(*arguments, *model, "--config", tmp_path / "run.yaml").problem("--quantize must be one of nf4, fp4, got 4")
+    tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "int3").problem(said)
+    tigon("inspect", "llama-tiny", "--quantize", "nf4").problem("--quantize goes with --lora")
+    tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "nf4", "--gpus", 2).problem("goes with --gpus 1")
+
+    stored = tmp_path / "stored"
+    quantized(checkpoint).save_pretrained(stored)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, stored)
+    tigon(*arguments, "--model", stored).problem("is quantised, and quantised weights cannot be trained", "--lora 16")
+    tigon(*arguments, "--model", stored, "--lora", 4, "--quantize", "nf4").problem("for a model with whole weights")
+    # Adapters on it train as on one that the command quantises.
+    done = tigon(*arguments, "--model", stored, "--lora", 4, *STEPS).ok()
+    assert "nf4 weights, products in fp32" in done.out
+
+
+def test_without_bitsandbytes_it_names_the_install_line(tmp_path):
+    pytest.importorskip("transformers")
+    hide = (
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'bitsandbytes' else find(name, *a)\n"
+        "from tigon.cli import main\n"
+        "main(['train', '--model', 'llama-tiny', '--data', 'x.txt', '--lora', '4', '--quantize', 'nf4'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"tigon: --quantize needs bitsandbytes: {install('quantize')}\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (100, 33), (512, 300)])
+def test_bytes_of_a_weight_are_those_of_bitsandbytes(shape):
+    bnb = pytest.importorskip("bitsandbytes")
+    from tigon.cli.memory import four_bit_bytes
+
+    rows, columns = shape
+    weight = bnb.nn.Params4bit(torch.randn(rows, columns), requires_grad=False, quant_type="nf4").to("cpu")
+    state = weight.quant_state
+    tensors = (weight, state.absmax, state.code, state.state2.absmax, state.state2.code, state.offset)
+    assert four_bit_bytes(rows * columns) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_what_stands_and_the_step_are_smaller():
+    pytest.importorskip("transformers")
+    from tigon.cli.memory import Setup, Sides, four_bit_bytes, standing
+    from tigon.cli.model import find_model
+
+    source = find_model("llama-3-8b")
+    lora = {"precision": "bf16-pure", "lora": 16}
+    linear = [(4096, 4096), (4096, 4096), (4096, 1024), (4096, 1024)] + 3 * [(4096, 14336)]
+    saved = 32 * sum(2 * n * m - four_bit_bytes(n * m) for n, m in linear)
+    assert standing(source, Setup(**lora)) - standing(source, Setup(**lora, quantize="nf4")) == saved
+    assert saved / 2**30 == pytest.approx(9.65, abs=0.01)  # of 13.0 GiB in bf16
+
+    tiny = find_model("llama-tiny")
+    bf16, nf4 = (Sides(tiny, Setup(8, 256, lora=4, precision="bf16", quantize=word)) for word in (None, "nf4"))
+    assert "frozen weights in nf4 under bf16 autocast" in nf4.setup.words()
+    before, after = (sides.memory().peak.parts for sides in (bf16, nf4))
+    assert after["weights"] < before["weights"] / 2
+    assert after["optimizer"] == before["optimizer"]
