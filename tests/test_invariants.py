@@ -32,6 +32,13 @@ NUMBERS = [
 ]  # fmt: skip
 
 
+# What the table cannot hold, and the file that tests it.
+WITHOUT_A_ROW = {
+    "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
+    "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",
+}
+
+
 def run(op: Op, inputs, options):
     return evaluate(op.public, inputs, options, grad=op.differentiable(inputs))
 
@@ -468,6 +475,7 @@ def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
         }
         assert names == set(op.launches), f"{op} calls {sorted(names)}"
         called |= names
+    called |= set(WITHOUT_A_ROW)
     registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
     assert called == registered
 
@@ -716,4 +724,5 @@ def test_sentences_that_say_too_little_are_found():
 def test_every_public_operator_is_in_the_table():
     homes = ("tigon.ops.", "tigon.losses.")
     public = {name for name, home in homes_of("tigon").items() if home.startswith(homes)}
-    assert {name for name in public if inspect.isfunction(getattr(tigon, name))} <= {op.name for op in OPS}
+    functions = {name for name in public if inspect.isfunction(getattr(tigon, name))}
+    assert functions <= {op.name for op in OPS} | set(WITHOUT_A_ROW)

@@ -219,9 +219,9 @@ def test_trls_generalized_jsd(beta, temperature, reduction, num_items):
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("num_items", [None, 7])
-def test_trls_distillation_trainer(beta, num_items):
+def test_trls_distillation_trainer(beta, num_items, device):
     theirs = pytest.importorskip("trl.trainer.distillation_trainer")._chunked_divergence_loss
-    student, teacher, target = batch(dtype=torch.float32)
+    student, teacher, target = batch(device, dtype=torch.float32)
     transforms = {"softcap": 3.0, "scale": 0.7, "teacher_softcap": 4.0, "teacher_scale": 1.2}
     expected, _, count = theirs(
         student[0].view(2, -1, H), teacher[0].view(2, -1, WIDE), student[1], teacher[1], (target != -100).view(2, -1),

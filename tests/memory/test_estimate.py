@@ -94,7 +94,7 @@ def test_meta_tensors_stand_for_a_gpu_inside_only():
 def small(**options):
     """A narrow Llama of long sequences, fused with these options, and the memory of a step."""
     pytest.importorskip("transformers")
-    from tigon.cli.model import checkpoint_activations
+    from tigon.memory.checkpointing import checkpoint_activations
     from tigon.presets import auto_class, preset_config
 
     config = preset_config("llama-tiny", num_hidden_layers=6, max_position_embeddings=65536)
@@ -164,7 +164,7 @@ def records(name, sides):
 
 
 def build(row, attention="sdpa"):
-    from tigon.cli.model import checkpoint_activations
+    from tigon.memory.checkpointing import checkpoint_activations
     from tigon.presets import auto_class, preset_config
 
     config = preset_config(row["model"])

@@ -437,8 +437,9 @@ def adapted(device, dtype, targets, levels):
 def test_adapters_save_recipes_too(device):
     targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
     gradients, left_out = adapted(device, torch.float32, targets, ("none", "cheap", "mlp"))
-    # Two norms and the product of a gate, which the adapter of down_proj saves, in each of two layers.
-    assert left_out["cheap"] == 6
+    # Two norms in each of two layers; and the product of a gate, which the adapter of down_proj saves where no kernel
+    # makes the product again.
+    assert left_out["cheap"] == (4 if device.type == "cuda" else 6)
     assert_same_bits(gradients["cheap"], gradients["none"])
     assert_same_bits(gradients["mlp"], gradients["none"])
 
@@ -471,7 +472,8 @@ def test_what_peft_widens_and_autocast_narrows_again_is_left_out(use_dora, devic
 def test_what_adapters_in_fp32_widen_is_left_out(device):
     """PEFT keeps adapters of a bf16 model in fp32: each of them saves an input of its own, twice as wide."""
     gradients, left_out = adapted(device, torch.bfloat16, ["q_proj", "v_proj", "down_proj"], ("none", "cheap"))
-    assert left_out["cheap"] == 2 * 2  # of two layers: the norm's result for q and v, the product for down
+    # Of two layers: the norm's result for q and v; the product for down, unless a kernel makes it again.
+    assert left_out["cheap"] == (2 if device.type == "cuda" else 2 * 2)
     assert_same_bits(gradients["cheap"], gradients["none"])
 
 

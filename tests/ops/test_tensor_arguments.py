@@ -67,9 +67,10 @@ def test_other_arguments():
         tigon.moe_mlp(X[0], [[0]], X[0, :, :1], experts, experts)
 
 
-def test_a_layer_of_a_gated_mlp_is_a_weight_a_pair_or_a_linear(backend):
-    gate, up, down = nn.Linear(8, 6), nn.Linear(8, 6, bias=False), nn.Linear(6, 8)
-    expected = tigon.gated_mlp(X, gate, up, down)
-    torch.testing.assert_close(expected, down(torch.nn.functional.silu(gate(X)) * up(X)))
+def test_a_layer_of_a_gated_mlp_is_a_weight_a_pair_or_a_linear(backend, device):
+    x = X.to(device)
+    gate, up, down = (m.to(device) for m in (nn.Linear(8, 6), nn.Linear(8, 6, bias=False), nn.Linear(6, 8)))
+    expected = tigon.gated_mlp(x, gate, up, down)
+    torch.testing.assert_close(expected, down(torch.nn.functional.silu(gate(x)) * up(x)))
     pairs = (gate.weight, gate.bias), up.weight, (down.weight, down.bias)
-    assert torch.equal(tigon.gated_mlp(X, *pairs), expected)
+    assert torch.equal(tigon.gated_mlp(x, *pairs), expected)
