@@ -202,3 +202,68 @@ def test_more_than_two_to_the_31_elements(op, device, triton_backend):
     last = a[-2:].detach().clone().requires_grad_()
     op(last, b[-2:], temperature=1.0, reduction="sum").backward()
     assert torch.equal(a.grad[-2:], last.grad)
+
+
+def exact(op, a, b, temperature=1.0):
+    """Rows and gradient in fp64, from whole log-probabilities."""
+    a = a.double().requires_grad_()
+    with tigon.use_backend("torch"):
+        rows = op(a, b.double(), temperature=temperature, reduction="rows")
+    return rows.detach(), *torch.autograd.grad(rows.sum(), a)
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("classes", [50, 2500, 9000])  # one block, one fold of blocks, several
+@pytest.mark.parametrize("sides", ["teacher", "both"])
+def test_classes_masked_by_the_least_number_contribute_nothing(op, sides, classes, backend, device):
+    """A finite mask, the larger part of a row, so that whole lanes have seen nothing else: their sums overflow."""
+    a, b = (t.detach() for t in pair(device, classes=classes))
+    least = torch.finfo(torch.float32).min
+    b[:, : classes * 9 // 10] = least
+    if sides == "both":
+        a[:, : classes * 9 // 10] = least
+    expected, gradient = exact(op, a, b)
+    rows = op(a.requires_grad_(), b, temperature=1.0, reduction="rows")
+    torch.testing.assert_close(rows.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(rows.sum(), a)[0].double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+HUGE = 3e38
+EXTREMES = {
+    "a student's logit": ({2: HUGE}, {}), "a student's mask": ({2: -HUGE}, {}), "a teacher's logit": ({}, {2: HUGE}),
+    "a teacher's mask": ({}, {0: -HUGE}), "the same class": ({2: HUGE}, {2: HUGE}), "others": ({2: HUGE}, {3: HUGE}),
+    "opposite signs": ({0: HUGE}, {0: -HUGE}), "both signs": ({2: HUGE, 3: -HUGE}, {}),
+    "two alike": ({1: HUGE, 4: HUGE}, {}),
+    "all large": (dict.fromkeys(range(6), HUGE), {}), "all masked": (dict.fromkeys(range(6), -HUGE), {}),
+    "a large teacher": ({}, dict.fromkeys(range(6), HUGE)), "1e12 alike": (dict.fromkeys(range(6), 1e12), {}),
+}  # fmt: skip
+
+
+@OF_LOGITS
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_gradients_hold_up_to_the_end_of_fp32(op, extreme, backend, device):
+    """So do the values of jsd and tvd. KL's is a difference of logits, and has the range that the limits page says."""
+    a, b = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0, -0.5], [1.0, 0.0, -0.5, 0.3, 2.0, -2.0]], device=device).split(1)
+    a, b = a.clone(), b.clone()
+    for side, numbers in zip((a, b), EXTREMES[extreme], strict=True):
+        for column, number in numbers.items():
+            side[0, column] = number
+    for temperature in (1.0, 2.0):
+        expected, gradient = exact(op, a, b, temperature)
+        leaf = a.clone().requires_grad_()
+        rows = op(leaf, b, temperature=temperature, reduction="rows")
+        got = torch.autograd.grad(rows.sum(), leaf)[0].double()
+        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-6)
+        if op is not tigon.kl_div:
+            torch.testing.assert_close(rows.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e30, 2e38])
+def test_the_range_of_a_kl_of_logits(size, backend, device):
+    """A few roundings of the largest difference between both sides' logits: here a constant, or that of one class."""
+    a, b = (t.detach() for t in pair(device))
+    one = torch.where(torch.arange(50, device=device) == 3, size, a)
+    for student in [one, a + size] if size < 1e30 else [one]:
+        expected, _ = exact(tigon.kl_div, student, b)
+        rows = tigon.kl_div(student, b, temperature=1.0, reduction="rows").double()
+        assert bool(((rows - expected).abs() <= 2**-21 * size).all())

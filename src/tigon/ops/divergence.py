@@ -8,7 +8,7 @@ Source: generalised JSD for distillation, Agarwal et al. 2023, https://arxiv.org
 `GKDTrainer.generalized_jsd_loss` and Liger's `LigerJSD`.
 
 The loss is read from the inputs, and so is its gradient, in the backward pass: nothing as wide as a row is kept besides
-them. Given logits, neither side's log-probabilities are ever made: a row keeps three numbers.
+them. Given logits, neither side's log-probabilities are ever made: a row keeps five numbers.
 """
 
 from __future__ import annotations
@@ -203,12 +203,21 @@ def divergence_reference(
 # Kernels take logarithms to the base 2, as the hardware has them: lq and lp are log2 of q and p, and k = log2(e) /
 # temperature turns logits into log2. The slope of the loss with respect to lq is a multiple of u.
 
+# KL's sums are taken in units of 2⁴⁰, which changes no digit: a lane that has seen nothing but a mask of the least fp32
+# number adds several of them, and ∞ would still be there, as 0 · ∞, when a greater logit leaves the mask no weight.
+LITTLE = tl.constexpr(2.0**-40)
+
 
 @jit
-def _split(lse):
-    """A row's log-sum-exp, kept in fp64, as two fp32: rounded to one it would put every probability of the row off."""
+def _split(top, log, k):
+    """A row's log-sum-exp, top + log, as two fp32: rounded to one it would put every probability of the row off."""
+    # fp64: a log-sum-exp of 1e4 has three digits behind the point left in fp32, and a probability needs them.
+    lse = top.to(tl.float64) + log.to(tl.float64) / k
     high = lse.to(tl.float32)
-    return high, (lse - high.to(tl.float64)).to(tl.float32)
+    low = (lse - high.to(tl.float64)).to(tl.float32)
+    # Beyond 1e9 fp64 too has no digits left for log, and the sum is left undone. An infinite top stays NaN.
+    far = (tl.abs(top) > 1e9) & (tl.abs(top) < float("inf"))
+    return tl.where(far, top, high), tl.where(far, log / k, low)
 
 
 @jit
@@ -225,7 +234,7 @@ def _divergence_fwd_kernel(
             if FORM == "logits":
                 # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is
                 # NaN), and the backward then needs no mask.
-                tl.store(stats_ptr + 3 * row, float("inf"))
+                tl.store(stats_ptr + 5 * row, float("inf"))
             return
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
@@ -252,19 +261,23 @@ def _divergence_fwd_kernel(
             top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
             if KIND == "kl":
                 # Σ e · (b − a), relative to the teacher's maximum as sum_b is: both are rescaled by the same factor.
-                value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * ((b - a) - shift)), 0)
+                difference = tl.fma(b - a, LITTLE, shift * -LITTLE)
+                value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * difference), 0)
         row_a = tl.max(top_a, 0)
         row_b = tl.max(top_b, 0)
         weight = tl.exp2((top_b - row_b) * k)
         log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
         whole = tl.sum(sum_b * weight, 0)
         log_b = tl.log2(whole)
-        # fp64: a log-sum-exp of 1e4 has three digits behind the point left in fp32, and a probability needs them.
-        tl.store(stats_ptr + 3 * row, row_a.to(tl.float64) + log_a.to(tl.float64) / k)
-        tl.store(stats_ptr + 3 * row + 1, row_b.to(tl.float64) + log_b.to(tl.float64) / k)
+        high_a, low_a = _split(row_a, log_a, k)
+        high_b, low_b = _split(row_b, log_b, k)
+        tl.store(stats_ptr + 5 * row, high_a)
+        tl.store(stats_ptr + 5 * row + 1, low_a)
+        tl.store(stats_ptr + 5 * row + 2, high_b)
+        tl.store(stats_ptr + 5 * row + 3, low_b)
         if KIND == "kl":
             # KL = E_p[b − a] − (lse_b − lse_a): one reading gives both, without log-probabilities.
-            gap = tl.sum(value * weight, 0) / whole - ((row_b - row_a) - shift)
+            gap = tl.fma(tl.sum(value * weight, 0) / whole, 1.0 / LITTLE, shift - (row_b - row_a))
             tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
         else:
             # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
@@ -280,7 +293,7 @@ def _divergence_fwd_kernel(
                 value += tl.sum(terms, 0)
                 mean_u += tl.sum(q * u, 0)
             tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
-            tl.store(stats_ptr + 3 * row + 2, tl.sum(mean_u, 0).to(tl.float64))
+            tl.store(stats_ptr + 5 * row + 4, tl.sum(mean_u, 0))
     else:
         for start in range(0, V, DEPTH * BLOCK):
             mask = start + lane < V
@@ -310,7 +323,8 @@ def _divergence_bwd_kernel(
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     valid = True
     if FORM == "logits":
-        high_a, low_a = _split(tl.load(stats_ptr + 3 * row))
+        high_a = tl.load(stats_ptr + 5 * row)
+        low_a = tl.load(stats_ptr + 5 * row + 1)
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
     elif mask_ptr is not None:
         valid = tl.load(mask_ptr + row) != 0
@@ -321,7 +335,8 @@ def _divergence_bwd_kernel(
         a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
     if FORM == "logits":
         # Differences with the high half first, where they are exact; the low half then corrects them.
-        high_b, low_b = _split(tl.load(stats_ptr + 3 * row + 1))
+        high_b = tl.load(stats_ptr + 5 * row + 2)
+        low_b = tl.load(stats_ptr + 5 * row + 3)
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
         if KIND == "kl":
@@ -329,7 +344,7 @@ def _divergence_bwd_kernel(
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
             _, q, u = sides(lq, lp, beta, KIND)
-            dx = q * (u - tl.load(stats_ptr + 3 * row + 2).to(tl.float32)) * (1.0 if KIND == "tvd" else LN2)
+            dx = q * (u - tl.load(stats_ptr + 5 * row + 4)) * (1.0 if KIND == "tvd" else LN2)
         # k · log 2 is 1 / temperature: from z, which the softmax sees, to the logits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
@@ -364,7 +379,7 @@ def _divergence_fwd_fake(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
-    return rows, input.new_empty((rows.numel() if form == "logits" else 0, 3), dtype=torch.float64)
+    return rows, input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
 
 
 @launcher(
