@@ -15,12 +15,13 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.lazy import homes_of
-from tigon.ops.experts import moe_mlp
+from tigon.linear.adapters import gated_lora_linear
 from tigon.ops.gated_linear import gated_linear
 
-HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(("tigon.ops.", "tigon.losses."))}
+ROOMS = ("tigon.ops.", "tigon.losses.", "tigon.linear.")
+HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(ROOMS)}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
-OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear, "moe_mlp": moe_mlp}
+OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear, "gated_lora_linear": gated_lora_linear}
 
 
 class Replaced(NamedTuple):
@@ -52,6 +53,8 @@ def apply_rotary_pos_emb(q, k, cos, sin):
 TARGET = torch.tensor([0, 4, -100])
 ROW = {"x": randn(3, 8), "residual": randn(8, 3).t(), "weight": randn(8), "bias": randn(1, 8)[0], "eps": 1e-5}
 GATES = {"gate": randn(3, 8), "up": randn(2, 3, 8)[1], "gate_up": randn(3, 16)}
+MLP = {"x": randn(3, 8), "gate": randn(6, 8), "up": randn(2, 6, 8)[1], "down": randn(5, 6)}
+ADAPTED = {"x": randn(3, 8), "weight": randn(5, 8), "bias": randn(5), "a": randn(2, 8), "b": randn(5, 2), "scale": 0.5}
 FACTORS = {"gate_multiplier": 0.5, "multiplier": 3.0}
 HEADS = {"q": randn(2, 4, 5, 8), "k": randn(2, 2, 5, 8), "cos": randn(2, 5, 8), "sin": randn(1, 2, 5, 8)[0]}
 SCORES = {"x": randn(2, 5, 7), "mask": randn(5, 7), "scale": 0.3, "dim": -1, "T": 5, "S": 7}
@@ -85,6 +88,9 @@ REPLACED = [
         {"x": randn(3, 8), "top_k_index": torch.tensor([[0, 2], [2, 3], [3, 0]]), "top_k_weights": randn(3, 2),
          "gate_up": randn(4, 12, 8), "down": randn(4, 8, 6)},
     ),
+    Replaced("gated_mlp(x, gate, up, down)", "y", MLP),
+    Replaced("lora_linear(x, [tigon.LoRA(weight, a, b, scale, bias)])[0]", "y", ADAPTED),
+    Replaced("gated_lora_linear(gate, up, tigon.LoRA(weight, a, b, scale, bias))", "y", {**GATES, **ADAPTED}),
     Replaced("dequantize_4bit(FourBit(packed, absmax, table, shape, blocksize=blocksize))", "w", CODES),
     Replaced("rope(q, k, cos, sin)", "q, k", {**HEADS, "unsqueeze_dim": 1}),
     Replaced(
