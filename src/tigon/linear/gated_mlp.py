@@ -5,8 +5,8 @@ The backward pass computes gate and up again, tile by tile, which adds two matri
 tile's gate and up exist at a time, however long the sequence. The weights' gradients are summed over the tiles in fp32
 and rounded once.
 
-Source: the unit, Shazeer 2020, https://arxiv.org/abs/2002.05202; computing again in the backward pass, Chen et al. 2016,
-https://arxiv.org/abs/1604.06174.
+Source: the unit, Shazeer 2020, https://arxiv.org/abs/2002.05202; computing again in the backward pass, Chen et al.
+2016, https://arxiv.org/abs/1604.06174.
 """
 
 from __future__ import annotations
