@@ -27,7 +27,8 @@ MODELS = {
 }  # fmt: skip
 USABLE_GIB = 77.5  # of a GPU with 80 GB, what is left beside the CUDA context and the allocator's gaps
 CAPTION = (
-    "Tokens/s and peak memory of a step. Bold leads every other library by more than 2 % and by more than the scatter "
+    "Tokens/s and peak memory of a step; a dash was not measured. Bold leads every other library measured by more than "
+    "2 % and by more than the scatter "
     "of the measurements."
 )
 _DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
