@@ -62,7 +62,7 @@ if ModelConfigConverter is None:
         def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
             pass
 
-    register_model_converter(FuseConverter, "tigon")  # type: ignore[arg-type]
+    register_model_converter(FuseConverter, "tigon")
 
 
 # ----------------------------------------------------------------------------------- 0.3: what the model is built from
@@ -132,7 +132,7 @@ else:
                 return linear_cross_entropy(hidden, Head(head.weight, head.bias), labels, reduction="sum")
 
             # The loss runs as the head's forward, so that FSDP2 gathers the weight before it and reduces the gradient.
-            state = vars(head)
+            state = head.__dict__
             own = state.get("forward")
             state["forward"] = forward
             try:

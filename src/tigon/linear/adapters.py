@@ -84,13 +84,13 @@ def lora_linear(
         y = F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a), b)
     """
     layers = tuple(layers)
-    dtype, autocast = _checked("lora_linear", x, layers)
-    if not _by_hand(dtype, autocast, layers, x):
+    dtype, autocast = checked_layers("lora_linear", x, layers)
+    if not runs_by_hand(dtype, autocast, layers, x):
         return lora_linear_reference(x, layers)
     # Outside of the Function: the recipes of tigon.memory.recompute know casts of what they can compute again.
     x = x if x.dtype == dtype else x.to(dtype)
     saved_by = saved_by if torch.is_grad_enabled() else None
-    plan = _Plan(layers, dtype, wide=not autocast)
+    plan = Plan(layers, dtype, wide=not autocast)
     result = _LoraLinear.apply(x, plan, saved_by, *plan.tensors(layers))
     return result[: len(layers)]  # type: ignore[no-any-return]
 
@@ -130,12 +130,12 @@ def gated_lora_linear(
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
         raise ValueError(f"gated_lora_linear: gate must be (..., 2N) where up is None, got {tuple(gate.shape)}.")
     hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
-    dtype, autocast = _checked("gated_lora_linear", hidden, (layer,))
+    dtype, autocast = checked_layers("gated_lora_linear", hidden, (layer,))
     parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
-    if not _by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
+    if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
-    plan = _Plan((layer,), dtype, wide=not autocast)
+    plan = Plan((layer,), dtype, wide=not autocast)
     return _GatedLoraLinear.apply(gate, up, plan, act, inplace, saved_by, *plan.tensors((layer,)))[0]  # type: ignore[no-any-return]
 
 
@@ -168,7 +168,7 @@ def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def _checked(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torch.dtype, bool]:
+def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torch.dtype, bool]:
     """The dtype of the products, and whether autocast chose it; a ValueError for what does not fit."""
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() == 0:
         what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -211,7 +211,7 @@ def _checked(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torch.dtyp
     return cast or x.dtype, cast is not None
 
 
-def _by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x: Tensor) -> bool:
+def runs_by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x: Tensor) -> bool:
     """Whether the products below serve this call. They are torch's own, so they run on any device."""
     if torch.compiler.is_compiling():
         return False  # Inductor fuses the casts and sums itself, and its partitioner decides what is kept
@@ -278,7 +278,7 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, dim: int = 0) -> Tens
     return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)).to(dtype)
 
 
-class _Plan:
+class Plan:
     """What is not a tensor of a group of adapted layers.
 
     dtype: of x, of the wide products and of the results. thin: of t, u and the adapters as they are multiplied: fp32
@@ -378,7 +378,7 @@ class _Plan:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _keep(ctx: Any, saved_by: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+def keep(ctx: Any, saved_by: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
     """Save tensors for the backward pass, at once where a checkpoint gave its hooks."""
     if saved_by is None:
         ctx.save_for_backward(*tensors)
@@ -388,8 +388,8 @@ def _keep(ctx: Any, saved_by: tuple[Any, Any] | None, *tensors: Tensor | None) -
         ctx.packed = [t if t is None else pack(t) for t in tensors]
 
 
-def _kept(ctx: Any) -> list[Any]:
-    """The tensors of `_keep`; to be called once in a backward pass."""
+def kept_tensors(ctx: Any) -> list[Any]:
+    """The tensors of `keep`; to be called once in a backward pass."""
     if not ctx.by_hooks:
         return list(ctx.saved_tensors)
     if ctx.packed is None:
@@ -409,7 +409,7 @@ def _rows(dy: Tensor | None) -> Tensor | None:
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _Plan, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, plan: Plan, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plan, ctx.by_hooks = True, plan, saved_by is not None
         a, b, biases, weights = plan.split(tensors)
@@ -417,7 +417,7 @@ class _LoraLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         t = plan.thin_products(rows, a)
         kept = x if any(need_a) else None
-        _keep(ctx, saved_by, kept, t if any(need_b) else None, *a, *b, *weights)
+        keep(ctx, saved_by, kept, t if any(need_b) else None, *a, *b, *weights)
         ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, b, biases, weights)]
         # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
         unsaved = [0] * (kept is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
@@ -434,9 +434,9 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
-    plan: _Plan = ctx.plan
+    plan: Plan = ctx.plan
     n = plan.count
-    x, t, *rest = _kept(ctx)
+    x, t, *rest = kept_tensors(ctx)
     dys = [_rows(dy) for dy in given[:n]]
     a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
@@ -459,7 +459,7 @@ def _bias_gradients(dys: Sequence[Tensor | None], needs: Sequence[bool], dtype: 
 class _GatedLoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, plan: _Plan, act: str, inplace: bool, saved_by: Any, *tensors: Any
+        ctx: Any, gate: Tensor, up: Tensor | None, plan: Plan, act: str, inplace: bool, saved_by: Any, *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plan, ctx.act, ctx.inplace, ctx.by_hooks = True, plan, act, inplace, saved_by is not None
@@ -467,11 +467,11 @@ class _GatedLoraLinear(torch.autograd.Function):
         need_b = ctx.needs_input_grad[7]
         if saved_by is not None:
             # A checkpoint computes no further than here: t takes the product, which the backward pass makes anyway.
-            _keep(ctx, saved_by, gate, up, None, *a, *b, *weights)
+            keep(ctx, saved_by, gate, up, None, *a, *b, *weights)
         product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
         t = plan.thin_products(product, a)
         if saved_by is None:
-            _keep(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
+            keep(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
         y = plan.results(product, t, b, biases, weights)[0]
         y = y.view(*gate.shape[:-1], y.shape[1])
         way: tuple[Tensor, ...] = ()
@@ -487,8 +487,8 @@ class _GatedLoraLinear(torch.autograd.Function):
 
 
 def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    plan: _Plan = ctx.plan
-    gate, up, t, *rest = _kept(ctx)
+    plan: Plan = ctx.plan
+    gate, up, t, *rest = kept_tensors(ctx)
     if dy is None:
         return (None,) * 10
     a, b, weights = (rest[i : i + 1] for i in range(3))

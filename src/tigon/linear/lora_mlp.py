@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import LoRA, _by_hand, _checked, _keep, _kept, _Plan, gated_lora_linear, lora_linear
+from tigon.linear.adapters import (
+    LoRA,
+    Plan,
+    checked_layers,
+    gated_lora_linear,
+    keep,
+    kept_tensors,
+    lora_linear,
+    runs_by_hand,
+)
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated_lora import WIDEST, Added, gated_lora_backward, gated_lora_forward
 from tigon.runtime import first_order, graph_is_kept, use_triton
@@ -49,7 +58,7 @@ def lora_mlp(
     """
     checked_act("lora_mlp", act)
     gate, up, down = layers
-    dtype, autocast = _checked("lora_mlp", x, (gate, up))
+    dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
     if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
         sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
         raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
@@ -58,13 +67,13 @@ def lora_mlp(
     one_pass = (
         dtype in (torch.bfloat16, torch.float16)
         and use_triton(x, *tensors)
-        and all(_by_hand(dtype, autocast, (layer,), x) for layer in layers)
+        and all(runs_by_hand(dtype, autocast, (layer,), x) for layer in layers)
         and gate.bias is None
         and up.bias is None
         and max(layer.a.shape[0] for layer in layers) <= WIDEST
     )
     x = x if x.dtype == dtype or not one_pass else x.to(dtype)
-    plans = _Plan((gate, up), dtype, wide=not autocast), _Plan((down,), dtype, wide=not autocast)
+    plans = Plan((gate, up), dtype, wide=not autocast), Plan((down,), dtype, wide=not autocast)
     if not one_pass or any(plan.thin != dtype for plan in plans):
         g, u = lora_linear(x, (gate, up), saved_by=saved_by)
         return gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
@@ -78,7 +87,7 @@ class _LoraMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plans: tuple[_Plan, _Plan], act: str, inplace: bool, saved_by: Any, *tensors: Any
+        ctx: Any, x: Tensor, plans: tuple[Plan, Plan], act: str, inplace: bool, saved_by: Any, *tensors: Any
     ) -> tuple[Tensor]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plans, ctx.act, ctx.inplace, ctx.by_hooks = True, plans, act, inplace, saved_by is not None
@@ -88,11 +97,11 @@ class _LoraMLP(torch.autograd.Function):
         t = first.thin_products(rows, (ag, au))
         g, u = (torch.mm(rows, first.weight(i, (wg, wu)).t()) for i in (0, 1))
         if saved_by is not None:
-            _keep(ctx, saved_by, x, t, g, u, None, *tensors)
+            keep(ctx, saved_by, x, t, g, u, None, *tensors)
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
         td = last.thin_products(h, (ad,))
         if saved_by is None:
-            _keep(ctx, saved_by, x, t, g, u, td, *tensors)
+            keep(ctx, saved_by, x, t, g, u, td, *tensors)
         y = last.results(h, td, (bd,), (bias,), (wd,))[0]
         return (y.view(*x.shape[:-1], y.shape[1]),)
 
@@ -101,14 +110,14 @@ class _LoraMLP(torch.autograd.Function):
         return first_order(_lora_mlp_backward, ctx, *gradients)
 
 
-def _added(plan: _Plan, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
+def _added(plan: Plan, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
     one, other = t.split(plan.ranks, 1)
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
 
 def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     first, last = ctx.plans
-    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = _kept(ctx)
+    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept_tensors(ctx)
     if dy is None:
         return (None,) * 15
     need_x, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (

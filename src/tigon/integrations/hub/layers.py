@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not _norm_fits(self, hidden_states):
             return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="llama")
@@ -37,7 +37,7 @@ class RMSNormRoundedOnce(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not _norm_fits(self, hidden_states):
             return type(self).forward(self, hidden_states)
         return rms_norm(hidden_states, self.weight, eps=_eps(self), cast="gemma")
@@ -49,7 +49,7 @@ class RMSNormZeroCentered(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         if not _norm_fits(self, x):
             return type(self).forward(self, x)
         return rms_norm(x, self.weight, eps=_eps(self), offset=1.0, cast="gemma")
@@ -61,10 +61,11 @@ class RMSNormGated(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x = hidden_states
-        alike = isinstance(gate, Tensor) and (gate.dtype, gate.shape) == (x.dtype, x.shape)
-        if not alike or self.weight.dtype != x.dtype or not _norm_fits(self, x):
+        if not isinstance(gate, Tensor) or (gate.dtype, gate.shape) != (x.dtype, x.shape):
+            return type(self).forward(self, x, gate)
+        if self.weight.dtype != x.dtype or not _norm_fits(self, x):
             return type(self).forward(self, x, gate)
         return swiglu(gate, rms_norm(x, self.weight, eps=_eps(self), cast="llama"))
 
@@ -74,7 +75,7 @@ def _gated_mlp(act: Any, formula: str) -> type[nn.Module]:
         can_torch_compile = True
         has_backward = True
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self: Any, x: Tensor) -> Tensor:
             if transformed():
                 return type(self).forward(self, x)
             return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), act=act))
@@ -90,7 +91,7 @@ def _act_and_mul(act: Any, formula: str) -> type[nn.Module]:
         can_torch_compile = True
         has_backward = True
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self: Any, x: Tensor) -> Tensor:
             return type(self).forward(self, x) if transformed() else gated_unit(x, act=act)
 
     ActAndMul.__doc__ = f"""act of the first half of x times the second half, act(g) = {formula}."""
@@ -121,7 +122,8 @@ class RotaryPosEmb(nn.Module):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if not _rotary_fits(q, k, cos, sin, unsqueeze_dim):
             return type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
-        return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        turned_q, turned_k = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return turned_q, turned_k
 
 
 class RotaryPosEmbKept(nn.Module):

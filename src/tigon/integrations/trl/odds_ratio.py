@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.swap import Side, Swaps
+from tigon.linear.head import Head
 from tigon.logits.split import is_split
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.losses.preference import ORPO, orpo
@@ -65,6 +66,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
 def _mean_logit(side: Side) -> Tensor:
     """Mean of all logits of all rows, of padding too, as TRL logs it."""
     x, head = side.hidden
+    assert isinstance(head, Head)  # as the trainer's part made it
     if head.softcap is None and not is_split(head.weight):  # linear: the mean row times the mean column
         bias = 0.0 if head.bias is None else head.bias.float().mean()
         mean = x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)
