@@ -22,7 +22,7 @@ except ImportError as error:
 
 from tigon.fusion.model import Fusion, fuse
 
-PARTS = ("head", "norms", "mlp", "rotary", "experts")
+PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters")
 MEMORY = ("recompute", "offload")
 LOG = get_logger(__name__)
 
@@ -35,6 +35,7 @@ class TigonArgs(BaseModel):
     tigon_mlp: bool | None = None
     tigon_rotary: bool | None = None
     tigon_experts: bool | None = None
+    tigon_adapters: bool | None = None
     tigon_recompute: Literal["none", "product", "cheap", "mlp"] | None = None
     tigon_offload: bool | None = None
 
