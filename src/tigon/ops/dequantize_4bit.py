@@ -8,6 +8,7 @@ maxima. The layout in memory is that of bitsandbytes: two codes a byte, the firs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class FourBit:
         dtype: of the weight when it is made dense: bf16, fp16 or fp32.
         blocksize: consecutive weights that share a maximum, a power of two.
         nested: where the maxima are quantised themselves.
+    Raises: ValueError for tensors whose sizes, dtypes or devices do not fit together.
     """
 
     packed: Tensor
@@ -55,6 +57,9 @@ class FourBit:
     dtype: torch.dtype = torch.bfloat16
     blocksize: int = 64
     nested: NestedAbsmax | None = None
+
+    def __post_init__(self) -> None:  # here, once: a layer makes its weight dense several times a step
+        _check(self)
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +97,7 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     Args:
         weight: see `FourBit`. None of its tensors gets a gradient.
     Returns: weight.shape in weight.dtype; bit for bit what bitsandbytes gives on the same device.
-    Raises: ValueError for tensors whose sizes, dtypes or devices do not fit together.
+    Raises: ValueError nowhere here: `FourBit` refuses what does not fit together when it is made.
 
     With `FourBit.of(weight)` it stands for `bitsandbytes.functional.dequantize_4bit`, and for plain maxima it
 
@@ -101,20 +106,24 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
         codes = torch.stack((packed >> 4, packed & 15), -1).view(-1).long()
         w = (table[codes] * absmax.repeat_interleave(blocksize)).to(torch.bfloat16).view(shape)
     """
-    _check(weight)
-    nested = weight.nested
-    args = (
-        weight.table, weight.packed, weight.absmax, None if nested is None else nested.table,
-        None if nested is None else nested.scale, None if nested is None else nested.offset, list(weight.shape),
-        weight.dtype, weight.blocksize, 1 if nested is None else nested.blocksize,
-    )  # fmt: skip
     if not use_triton(weight.table):
         return dequantize_4bit_reference(weight)
-    return _dequantize_4bit(*args)
+    nested = weight.nested
+    second = (None, None, None) if nested is None else (nested.table, nested.scale, nested.offset)
+    return _dequantize_4bit(
+        weight.table,
+        weight.packed,
+        weight.absmax,
+        *second,
+        list(weight.shape),
+        weight.dtype,
+        weight.blocksize,
+        1 if nested is None else nested.blocksize,
+    )
 
 
 def dequantize_4bit_reference(weight: FourBit) -> Tensor:
-    numel = _numel(weight.shape)
+    numel = math.prod(weight.shape)
     packed = weight.packed.reshape(-1).view(torch.uint8)
     codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
     absmax, nested = weight.absmax.reshape(-1), weight.nested
@@ -126,27 +135,20 @@ def dequantize_4bit_reference(weight: FourBit) -> Tensor:
     return values.to(weight.dtype).view(weight.shape)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
 def _check(weight: FourBit) -> None:
-    numel, nested = _numel(weight.shape), weight.nested
+    numel, nested = math.prod(weight.shape), weight.nested
     if weight.packed.numel() * weight.packed.element_size() != cdiv(numel, 2):
         raise ValueError(
-            f"dequantize_4bit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
+            f"FourBit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
             f"{tuple(weight.shape)} in each, got {weight.packed.numel() * weight.packed.element_size()}."
         )
     size = weight.blocksize
     if size < 8 or size & (size - 1):
-        raise ValueError(f"dequantize_4bit: blocksize must be a power of two, 8 or more, got {size}.")
+        raise ValueError(f"FourBit: blocksize must be a power of two, 8 or more, got {size}.")
     blocks, codes = cdiv(numel, size), torch.float32 if nested is None else torch.uint8
     if weight.absmax.numel() != blocks or weight.absmax.dtype != codes:
         raise ValueError(
-            f"dequantize_4bit: absmax must be {blocks} numbers of {codes}, one for each block of {size} weights, "
+            f"FourBit: absmax must be {blocks} numbers of {codes}, one for each block of {size} weights, "
             f"got {weight.absmax.numel()} of {weight.absmax.dtype}."
         )
     tables: list[tuple[str, Tensor, int]] = [("table", weight.table, 16)]
@@ -158,16 +160,12 @@ def _check(weight: FourBit) -> None:
         ]
     for name, t, count in tables:
         if t.numel() != count or t.dtype != torch.float32:
-            raise ValueError(
-                f"dequantize_4bit: {name} must be {count} numbers of torch.float32, got {t.numel()} of {t.dtype}."
-            )
+            raise ValueError(f"FourBit: {name} must be {count} numbers of torch.float32, got {t.numel()} of {t.dtype}.")
     for name, t in (("absmax", weight.absmax), *((name, t) for name, t, _ in tables)):
         if t.device != weight.packed.device:
-            raise ValueError(
-                f"dequantize_4bit: {name} must be on {weight.packed.device}, where packed is, got {t.device}."
-            )
+            raise ValueError(f"FourBit: {name} must be on {weight.packed.device}, where packed is, got {t.device}.")
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"dequantize_4bit: dtype must be bfloat16, float16 or float32, got {weight.dtype}.")
+        raise ValueError(f"FourBit: dtype must be bfloat16, float16 or float32, got {weight.dtype}.")
 
 
 # ---------------------------------------------------------------------------------------------------------- kernel
