@@ -156,6 +156,8 @@ def test_only_what_is_asked_is_computed(frozen, triton_backend, device):
             r"got \(72, 48\), \(72, 48\), \(48, 8\)",
         ),
         (lambda g, u, d: (g._replace(a=g.a[:0]), u, d), r"rank r above 0"),
+        (lambda g, u, d: (g, u, d._replace(b=d.b[:8])), r"layers\[2\].b must be \(48, 8\), got \(8, 8\)"),
+        (lambda g, u, d: (g, u, d._replace(weight=d.weight.clone().requires_grad_())), r"layers\[2\].weight must be"),
     ],
 )
 def test_what_is_refused(change, message):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
-from tigon.runtime import autocast_device, autocast_dtype, first_order, graph_is_kept, use_triton, way_back
+from tigon.runtime import autocast_device, autocast_dtype, first_order, graph_is_kept, keep, kept, use_triton, way_back
 from tigon.runtime.dispatch import DTYPES, torch_is_forced
 
 
@@ -90,7 +90,7 @@ def lora_linear(
     # Outside of the Function: the recipes of tigon.memory.recompute know casts of what they can compute again.
     x = x if x.dtype == dtype else x.to(dtype)
     saved_by = saved_by if torch.is_grad_enabled() else None
-    plan = Plan(layers, dtype, wide=not autocast)
+    plan = Group(layers, dtype, wide=not autocast)
     result = _LoraLinear.apply(x, plan, saved_by, *plan.tensors(layers))
     return result[: len(layers)]  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def gated_lora_linear(
     if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
-    plan = Plan((layer,), dtype, wide=not autocast)
+    plan = Group((layer,), dtype, wide=not autocast)
     return _GatedLoraLinear.apply(gate, up, plan, act, inplace, saved_by, *plan.tensors((layer,)))[0]  # type: ignore[no-any-return]
 
 
@@ -168,8 +168,11 @@ def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torch.dtype, bool]:
-    """The dtype of the products, and whether autocast chose it; a ValueError for what does not fit."""
+def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) -> tuple[torch.dtype, bool]:
+    """The dtype of the products, and whether autocast chose it; a ValueError for what does not fit.
+
+    at: the place of the first of these layers among those that the caller was given.
+    """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() == 0:
         what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name}: x must be (..., H) floats, got {what}.")
@@ -177,37 +180,39 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...]) -> tuple[torc
         raise ValueError(f"{name}: layers must hold at least one tigon.LoRA, got none.")
     cast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     H = x.shape[-1]
-    for i, layer in enumerate(layers):
-        at = "layer" if name.startswith("gated") else f"layers[{i}]"
+    for i, layer in enumerate(layers, at):
+        where = "layer" if name.startswith("gated") else f"layers[{i}]"
         if not isinstance(layer, LoRA):
-            raise ValueError(f"{name}: {at} must be a tigon.LoRA, got {type(layer).__name__}.")
+            raise ValueError(f"{name}: {where} must be a tigon.LoRA, got {type(layer).__name__}.")
         for field in ("a", "b", "bias"):
             t = getattr(layer, field)
             if not isinstance(t, Tensor) and not (t is None and field == "bias"):
-                raise ValueError(f"{name}: {at}.{field} must be a tensor, got {type(t).__name__}.")
+                raise ValueError(f"{name}: {where}.{field} must be a tensor, got {type(t).__name__}.")
         weight, a, b, _, bias = layer
         if isinstance(weight, torch.nn.Module) or not hasattr(weight, "shape"):
             advice = ": pass its weight" if isinstance(getattr(weight, "weight", None), Tensor) else ""
-            raise ValueError(f"{name}: {at}.weight must be a tensor or a Frozen, got {type(weight).__name__}{advice}.")
+            raise ValueError(
+                f"{name}: {where}.weight must be a tensor or a Frozen, got {type(weight).__name__}{advice}."
+            )
         shape = tuple(weight.shape)
         if len(shape) != 2 or shape[1] != H:
-            raise ValueError(f"{name}: {at}.weight must be (N, {H}) to fit x {tuple(x.shape)}, got {shape}.")
+            raise ValueError(f"{name}: {where}.weight must be (N, {H}) to fit x {tuple(x.shape)}, got {shape}.")
         if a.dim() != 2 or a.shape[1] != H or not a.shape[0]:
-            raise ValueError(f"{name}: {at}.a must be (r, {H}) with a rank r above 0, got {tuple(a.shape)}.")
+            raise ValueError(f"{name}: {where}.a must be (r, {H}) with a rank r above 0, got {tuple(a.shape)}.")
         for field, t, wanted in (("b", b, (shape[0], a.shape[0])), ("bias", bias, shape[:1])):
             if t is not None and tuple(t.shape) != wanted:
-                raise ValueError(f"{name}: {at}.{field} must be {wanted}, got {tuple(t.shape)}.")
+                raise ValueError(f"{name}: {where}.{field} must be {wanted}, got {tuple(t.shape)}.")
         for field, t in (("weight", weight), ("a", a), ("b", b), ("bias", bias)):
             if t is not None and t.device != x.device:
-                raise ValueError(f"{name}: {at}.{field} must be on x's device {x.device}, got {t.device}.")
+                raise ValueError(f"{name}: {where}.{field} must be on x's device {x.device}, got {t.device}.")
         if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: {at}.weight must be frozen, got one that requires a gradient.")
+            raise ValueError(f"{name}: {where}.weight must be frozen, got one that requires a gradient.")
         for field, t in (("weight", weight), ("bias", bias)):
             if isinstance(t, Tensor) and t.dtype != x.dtype and cast is None:
-                raise ValueError(f"{name}: {at}.{field} must have x's dtype {x.dtype}, got {t.dtype}.")
+                raise ValueError(f"{name}: {where}.{field} must have x's dtype {x.dtype}, got {t.dtype}.")
         for field, t in (("a", a), ("b", b)):
             if not t.dtype.is_floating_point:
-                raise ValueError(f"{name}: {at}.{field} must have a float dtype, got {t.dtype}.")
+                raise ValueError(f"{name}: {where}.{field} must have a float dtype, got {t.dtype}.")
     return cast or x.dtype, cast is not None
 
 
@@ -278,7 +283,7 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, dim: int = 0) -> Tens
     return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)).to(dtype)
 
 
-class Plan:
+class Group:
     """What is not a tensor of a group of adapted layers.
 
     dtype: of x, of the wide products and of the results. thin: of t, u and the adapters as they are multiplied: fp32
@@ -378,49 +383,24 @@ class Plan:
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def keep(ctx: Any, saved_by: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward pass, at once where a checkpoint gave its hooks."""
-    if saved_by is None:
-        ctx.save_for_backward(*tensors)
-        ctx.packed = None
-    else:
-        pack, ctx.unpack = saved_by
-        ctx.packed = [t if t is None else pack(t) for t in tensors]
-
-
-def kept_tensors(ctx: Any) -> list[Any]:
-    """The tensors of `keep`; to be called once in a backward pass."""
-    if not ctx.by_hooks:
-        return list(ctx.saved_tensors)
-    if ctx.packed is None:
-        raise RuntimeError(
-            "lora_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
-            "retain_graph=True the first time."
-        )
-    packed, unpack = ctx.packed, ctx.unpack
-    if not graph_is_kept():
-        ctx.packed = ctx.unpack = None  # both: the hook holds the checkpoint's inputs
-    return [t if t is None else unpack(t) for t in packed]
-
-
 def _rows(dy: Tensor | None) -> Tensor | None:
     return None if dy is None else dy.reshape(-1, dy.shape[-1])
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, plan: Group, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plan, ctx.by_hooks = True, plan, saved_by is not None
+        ctx.hides, ctx.plan = True, plan
         a, b, biases, weights = plan.split(tensors)
         need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
         rows = x.reshape(-1, x.shape[-1])
         t = plan.thin_products(rows, a)
-        kept = x if any(need_a) else None
-        keep(ctx, saved_by, kept, t if any(need_b) else None, *a, *b, *weights)
+        own_x = x if any(need_a) else None
+        keep(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
         ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, b, biases, weights)]
         # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
-        unsaved = [0] * (kept is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
+        unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
         way = (
             () if saved_by is not None or not unsaved else way_back(ctx, (x, plan, saved_by, *tensors), tuple(unsaved))
         )
@@ -434,9 +414,9 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
-    plan: Plan = ctx.plan
+    plan: Group = ctx.plan
     n = plan.count
-    x, t, *rest = kept_tensors(ctx)
+    x, t, *rest = kept(ctx)
     dys = [_rows(dy) for dy in given[:n]]
     a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
@@ -459,10 +439,10 @@ def _bias_gradients(dys: Sequence[Tensor | None], needs: Sequence[bool], dtype: 
 class _GatedLoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, plan: Plan, act: str, inplace: bool, saved_by: Any, *tensors: Any
+        ctx: Any, gate: Tensor, up: Tensor | None, plan: Group, act: str, inplace: bool, saved_by: Any, *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plan, ctx.act, ctx.inplace, ctx.by_hooks = True, plan, act, inplace, saved_by is not None
+        ctx.hides, ctx.plan, ctx.act, ctx.inplace = True, plan, act, inplace
         a, b, biases, weights = plan.split(tensors)
         need_b = ctx.needs_input_grad[7]
         if saved_by is not None:
@@ -487,8 +467,8 @@ class _GatedLoraLinear(torch.autograd.Function):
 
 
 def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    plan: Plan = ctx.plan
-    gate, up, t, *rest = kept_tensors(ctx)
+    plan: Group = ctx.plan
+    gate, up, t, *rest = kept(ctx)
     if dy is None:
         return (None,) * 10
     a, b, weights = (rest[i : i + 1] for i in range(3))

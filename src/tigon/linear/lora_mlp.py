@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 
 from tigon.linear.adapters import (
+    Group,
     LoRA,
-    Plan,
     checked_layers,
     gated_lora_linear,
-    keep,
-    kept_tensors,
     lora_linear,
     runs_by_hand,
 )
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated_lora import WIDEST, Added, gated_lora_backward, gated_lora_forward
-from tigon.runtime import first_order, graph_is_kept, use_triton
+from tigon.runtime import first_order, graph_is_kept, keep, kept, use_triton
 
 
 def lora_mlp(
@@ -62,6 +60,7 @@ def lora_mlp(
     if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
         sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
         raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
+    checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     saved_by = saved_by if torch.is_grad_enabled() else None
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     one_pass = (
@@ -73,7 +72,7 @@ def lora_mlp(
         and max(layer.a.shape[0] for layer in layers) <= WIDEST
     )
     x = x if x.dtype == dtype or not one_pass else x.to(dtype)
-    plans = Plan((gate, up), dtype, wide=not autocast), Plan((down,), dtype, wide=not autocast)
+    plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     if not one_pass or any(plan.thin != dtype for plan in plans):
         g, u = lora_linear(x, (gate, up), saved_by=saved_by)
         return gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
@@ -87,10 +86,10 @@ class _LoraMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plans: tuple[Plan, Plan], act: str, inplace: bool, saved_by: Any, *tensors: Any
+        ctx: Any, x: Tensor, plans: tuple[Group, Group], act: str, inplace: bool, saved_by: Any, *tensors: Any
     ) -> tuple[Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.hides, ctx.plans, ctx.act, ctx.inplace, ctx.by_hooks = True, plans, act, inplace, saved_by is not None
+        ctx.hides, ctx.plans, ctx.act, ctx.inplace = True, plans, act, inplace
         first, last = plans
         ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
         rows = x.reshape(-1, x.shape[-1])
@@ -110,14 +109,14 @@ class _LoraMLP(torch.autograd.Function):
         return first_order(_lora_mlp_backward, ctx, *gradients)
 
 
-def _added(plan: Plan, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
+def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
     one, other = t.split(plan.ranks, 1)
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
 
 def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     first, last = ctx.plans
-    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept_tensors(ctx)
+    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept(ctx)
     if dy is None:
         return (None,) * 15
     need_x, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
@@ -125,16 +124,16 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     )
     rows = dy.reshape(-1, dy.shape[-1])
     ud = last.upstream([rows], (bd,))[0]
-    # The frozen layer's part alone; the kernel adds ud A, and then writes h over it.
+    # The frozen layer's part alone; the kernel adds ud A, and then writes h over it, if an adapter needs h.
     dh = torch.mm(rows, last.weight(0, (wd,)))
     if ctx.inplace and not graph_is_kept():
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
     added = (*_added(first, t, (bg, bu)), Added(ud, ad))
-    gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), dh)
-    h = dh
-    dad = last.a_gradients([ud], h, (ad,), (need_ad,))[0]
+    h = dh if need_ad or (need_bd and td is None) else None
+    gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
+    dad = last.a_gradients([ud], h, (ad,), (True,))[0] if need_ad else None
     dbd = None
     if need_bd:
         dbd = last.b_gradients([rows], last.thin_products(h, (ad,)) if td is None else td, (bd,), (True,))[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import LoRA, Plan, checked_layers, runs_by_hand
+from tigon.linear.adapters import Group, LoRA, checked_layers, runs_by_hand
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.linear.gated_mlp import HELD
 from tigon.ops.acts import Act, checked_act
@@ -37,11 +37,12 @@ def tiled_lora_mlp(
     checked_act("lora_mlp", act)
     gate, up, down = layers
     dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
+    checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     if not use_triton(x, *tensors) or not runs_by_hand(dtype, autocast, layers, x):
         return None
     x = x if x.dtype == dtype else x.to(dtype)
-    plans = Plan((gate, up), dtype, wide=not autocast), Plan((down,), dtype, wide=not autocast)
+    plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     budget = chunk_budget(x.device, tile_bytes)
     own = *plans[0].tensors((gate, up)), *plans[1].tensors((down,))
     return _TiledLoraMLP.apply(x, *plans, act, budget, *own)  # type: ignore[no-any-return]
@@ -76,7 +77,7 @@ class _Sums:
 
 class _TiledLoraMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Plan, last: Plan, act: str, budget: int, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Group, last: Group, act: str, budget: int, *tensors: Any) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.first, ctx.last, ctx.act, ctx.budget = first, last, act, budget
         ctx.save_for_backward(x, *tensors)

@@ -27,6 +27,8 @@ from tigon.runtime import (
     first_order,
     graph_is_kept,
     is_traced,
+    keep,
+    kept,
     launcher,
     unknown_keyword,
     use_triton,
@@ -215,8 +217,7 @@ class _SavedFirst(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
         hooks: tuple[Any, Any],
     ) -> Tensor:  # fmt: skip
-        pack, ctx.unpack = hooks
-        ctx.packed = [t if t is None else pack(t) for t in (gate, up, weight)]
+        keep(ctx, hooks, gate, up, weight)
         ctx.act, ctx.inplace = act, inplace
         ctx.set_materialize_grads(False)
         return _gated_linear_fwd(gate, up, weight, bias, act, inplace)
@@ -227,15 +228,6 @@ class _SavedFirst(torch.autograd.Function):
 
 
 def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if ctx.packed is None:
-        raise RuntimeError(
-            "gated_linear: trying to go backward through the graph a second time, after what it saved was freed. Pass "
-            "retain_graph=True the first time."
-        )
-    packed, unpack = ctx.packed, ctx.unpack
-    if not graph_is_kept():
-        ctx.packed = ctx.unpack = None  # both: the hook holds the checkpoint's inputs
     if dy is None:
         return (None,) * 7
-    saved: list[Any] = [t if t is None else unpack(t) for t in packed]
-    return *_gradients(ctx, dy, *saved), None, None, None
+    return *_gradients(ctx, dy, *kept(ctx)), None, None, None

@@ -20,6 +20,8 @@ from tigon.runtime.autograd import (
     graph_is_kept,
     is_exporting,
     is_traced,
+    keep,
+    kept,
     launcher,
     way_back,
 )
@@ -61,6 +63,8 @@ __all__ = [
     "is_exporting",
     "is_traced",
     "jit",
+    "keep",
+    "kept",
     "launch",
     "launcher",
     "memory_order",

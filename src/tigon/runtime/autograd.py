@@ -121,6 +121,34 @@ def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...
     return ()
 
 
+def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+    """Save tensors for the backward pass; where a checkpoint gave its hooks (pack, unpack), at once.
+
+    A checkpoint computes again up to the last tensor that was saved. torch saves the inputs of a Function after its
+    forward pass, so what comes after this call would be computed again for nothing.
+    """
+    ctx.saved_by = hooks
+    if hooks is None:
+        ctx.save_for_backward(*tensors)
+    else:
+        ctx.packed = [t if t is None else hooks[0](t) for t in tensors]
+
+
+def kept(ctx: Any) -> list[Any]:
+    """The tensors of `keep`. To be called once in a backward pass: checkpoints hand them out no second time."""
+    if ctx.saved_by is None:
+        return list(ctx.saved_tensors)
+    if ctx.packed is None:
+        raise RuntimeError(
+            "tigon: trying to go backward through the graph a second time, after what it saved was freed. Pass "
+            "retain_graph=True the first time."
+        )
+    packed, (_, unpack) = ctx.packed, ctx.saved_by
+    if not graph_is_kept():
+        ctx.packed, ctx.saved_by = None, (None, None)  # both: the hooks hold the checkpoint's inputs
+    return [t if t is None else unpack(t) for t in packed]
+
+
 class _Unpacked:
     """A context whose saved tensors are unpacked already: activation checkpointing hands them out no second time."""
 
