@@ -208,3 +208,30 @@ def test_estimates_are_near_what_was_measured(row):
     ids = torch.zeros(row["batch"] // gpus, row["seq"], dtype=torch.long, device="meta")
     found = step_memory(model, {"input_ids": ids, "labels": ids.clone()}, optimizer=row["optimizer"], shards=gpus)
     assert found.peak.total / 2**30 == pytest.approx(row["peak_gib"], rel=BOUND)
+
+
+def test_steps_with_adapters_that_were_measured_on_an_h100():
+    """Frozen weights in bf16, adapters in fp32, autocast: the peaks of benchmarks/results/h100-adapters.json."""
+    pytest.importorskip("peft")
+    from tigon.cli.model import find_model, lora_config, random_model, with_adapters
+    from tigon.memory.checkpointing import checkpoint_activations
+
+    rows = json.loads((RESULTS / "h100-adapters.json").read_text())["rows"]
+    measured = {
+        (row["model"], row["checkpointing"], row["side"]): row
+        for row in rows
+        if row["status"] == "ok" and row["measure"] == "speed" and row["rank"] == 16 and not row["quantized"]
+    }
+    for name, checkpointing, sides in (("llama-3-8b", True, ("hf", "tigon")), ("llama-3-8b", False, ("tigon",))):
+        model = meta(lambda name=name: random_model(find_model(name).config, dtype=torch.bfloat16).train())
+        model.config.use_cache = False
+        model = with_adapters(model, lora_config(16))
+        if checkpointing:
+            checkpoint_activations(model)
+        for side in sides:
+            row = measured[name, checkpointing, side]
+            if side == "tigon":
+                tigon.fuse(model)
+            ids = torch.zeros(row["batch"], row["seq"], dtype=torch.long, device="meta")
+            found = step_memory(model, {"input_ids": ids, "labels": ids.clone()}, autocast=torch.bfloat16)
+            assert found.peak.total / 2**30 == pytest.approx(row["peak_gib"], rel=0.02), (name, side)

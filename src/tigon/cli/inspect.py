@@ -19,6 +19,7 @@ OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tig
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 QUANTIZE = ("nf4", "fp4")
 RECOMPUTE = ("none", "product", "cheap", "mlp")
+BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
     "optimizer": "in the optimizer's step",
@@ -26,7 +27,10 @@ MOMENTS = {
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A directory (of a model or of adapters), a config.json, a name on the hub, a preset."),
+    ],
     batch_size: Annotated[
         int, typer.Option("--batch-size", "--batch", help="Sequences per GPU in one step.", min=1)
     ] = 1,
@@ -48,8 +52,12 @@ def inspect(
     offload: Annotated[bool, typer.Option("--offload", help="Fused: keep what is saved in host memory.")] = False,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
+    lora_dropout: Annotated[float, typer.Option(help="Dropout before the adapters.", min=0, max=0.999)] = 0.0,
+    adapters: Annotated[
+        str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
+    ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under --lora in 4 bits.")
+        str | None, typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits.")
     ] = None,
     attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
@@ -65,15 +73,22 @@ def inspect(
             raise Problem(f"--{name} must be one of {', '.join(known)}, got {value}")
     if quantize is not None and quantize not in QUANTIZE:
         raise Problem(f"--quantize must be one of {', '.join(QUANTIZE)}, got {quantize}")
-    if quantize and not lora:
-        raise Problem("--quantize goes with --lora, the rank of adapters")
+    if lora_dropout and not lora:
+        raise Problem("--lora-dropout goes with --lora, the rank of adapters")
     if quantize and gpus > 1:
         raise Problem(f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {gpus}")
+    from tigon.cli.adapters import find_adapted
     from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
-    from tigon.cli.model import find_model, four_bit_of, quiet_transformers
+    from tigon.cli.model import four_bit_of, quiet_transformers
     from tigon.cli.screen import screen, show
 
-    source = find_model(model, any_head=True)
+    if lora and adapters:
+        raise Problem(BOTH)
+    source, found_adapters = find_adapted(model, adapters, any_head=True)
+    if lora and found_adapters:
+        raise Problem(BOTH)
+    if quantize and not (lora or found_adapters):
+        raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are in 4 bits")
     quiet_transformers()
     capacity = capacity_of(gpu)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -81,7 +96,8 @@ def inspect(
         raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
     setup = Setup(
         batch_size, seq_len or min(2048, limit), precision, optimizer, gradient_checkpointing, recompute, offload, lora,
-        lora_targets, quantize or four_bit_of(source.config), attention, gpus,
+        lora_targets, quantize or four_bit_of(source.config), attention, gpus, lora_dropout,
+        found_adapters,
     )  # fmt: skip
     from tigon.memory.estimate import CannotEstimate
 
@@ -104,6 +120,7 @@ def inspect(
             "model": source.name,
             "class": type(_inner(built.model)).__name__,
             "parameters": built.whole,
+            "trained": built.trained,
             "report": report.to_dict(),
             "no_step": obstacles.get("fused"),
             "step": setup.words(),
@@ -115,7 +132,8 @@ def inspect(
         return
     console.print(
         f"{source.name}: {type(_inner(built.model)).__name__}, {built.whole / 1e6:,.1f}M parameters, "
-        f"{_layers(source.config)} layers; a step of {setup.words()}",
+        + (f"{built.trained / 1e6:,.2f}M trained, " if lora or found_adapters else "")
+        + f"{_layers(source.config)} layers; a step of {setup.words()}",
         highlight=False,
         soft_wrap=True,
     )
@@ -151,6 +169,7 @@ def _layers(config: Any) -> int:
 
 def _table(sides: dict[str, StepMemory]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     from tigon.cli.memory import gib
     from tigon.memory.estimate import PARTS
@@ -161,7 +180,8 @@ def _table(sides: dict[str, StepMemory]) -> Any:
         table.add_column(side, justify="right")
     for part in PARTS:
         table.add_row(part, *(gib(m.peak.parts[part]) for m in sides.values()), end_section=part == PARTS[-1])
-    table.add_row("[bold]peak", *(f"[bold]{gib(m.peak.total)}" for m in sides.values()), end_section=True)
+    peaks = ("peak", *(gib(m.peak.total) for m in sides.values()))
+    table.add_row(*(Text(cell, style="bold") for cell in peaks), end_section=True)
     table.add_row("activations kept", *(gib(m.kept.parts["activations"]) for m in sides.values()), style="dim")
     table.add_row("all gradients", *(gib(m.update.parts["gradients"]) for m in sides.values()), style="dim")
     return table

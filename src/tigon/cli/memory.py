@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, one_line
 
 if TYPE_CHECKING:
+    from tigon.cli.adapters import Adapters
     from tigon.cli.model import Source
     from tigon.memory.estimate import StepMemory
 
@@ -47,6 +48,8 @@ class Setup:
     quantize: str | None = None
     attention: str | None = None
     gpus: int = 1
+    lora_dropout: float = 0.0
+    adapters: Adapters | None = None  # saved ones, in place of lora
     summed: bool = False  # the Trainer divides the loss, a sum over tokens, by their number
 
     def words(self) -> str:
@@ -58,8 +61,8 @@ class Setup:
         parts = [f"{self.batch_size} × {self.seq_len:,} tokens", weights, self.optimizer]
         if self.gradient_checkpointing:
             parts.append("gradient checkpointing")
-        if self.lora:
-            parts.append(f"LoRA of rank {self.lora}")
+        if self.adapters or self.lora:
+            parts.append(str(self.adapters or f"LoRA of rank {self.lora}"))
         if self.gpus > 1:
             parts.append(f"sharded over {self.gpus} GPUs")
         return ", ".join(parts)
@@ -71,13 +74,8 @@ class Sides:
     def __init__(self, source: Source, setup: Setup) -> None:
         import torch
 
-        from tigon.cli.model import (
-            attention_options,
-            frozen_dtype,
-            lora_config,
-            random_model,
-            with_adapters,
-        )
+        from tigon.cli.adapters import adapted, new_adapters
+        from tigon.cli.model import attention_options, frozen_dtype, random_model
         from tigon.memory.checkpointing import checkpoint_activations
 
         self.setup = setup
@@ -96,9 +94,12 @@ class Sides:
         narrow = _linear_weights(self.model) if setup.quantize else []
         self.saved = sum(p.numel() * p.element_size() - four_bit_bytes(p.numel()) for p in narrow)
         self.dense = max((p.numel() * p.element_size() for p in narrow), default=0)
+        adapters = setup.adapters
         if setup.lora:
-            needs("--lora", "train", "peft")
-            self.model = with_adapters(self.model, lora_config(setup.lora, setup.lora_targets))
+            adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
+        if adapters is not None:
+            self.model = adapted(self.model, adapters)
+        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if setup.gradient_checkpointing:
             checkpoint_activations(self.model)
         self.fusion: Any = None
@@ -246,7 +247,8 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     setup = Setup(
         options.batch_size * (2 if options.task == "dpo" else 1), options.seq_len, resolved(options, use_cpu), "adamw",
         options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
-        options.quantize or four_bit_of(source.config), options.attention, gpus, summed=True,
+        options.quantize or four_bit_of(source.config), options.attention, gpus, options.lora_dropout,
+        summed=True,
     )  # fmt: skip
     reference = options.task == "dpo" or bool(options.beta)
     copies = 2 if reference and not options.lora and options.task != "sft" else 1

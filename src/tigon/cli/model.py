@@ -66,12 +66,12 @@ def find_model(name: str, *, any_head: bool = False) -> Source:
 
 def _from_path(path: Path) -> Source:
     file = path / "config.json" if path.is_dir() else path
+    if is_adapters_folder(path):
+        raise Problem(
+            f"model {path}: the directory has adapters, not a model; merge them and save the result: "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
+        )
     if not file.is_file():
-        if (path / "adapter_config.json").is_file():
-            raise Problem(
-                f"model {path}: the directory has adapters, not a model; merge them and save the result: "
-                f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
-            )
         if (path / "run.json").is_file():
             raise Problem(
                 f"model {path}: the run in this directory has not ended, so it has no model yet; go on by "
@@ -92,6 +92,12 @@ def _from_path(path: Path) -> Source:
         raise Problem(f"model {path}: transformers cannot read the configuration ({one_line(error)})") from error
     weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHTS)
     return Source(str(path), "path", config, weights)
+
+
+def is_adapters_folder(path: Path) -> bool:
+    """Whether a folder has adapters and no model. Some trainers save the model's configuration beside them."""
+    weights = (file for pattern in WEIGHTS for file in path.glob(pattern))
+    return (path / "adapter_config.json").is_file() and all(f.name.startswith("adapter_model.") for f in weights)
 
 
 def _from_hub(name: str) -> Source:

@@ -37,7 +37,10 @@ TINY = {
 
 
 def verify(
-    model: Annotated[str, typer.Argument(help="A directory, a config.json, a name on the hub, or a preset.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A directory (of a model or of adapters), a config.json, a name on the hub, a preset."),
+    ],
     layers: Annotated[int, typer.Option(help="How many of the layers to build; 0 for all.", min=0)] = 2,
     full_width: Annotated[
         bool, typer.Option("--full-width", help="Keep the widths of a model that has no weights.")
@@ -46,23 +49,36 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 2,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", min=2)] = 64,
+    lora: Annotated[int | None, typer.Option(help="Put LoRA adapters of this rank on the model.", min=1)] = None,
+    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",
+    adapters: Annotated[
+        str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=SEEDS)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Loss and gradients of a model, plain against fused; the exit code is 1 when they differ.
 
     The measure is the plain model's own rounding: its distance from itself in fp64. A model without weights gets random
-    ones and small widths.
+    ones and small widths; so do adapters without weights. With adapters the gradients are those that they train.
     """
     needs("tigon verify", "train", "torch", "transformers")
     if dtype not in DTYPES:
         raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if device not in ("auto", "cpu", "cuda"):
         raise Problem(f"--device must be auto, cpu or cuda, got {device}")
-    from tigon.cli.model import find_model, quiet_transformers
+    from tigon.cli.adapters import adapted, find_adapted, new_adapters
+    from tigon.cli.inspect import BOTH
+    from tigon.cli.model import quiet_transformers
     from tigon.cli.screen import screen, show
 
-    source = find_model(model)
+    if lora and adapters:
+        raise Problem(BOTH)
+    source, found_adapters = find_adapted(model, adapters)
+    if lora and found_adapters:
+        raise Problem(BOTH)
+    if lora:
+        found_adapters = new_adapters(lora, lora_targets, 0.0)
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -75,6 +91,9 @@ def verify(
     torch.manual_seed(seed)
     with console.status("building the model"):
         built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
+        if found_adapters is not None:
+            saved = source.weights and found_adapters.place is not None
+            built = adapted(built, found_adapters, saved=saved).train()
     vocab = built.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocab, (batch_size, seq_len), device=place)
     labels = ids.clone()
@@ -93,6 +112,7 @@ def verify(
             "model": source.name,
             "dtype": dtype,
             "device": place,
+            "adapters": None if found_adapters is None else str(found_adapters),
             "rows": rows,
             "report": report.to_dict(),
         }
@@ -101,7 +121,8 @@ def verify(
     else:
         show(console, report.to_rich())
         layers = built.config.get_text_config().num_hidden_layers
-        show(console, _table(rows, f"{source.name}, {layers} layers, {dtype}"))
+        with_ = "" if found_adapters is None else f", {found_adapters}"
+        show(console, _table(rows, f"{source.name}, {layers} layers, {dtype}{with_}"))
     if wrong:
         raise Problem(f"plain and fused differ by more than rounding in {', '.join(wrong)}", code=1)
     console.print("plain and fused agree: no difference is above rounding", highlight=False)
@@ -245,7 +266,8 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
         table.add_column(column, justify="right")
     for row in rows:
         # A narrow terminal cuts names, and their ends tell them apart, so the common beginnings go.
-        name = row["name"].removeprefix("model.").removesuffix(".weight").replace("layers.*.", "*.")
+        name = row["name"].removeprefix("base_model.model.").removeprefix("model.").removesuffix(".weight")
+        name = name.replace("layers.*.", "*.").replace(".default", "")
         if "missing" in row:
             table.add_row(name, str(row["tensors"]), "one side has no gradient", "", "", "", differs)
             continue

@@ -1,0 +1,123 @@
+"""Adapters on the model that `tigon inspect` and `tigon verify` look at: new ones, or those that PEFT has saved."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.model import HUB_ID, Source, find_model, is_adapters_folder, lora_config
+from tigon.cli.problem import Problem, needs, one_line
+from tigon.presets import PRESETS
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A PEFT configuration. name: as the user knows it. place: the folder or hub name of its weights, where it has any.
+
+    base: the model that the adapters were trained on, as their configuration has it.
+    """
+
+    name: str
+    config: Any
+    place: str | None = None
+    base: str | None = None
+
+    def __str__(self) -> str:
+        kind = getattr(self.config.peft_type, "value", self.config.peft_type)
+        if kind != "LORA":
+            return str(kind)
+        return f"{'DoRA' if self.config.use_dora else 'LoRA'} of rank {self.config.r}"
+
+
+def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) -> tuple[Source, Adapters | None]:
+    """The model that a command is given, and the adapters for it: in --adapters, or in `model` itself.
+
+    Raises: Problem as find_model does, and for adapters that cannot be read or whose model is not there.
+    """
+    if adapters is not None:
+        source = find_model(model, any_head=any_head)
+        return source, find_adapters(adapters, "--adapters")
+    path = Path(model).expanduser()
+    here = model not in PRESETS and path.exists()
+    if here and (path.name == CONFIG or is_adapters_folder(path)):
+        found = find_adapters(model, "model")
+    else:
+        try:
+            return find_model(model, any_head=any_head), None
+        except Problem as problem:
+            if here or "/" not in model:
+                raise
+            try:
+                found = find_adapters(model, "model")
+            except Problem:  # the hub has neither a model nor adapters of this name
+                raise problem from None
+    if not found.base:
+        raise Problem(f"model {model}: its {CONFIG} names no model; name the model, and --adapters {model}")
+    try:
+        return find_model(found.base, any_head=any_head), found
+    except Problem as problem:
+        raise Problem(
+            f"model {model}: the model of these adapters was not found; name the model, and --adapters {model} "
+            f"({problem})"
+        ) from problem
+
+
+def find_adapters(name: str, option: str) -> Adapters:
+    """The adapters of a folder, an adapter_config.json, or a name on the hub. Only the configuration is read."""
+    needs("adapters", "train", "peft")
+    from peft import PeftConfig
+
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == CONFIG else path
+    if path.exists() and not (folder / CONFIG).is_file():
+        raise Problem(f"{option} {name}: the directory has no {CONFIG}, so it has no adapters")
+    if not path.exists() and (not HUB_ID.fullmatch(name) or name.startswith((".", "/"))):
+        raise Problem(f"{option} {name}: there is no such directory")
+    try:
+        config = PeftConfig.from_pretrained(str(folder) if path.exists() else name)
+    except Exception as error:
+        raise Problem(f"{option} {name}: PEFT cannot read its {CONFIG} ({one_line(error, 160)})") from error
+    if not getattr(config, "peft_type", None):
+        raise Problem(f"{option} {name}: its {CONFIG} has no peft_type")
+    place = name
+    if path.exists():
+        place = str(folder) if path.is_dir() and any((folder / weights).is_file() for weights in WEIGHTS) else ""
+    return Adapters(name, config, place or None, config.base_model_name_or_path)
+
+
+def new_adapters(rank: int, targets: str, dropout: float) -> Adapters:
+    """The adapters that --lora puts on a model."""
+    needs("--lora", "train", "peft")
+    return Adapters("--lora-targets", lora_config(rank, targets, dropout=dropout))
+
+
+def adapted(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:
+    """The model with these adapters to train. saved: with the weights of their folder, else with random ones.
+
+    Random adapters do something: a B of zeros, as training begins with, would leave A without a gradient.
+
+    Raises: Problem for layers that the model does not have, and for weights that do not fit.
+    """
+    from peft import PeftModel, get_peft_model
+
+    config = copy.deepcopy(adapters.config)
+    config.inference_mode = False
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = False
+    try:
+        with warnings.catch_warnings():
+            # PEFT warns of what a user would meet who saves or merges these adapters; the commands do neither.
+            warnings.simplefilter("ignore")
+            if saved:
+                return PeftModel.from_pretrained(model, str(adapters.place), is_trainable=True)
+            return get_peft_model(model, config)
+    except Exception as error:
+        # torch's first line says only that there are errors in loading.
+        first = RuntimeError(str(error).partition("\n")[2]) if "Error(s) in loading" in str(error) else error
+        raise Problem(f"{adapters.name}: {one_line(first)}") from error
