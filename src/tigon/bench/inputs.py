@@ -63,9 +63,13 @@ class Draw:
         t = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
         return t if scale == 1.0 else t.mul_(scale)
 
-    def loss_grads(self) -> tuple[Tensor, ...] | None:
-        """1, as in `loss.backward()`; in fp16 scaled as in training, or most gradients would round to 0."""
-        return (torch.full((), 2.0**15, device=self.device),) if self.dtype == torch.float16 else None
+    def loss_grads(self, tokens: int) -> tuple[Tensor, ...] | None:
+        """1, as in `loss.backward()`; in fp16 scaled as in training, or most gradients would round to 0.
+
+        Of a few tokens each gradient is large, and the scaler of a training run would have come down.
+        """
+        scale = min(2.0**15, 2.0**12 * tokens)
+        return (torch.full((), scale, device=self.device),) if self.dtype == torch.float16 else None
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device)

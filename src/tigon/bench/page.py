@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from tigon.bench import plots, report
+from tigon.bench import plots, report, verdicts
 from tigon.bench.cases import KINDS
 from tigon.bench.matrix import LEFT, MATRICES, Cells, matrix
 
@@ -16,6 +16,7 @@ TITLES = {
     "model": "Whole models",
     "sequence": "Memory over the length of a sequence",
     "ops": "Operators and losses",
+    "sweep": "Drawn cases",
     "architecture": "Architectures",
     "host": "Host time",
     "counters": "Hardware counters",
@@ -27,6 +28,7 @@ READING = {
     "sequence": "Peak memory of one training step of one sequence.",
     "ops": "Forward + backward in milliseconds, and as a multiple of the floor: the least time that this device could "
     "take, measured in the same run.",
+    "sweep": "Forward + backward of cases drawn from the ranges of real models, beside the best of the others.",
     "architecture": "Forward + backward, plain and fused, and how far loss and gradients are from those in fp32.",
     "host": "Microseconds of the host per call, on tiny inputs.",
     "counters": "Of single kernels, beside the bytes that the operator has to move.",
@@ -87,12 +89,17 @@ def _part(content: dict[str, Any]) -> str:
     parts = [f"<h2>{escape(_title(content))}</h2>\n"]
     if kind in READING:
         parts.append(f'<p class="reading">{READING[kind]}</p>\n')
+    if kind == "sweep":
+        parts += [f"<p>{escape(line)}</p>\n" for line in (verdicts.summary(content), *content.get("notes", ()))]
+        parts += [f"<h3>{escape(title)}</h3>\n{_table(found)}" for title, found in verdicts.tables(content).items()]
     if kind in MATRICES:
         parts.append(_table(matrix(content, ORDER)))
     figures = [f"<figure>{plots.svg(drawn, how)}</figure>" for drawn, how in _charts(content)]
     parts += ['<div class="charts">', *figures, "</div>\n"] if figures else []
     columns = _table(report.cells(content))
-    parts.append(f"<details><summary>All columns</summary>{columns}</details>\n" if kind in MATRICES else columns)
+    parts.append(
+        f"<details><summary>All columns</summary>{columns}</details>\n" if kind in (*MATRICES, "sweep") else columns
+    )
     source, command = escape(report.headline(content)), escape(content["command"])
     parts.append(f'<p class="source">{source}<br><code>{command}</code></p>\n')
     return "".join(parts)

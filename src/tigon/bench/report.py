@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 # Raise this when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
-# models.Side for "model" and "sequence" (memory over the length), Side of benchmarks/architectures.py for
-# "architecture", Row of benchmarks/counters.py for "counters", Row of benchmarks/hpz.py for "hpz", Row of
-# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition". The
-# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
+# sweep.SweepRow for "sweep", models.Side for "model" and "sequence" (memory over the length), Side of
+# benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
+# benchmarks/hpz.py for "hpz", Row of benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what
+# tests/distributed record for "composition". The studies in benchmarks/studies add the columns of their kinds to
+# COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -353,6 +354,11 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": _remark,
     },
 }
+COLUMNS["sweep"] = {
+    **{title: COLUMNS["ops"][title] for title in ("op", "shape", "dtype")},
+    "options": lambda r: ", ".join(f"{name} {value}" for name, value in r["options"].items() if value) or "–",
+    **{title: column for title, column in COLUMNS["ops"].items() if title not in ("op", "shape", "dtype")},
+}
 COLUMNS["counters"] = {
     "op": lambda r: r["op"],
     "shape": _shape,
@@ -422,9 +428,9 @@ COLUMNS["vocabulary-parallel"] = {
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = (
-    "op", "shape", "dtype", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
+    "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
 )  # fmt: skip
-_CASE_COLUMNS = ("op", "shape", "dtype", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
+_CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
 _TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
 
 

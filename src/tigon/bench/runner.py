@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -69,7 +71,8 @@ class Settings:
     """How long to measure: rounds over all implementations, and milliseconds of warm-up and of repeats in each.
 
     graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: how many calls are timed
-    if one call takes longer than repeat_ms.
+    if one call takes longer than repeat_ms. forward: time the forward alone as well. start_s: seconds after which a
+    first call is given up. case_s: seconds of one case, after which no third round begins.
     """
 
     rounds: int = 3
@@ -77,6 +80,9 @@ class Settings:
     repeat_ms: float = 100.0
     graph_ms: float = 50.0
     least: int = LONG_REPEATS
+    forward: bool = True
+    start_s: float = math.inf
+    case_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -186,14 +192,18 @@ def run_case(
     implementations: dict[str, Implementation] | None = None,
     settings: Settings | None = None,
     ignored: float = 0.0,
+    options: Mapping[str, Any] | None = None,
     checked: Iterable[str] | None = None,
+    graphed: Callable[[list[Row]], Collection[str]] | None = None,
     fresh: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Check and time every implementation of one operator on one shape. A failing one gets a row that says why.
 
     Args:
+        options: further arguments of every implementation.
         checked: names of the implementations whose results are compared with fp64; None: all.
+        graphed: names of the implementations that are also timed as a CUDA graph, once the rows are known; None: all.
         fresh: compile anew, for this shape only. Otherwise code that torch.compile made for earlier shapes may serve.
     """
     settings = settings or Settings()
@@ -206,6 +216,7 @@ def run_case(
     unchecked = ""
     try:
         inputs = op.make(shape, dtype, device, ignored)
+        inputs.arguments |= options or {}
     except torch.OutOfMemoryError:
         reason = "out of memory for the inputs"
         return [Row(op.name, shape, dtype_name, name, "failed", reason) for name in implementations]
@@ -228,8 +239,9 @@ def run_case(
             row.status, row.reason = "failed", "runs on a GPU only"
             continue
         try:
-            fn = implementation.load()
-            values = _first_run(row, fn, inputs.clone(), device)
+            with within(settings.start_s):
+                fn = implementation.load()
+                values = _first_run(row, fn, inputs.clone(), device)
             if name in wanted:
                 _check(row, values, expected, bounds)
             del values
@@ -244,7 +256,10 @@ def run_case(
 
     floor = _Floor(op, inputs, shape, dtype, device, ceilings, settings)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    began = time.monotonic()
     for r in range(settings.rounds):
+        if r > 1 and time.monotonic() - began > settings.case_s:
+            break
         floor.measure()
         for name in list(steps):
             say(f"{title}: round {r + 1} of {settings.rounds}, {name}")
@@ -258,6 +273,7 @@ def run_case(
             _free(device)
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
+    for name in times if graphed is None else graphed(list(rows.values())):
         say(f"{title}: CUDA graph of {name}")
         rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, settings, estimates[name])
         _free(device)
@@ -352,10 +368,12 @@ def _time_round(
     settings: Settings,
     estimate_ms: float,
 ) -> tuple[float, float]:
-    """Milliseconds of the forward, as in training, and of forward + backward."""
+    """Milliseconds of the forward, as in training, NaN if it is not timed, and of forward + backward."""
     if implementation.overwrites:
         inputs = inputs.clone()
-    forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
+    forward = math.nan
+    if settings.forward:
+        forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
     return forward, time_ms(lambda: run_once(fn, inputs), device, settings, estimate_ms)
 
 
@@ -418,14 +436,35 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
     totals = [total for _, total in measured]
     row.total_ms = statistics.median(totals)
     row.total_range_ms = (min(totals), max(totals))
-    row.forward_ms = statistics.median(forward for forward, _ in measured)
-    row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
+    if not any(math.isnan(forward) for forward, _ in measured):
+        row.forward_ms = statistics.median(forward for forward, _ in measured)
+        row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
     row.floor_ms = floor.ms
     row.times_floor = None if floor.ms is None else row.total_ms / floor.ms
     if floor.flops is not None:
         row.rate, row.rate_unit = floor.flops / row.total_ms / 1e9, "TFLOP/s"
     else:
         row.rate, row.rate_unit = floor.bytes / row.total_ms / 1e6, "GB/s"
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer, also in a peer's loop of autotuning. Only where signals can be had."""
+    if not math.isfinite(seconds) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s to start")
+
+    before = signal.signal(signal.SIGALRM, late)
+    # Again and again: what catches the first error goes on.
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def one_line(error: BaseException) -> str:

@@ -50,6 +50,23 @@ def bench(
     html: Annotated[
         Path | None, typer.Option(help="Write charts and tables here, as one page that needs nothing beside it.")
     ] = None,
+    sweep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Measure N cases drawn from the ranges of real models.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which cases are drawn, with --sweep.")] = 0,
+    only: Annotated[
+        str | None, typer.Option(metavar="OP,OP", help="The operators to draw, with --sweep; default: all.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds after which no further case begins, with --sweep.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A result of --sweep whose cases are kept, and not measured again.")
+    ] = None,
+    fail_behind: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="PCT", help="Exit with 1 if --sweep finds Tigon behind by more than PCT %."),
+    ] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option("--from", metavar="FILE...", help="Show these result files and measure nothing."),
@@ -60,10 +77,10 @@ def bench(
     _check_output(plot, "--plot")
     _check_output(None if output is None else output / "results.json", "--output")
     _check_output(html, "--html")
-    if plot is not None or output is not None or html is not None:
+    if plot is not None or (output is not None and sweep is None) or html is not None:
         needs(f"tigon bench {'--html' if html is not None else '--plot'}", "bench", "matplotlib")
     if source:
-        if model is not None or host or json or plot or output or shape or peers:
+        if model is not None or host or json or plot or output or shape or peers or sweep:
             raise Problem("bench: --from measures nothing, and takes --html alone")
         # Without --from these arguments name operators; with --from they are further files.
         _show_files([*source, *map(Path, ops or [])], html)
@@ -72,7 +89,11 @@ def bench(
         raise Problem("bench: --model takes no operators and no --shape")
     if host and (model is not None or shape):
         raise Problem("bench: --host takes no --model and no --shape")
-    names = None if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    if sweep is None and (only or resume or fail_behind is not None or budget is not None):
+        raise Problem("bench: --only, --budget, --resume and --fail-behind belong to --sweep")
+    if sweep is not None and (model is not None or host or shape or plot):
+        raise Problem("bench: --sweep takes no --model, no --host, no --shape and no --plot")
+    names = None if peers is None else _words(peers)
     where = _device(device)
 
     def keep(content: dict[str, Any]) -> None:  # after every case: a run that is stopped loses only the current case
@@ -81,6 +102,17 @@ def bench(
         for path in _targets(json, output, content, ".json"):
             save(path, content)
 
+    if sweep is not None:
+        from tigon.cli.sweep import sweep as run
+
+        chosen = [*(ops or []), *_words(only)]
+        limits: dict[str, Any] = {"budget": budget, "resume": resume, "fail_behind": fail_behind}
+        content, code = run(sweep, seed, chosen, names, where, keep, **limits)
+        if html is not None:
+            _write_page([content], html)
+        if code:
+            raise typer.Exit(code)
+        return
     if model is not None:
         content = _bench_model(model, batch, seq, steps, checkpointing, names, dtype, where, keep)
     elif host:
@@ -299,6 +331,10 @@ def _bench_model(
     return report.result("model", rows, device=device)
 
 
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
 def _targets(path: Path | None, folder: Path | None, content: dict[str, Any], suffix: str) -> list[Path]:
     from tigon.bench.report import file_name
 
@@ -356,6 +392,11 @@ def _progress(total: int) -> Iterator[Any]:
 def _show(content: dict[str, Any]) -> None:
     from tigon.bench import report
 
+    if content["kind"] == "sweep":
+        from tigon.cli.sweep import show_sweep
+
+        show_sweep(content)
+        return
     if not sys.stdout.isatty():  # a pipe has no width, and rich would fold the table to 80 columns
         print(report.to_text(content))
         return

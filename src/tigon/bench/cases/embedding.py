@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import Implementation, Op, liger, plain, tigon
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 
@@ -68,6 +69,7 @@ OPS = (
             (s[0] + s[1]) * s[2] * b + 8 * s[0],
         ),
         counted=("indices, the rows that occur → y", "indices, dy → dweight, all of it"),
+        drawn=ranges.table_rows,
         implementations={
             "tigon": Implementation(tigon("embedding")),
             **plain(_eager_embedding),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import Implementation, Op, liger
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 from tigon.ops.acts import ACTS
@@ -188,8 +189,10 @@ def _op(name: str, oss: bool, shapes: tuple[Shape, ...]) -> Op:
         expect=_expect(oss),
         nbytes=_nbytes,
         counted=("6·T·K·I·D FLOP", "12·T·K·I·D FLOP"),
+        drawn=ranges.mixture(ranges.GPT_OSS if oss else ranges.MIXTURES),
         flops=_flops,
         floor=_products,
+        largest=lambda s: 2 * s[0] * s[4] * s[2],
         slack=2.0 if oss else 1.0,  # eager code sums the gradients of biases in bf16
         implementations={
             "tigon": Implementation(lambda: _load_tigon(oss)),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import OVERWRITES_INPUTS, Implementation, Op, liger, plain, tigon
 from tigon.bench.inputs import Draw, Inputs, Shape, expect_rows
 from tigon.ops.acts import ACTS, Act
@@ -95,6 +96,7 @@ OPS = (
             expect=expect_rows(eager, rowwise=("gate", "up")),
             nbytes=lambda s, b: (3 * s[0] * s[1] * b, 5 * s[0] * s[1] * b),
             counted=("gate, up → y", "dy, gate, up → dgate, dup"),
+            drawn=ranges.inner_rows,
             implementations={
                 "tigon": Implementation(tigon(name)),
                 **plain(eager),
@@ -118,6 +120,7 @@ OPS = (
         expect=expect_rows(_eager_relu2, rowwise=("x",)),
         nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
         counted=("x → y", "dy, x → dx"),
+        drawn=ranges.inner_rows,
         implementations={
             "tigon": Implementation(tigon("relu2")),
             **plain(_eager_relu2),
@@ -138,6 +141,7 @@ OPS = (
             (4 * s[0] * s[1] + 2 * s[1] * s[2] + s[0] * s[2]) * b,
         ),
         counted=("2·M·N·D FLOP", "4·M·N·D FLOP"),
+        drawn=ranges.down_projection,
         flops=lambda s: (2 * math.prod(s), 4 * math.prod(s)),
         floor=_gemms,
         implementations={

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases import head_peers as peers
 from tigon.bench.cases.row import Implementation, Op, plain, quack
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of
+from tigon.bench.ranges import Drawing
 
 # Of a preference or policy loss in these benchmarks.
 BETA = 0.1
@@ -29,7 +31,8 @@ def _head(draw: Draw, h: int, v: int) -> Tensor:
 
 
 def _of_loss(draw: Draw, arguments: dict[str, Any]) -> Inputs:
-    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads())
+    tokens = arguments["x"].shape[:-1].numel()
+    return Inputs(arguments, ("x", "weight"), ("loss",), draw.loss_grads(tokens))
 
 
 def _upstream(dtype: torch.dtype, device: torch.device, n: int) -> tuple[Tensor, ...]:
@@ -360,17 +363,26 @@ class _Sizes:
     names: tuple[str, ...]
     small: Shape
     tiny: Shape
+    drawn: Drawing
 
 
 # By how many numbers a shape has.
 SIZES = {
-    3: _Sizes(("tokens", "width", "vocabulary"), (256, 64, 4096), (8, 16, 64)),
-    4: _Sizes(("sequences", "tokens", "width", "vocabulary"), (4, 64, 64, 4096), (2, 8, 16, 64)),
+    3: _Sizes(("tokens", "width", "vocabulary"), (256, 64, 4096), (8, 16, 64), ranges.head),
+    4: _Sizes(("sequences", "tokens", "width", "vocabulary"), (4, 64, 64, 4096), (2, 8, 16, 64), ranges.sequences),
 }
 
 
-def _row(name: str, shapes: tuple[Shape, ...], *, products: int = 3, frozen: bool = False, **rest: Any) -> Op:
-    """products: as large as that of the logits, dX and dW among them. frozen: there is no dW."""
+def _row(
+    name: str,
+    shapes: tuple[Shape, ...],
+    *,
+    products: int = 3,
+    frozen: bool = False,
+    drawn: Drawing | str | None = None,
+    **rest: Any,
+) -> Op:
+    """products: as large as that of the logits, dX and dW among them. frozen: no dW. drawn: else as in SIZES."""
     backward = 1 if frozen else 2
     forward = products - backward
     sizes = SIZES[len(shapes[0])]
@@ -390,6 +402,9 @@ def _row(name: str, shapes: tuple[Shape, ...], *, products: int = 3, frozen: boo
         counted=(f"{2 * forward}·M·N·V FLOP", f"{2 * backward}·M·N·V FLOP"),
         flops=lambda s: (2 * forward * math.prod(s), 2 * backward * math.prod(s)),
         floor=_products(forward, frozen),
+        # The logits.
+        largest=lambda s: math.prod(s[:-2]) * s[-1],
+        drawn=drawn or sizes.drawn,
         **rest,
     )
 
@@ -429,6 +444,7 @@ OPS = (
     _row(
         "linear_cross_entropy-budget",
         HEADS,
+        drawn="compares Tigon's own budgets; linear_cross_entropy is drawn",
         implementations={
             "tigon-256MiB": _tigon_linear_cross_entropy("256 MiB of logits", chunk_bytes=2**28),
             "tigon": _tigon_linear_cross_entropy("1 GiB of logits"),
@@ -452,6 +468,7 @@ OPS = (
             ((32768, 4096, 128256),),
             make=_make_ignored(percent / 100),
             expect=expect_of_logprob(_nll),
+            drawn=None if percent == 50 else "other shares of ignored labels; linear_cross_entropy-ignored50 is drawn",
             implementations={
                 "tigon": _tigon_linear_cross_entropy(f"{percent} % of the labels ignored, and left out", compact=True),
                 **PEERS,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import (
     OVERWRITES_INPUTS,
     Implementation,
@@ -44,7 +45,7 @@ def _make_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, 
     # Spread by 2: flatter logits leave a gradient that is all target, and a wrong softmax within the tolerance.
     logits = draw.normal(*shape, scale=2.0).requires_grad_()
     arguments = {"logits": logits, "target": draw.targets(shape[0], shape[1], ignored)}
-    return Inputs(arguments, ("logits",), ("loss",), draw.loss_grads())
+    return Inputs(arguments, ("logits",), ("loss",), draw.loss_grads(shape[0]))
 
 
 def _summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def _make_pair(normalise: Callable[..., Tensor] | None) -> Callable[..., Inputs]
                 for rows in chunks_of(*shape):
                     part[rows] = normalise(part[rows].float(), dim=-1).to(dtype)
         arguments = {"input": input.requires_grad_(), "target": target}
-        return Inputs(arguments, ("input",), ("loss",), draw.loss_grads())
+        return Inputs(arguments, ("input",), ("loss",), draw.loss_grads(shape[0]))
 
     return make
 
@@ -144,6 +145,7 @@ def _divergences() -> list[Op]:
                 expect=expect_loss(formula, ("input", "target"), lambda inputs: inputs.arguments["input"].shape[0]),
                 nbytes=_bytes_of_pairs(backward),
                 counted=(f"two {given}", "target → dinput" if backward == 2 else f"two {given} → dinput"),
+                drawn=ranges.logits,
                 implementations={
                     "tigon": Implementation(tigon(name, reduction="batchmean")),
                     **plain(_eager_batchmean(formula)),
@@ -161,6 +163,7 @@ def _divergences() -> list[Op]:
                 expect=expect_loss(whole, ("input", "target"), lambda inputs: inputs.arguments["input"].shape[0]),
                 nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
                 counted=("both logits", "both logits → dinput"),
+                drawn=ranges.logits,
                 implementations={
                     "tigon": Implementation(tigon(name, reduction="batchmean", temperature=1.0)),
                     **plain(_eager_batchmean(whole)),
@@ -234,6 +237,7 @@ OPS = (
         ),
         nbytes=lambda s, b: (s[0] * s[1] * b + 8 * s[0], 2 * s[0] * s[1] * b + 8 * s[0]),
         counted=("logits, targets", "logits, targets → dlogits"),
+        drawn=ranges.labelled_logits,
         implementations={
             "tigon": Implementation(tigon("cross_entropy")),
             **plain(_eager_cross_entropy),
@@ -263,6 +267,7 @@ OPS = (
         expect=_expect_logprob,
         nbytes=lambda s, b: (s[0] * s[1] * b + 8 * s[0], 2 * s[0] * s[1] * b + 8 * s[0]),
         counted=("logits, targets", "logits, targets → dlogits"),
+        drawn=ranges.logits,
         implementations={"tigon": Implementation(lambda: _tigon_logprob()), **plain(_eager_logprob)},
     ),
 )

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import (
     OVERWRITES_DY,
     Implementation,
@@ -233,6 +234,7 @@ OPS = (
         expect=expect_rows(eager_rms_norm, rowwise=("x",), summed=("weight",)),
         nbytes=_row_bytes(1),
         counted=("x, weight → y", "dy, x, weight → dx, dweight"),
+        drawn=ranges.rows,
         implementations=_RMS_NORM,
     ),
     Op(
@@ -246,6 +248,7 @@ OPS = (
         expect=expect_rows(eager_rms_norm, rowwise=("x",), summed=("weight",)),
         nbytes=_row_bytes(1),
         counted=("x, weight → y", "dy, x, weight → dx, dweight"),
+        drawn=ranges.head_rows,
         implementations=_RMS_NORM,
     ),
     Op(
@@ -260,6 +263,7 @@ OPS = (
         # dx is dresidual: one tensor is written for both.
         nbytes=lambda s, b: ((4 * s[0] * s[1] + s[1]) * b, (4 * s[0] * s[1] + 2 * s[1]) * b),
         counted=("x, residual, weight → y, sum", "dy, dsum, sum, weight → dx = dresidual, dweight"),
+        drawn=ranges.rows,
         implementations={
             "tigon": Implementation(tigon("add_rms_norm", eps=1e-6)),
             **plain(_eager_add_rms_norm),
@@ -285,6 +289,7 @@ OPS = (
         expect=expect_rows(_eager_layer_norm, rowwise=("x",), summed=("weight", "bias")),
         nbytes=_row_bytes(2),
         counted=("x, weight, bias → y", "dy, x, weight → dx, dweight, dbias"),
+        drawn=ranges.rows,
         implementations={
             "tigon": Implementation(tigon("layer_norm", eps=1e-5)),
             **plain(_eager_layer_norm),
@@ -308,6 +313,7 @@ OPS = (
             (3 * s[0] * s[1] * s[3] + 3 * s[1]) * b,
         ),
         counted=("x, weight, bias → y", "dy, x, weight → dx, dweight, dbias"),
+        drawn=ranges.channels,
         implementations={
             "tigon": Implementation(tigon("group_norm", eps=1e-5)),
             **plain(_eager_group_norm),
@@ -331,6 +337,7 @@ OPS = (
         expect=expect_rows(_eager_dyt, rowwise=("x",), summed=("alpha", "weight", "bias")),
         nbytes=_row_bytes(2),
         counted=("x, alpha, weight, bias → y", "dy, x, alpha, weight → dx, dalpha, dweight, dbias"),
+        drawn=ranges.rows,
         implementations={
             "tigon": Implementation(tigon("dyt")),
             **plain(_eager_dyt),
@@ -350,6 +357,7 @@ OPS = (
         expect=expect_rows(_eager_poly_norm, rowwise=("x",), summed=("weight", "bias")),
         nbytes=lambda s, b: ((2 * s[0] * s[1] + 4) * b, (3 * s[0] * s[1] + 7) * b),
         counted=("x, weight, bias → y", "dy, x, weight → dx, dweight, dbias"),
+        drawn=ranges.rows,
         implementations={
             "tigon": Implementation(tigon("poly_norm", eps=1e-6)),
             **plain(_eager_poly_norm),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.norms import eager_rms_norm, near_one
 from tigon.bench.cases.row import (
     OVERWRITES_DY,
@@ -181,6 +182,7 @@ OPS = (
         expect=expect_rows(_eager_rope, rowwise=_ROWWISE),
         nbytes=lambda s, b: (2 * _bytes(s, b) + 2 * s[1] * s[4] * b,) * 2,
         counted=("q, k, cos, sin → q, k", "dq, dk, cos, sin → dq, dk"),
+        drawn=ranges.queries_and_keys,
         implementations={
             "tigon": Implementation(tigon("rope")),
             **plain(_eager_rope),
@@ -203,6 +205,7 @@ OPS = (
         expect=expect_rows(_eager_interleaved, rowwise=_ROWWISE),
         nbytes=lambda s, b: (2 * _bytes(s, b) + 2 * s[1] * s[4] * b,) * 2,
         counted=("q, k, cos, sin → q, k", "dq, dk, cos, sin → dq, dk"),
+        drawn=ranges.queries_and_keys,
         implementations={
             "tigon": Implementation(_load_tigon_interleaved),
             **plain(_eager_interleaved),
@@ -220,6 +223,7 @@ OPS = (
         # Of the three planes only the section that turns a pair is read.
         nbytes=lambda s, b: (2 * _bytes(s, b) + 2 * s[0] * s[1] * s[4] * b,) * 2,
         counted=("q, k, a third of cos and sin → q, k", "dq, dk, a third of cos and sin → dq, dk"),
+        drawn=ranges.queries_and_keys,
         implementations={
             "tigon": Implementation(_load_tigon_mrope),
             **plain(_eager_mrope),
@@ -248,6 +252,7 @@ OPS = (
             3 * _bytes(s, b) + 2 * (s[1] + 2) * s[4] * b,
         ),
         counted=("q, k, weights, cos, sin → q, k", "dq, dk, q, k, weights, cos, sin → dq, dk, dweights"),
+        drawn=ranges.queries_and_keys,
         implementations={
             "tigon": Implementation(tigon("qk_norm_rope", eps=1e-6)),
             **plain(_eager_qk_norm_rope),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tigon.bench.inputs import Expected, Inputs, Shape
+from tigon.bench.ranges import Drawing
 
 Loader = Callable[[], Callable[..., Any]]
 
@@ -38,9 +39,11 @@ class Op:
     expect(inputs): the right answer in fp64.
     nbytes(shape, itemsize): fewest bytes moved by the (forward, backward): each input read once, each output written
         once. What an implementation saves for its backward, or reads twice, is its own affair and not counted.
+    drawn(dice): sizes and options from the ranges of real models, for the sweep; or why it draws none of this row.
     flops(shape): of the (forward, backward), where arithmetic is the floor; None where memory is.
     floor(inputs): closures timed in the same run, whose sum is the floor; None: nbytes at the copy bandwidth.
     counted: nbytes in words, (forward, backward), for the documentation.
+    largest(shape): elements of the largest tensor that eager code makes; None: no more than the forward moves.
     slack: how many times the tolerance a result may be off in 16 bits, where rounded logits alone put it off as much.
     """
 
@@ -53,10 +56,12 @@ class Op:
     expect: Callable[[Inputs], Expected]
     nbytes: Callable[[Shape, int], tuple[int, int]]
     counted: tuple[str, str]
+    drawn: Drawing | str
     implementations: dict[str, Implementation]
     extra: tuple[Shape, ...] = ()
     flops: Callable[[Shape], tuple[int, int]] | None = None
     floor: Callable[[Inputs], list[Callable[[], Any]]] | None = None
+    largest: Callable[[Shape], int] | None = None
     slack: float = 1.0
 
     @property

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.bench import ranges
 from tigon.bench.cases.row import Implementation, Op, liger, plain, quack, tigon
 from tigon.bench.inputs import Draw, Inputs, Shape, expect_rows
 
@@ -63,6 +64,7 @@ OPS = tuple(
         expect=expect_rows(eager, rowwise=("x",)),
         nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
         counted=("x → y", "dy, y → dx"),
+        drawn=ranges.scores,
         implementations={"tigon": Implementation(tigon(name)), **plain(eager), **peers},
     )
     for name, eager, make, shapes, extra, peers in (

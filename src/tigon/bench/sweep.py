@@ -1,0 +1,311 @@
+"""The sweep: shapes, dtypes and options drawn from the ranges of real models, each measured beside the peers.
+
+A record measures chosen shapes, and shows what was tuned. The sweep draws, and shows where Tigon is not first.
+
+The draws of an operator are a function of the seed, the operator, their number and the class of memory: a list that is
+the same everywhere, in any version, whatever other operators are drawn. See ranges.py for the ranges and verdicts.py
+for who is first.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tigon.bench import report
+from tigon.bench.cases import OPS, Implementation, Op
+from tigon.bench.inputs import DTYPES, Shape
+from tigon.bench.ranges import Dice
+from tigon.bench.runner import Ceilings, Row, Settings, choose, measure_ceilings, one_line, run_case, synchronize
+from tigon.bench.verdicts import best_peer, verdict_of
+
+# Weights as models have them, most of all.
+DRAWN_DTYPES = ("bf16", "bf16", "bf16", "fp16", "fp32")
+# A draw that does not fit is drawn anew, so many times.
+ATTEMPTS = 64
+# Bytes that eager code and the reference hold for each element of the largest tensor: logits, their fp32 copy, its
+# softmax, and the gradients of each.
+HELD = 24
+# FLOPs of one forward and backward per GiB of the class: 25 ms in bf16 on the GPUs that have so much memory.
+FLOPS_PER_GIB = 2e11
+FP32_COST = 8  # times as long as in 16 bits
+# Short rounds, and five of them: many draws say more than one draw's third digit, and the spread must be known.
+SETTINGS = Settings(5, 1.0, 4.0, graph_ms=5.0, least=1, forward=False, start_s=25.0, case_s=3.0)
+TINY_SETTINGS = Settings(3, 0.0, 1.0, graph_ms=0.0, least=1, forward=False)
+# torch.compile may take this share of the budget; afterwards draws go without.
+COMPILE_SHARE = 0.4
+NO_GPU = (
+    "There is no GPU: sizes are tiny, Tigon's rows are its PyTorch reference, and which of them is first says nothing "
+    "about the kernels."
+)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a draw may need: GiB of memory, a power of two, so that GPUs of one class draw alike. tiny: for a CPU."""
+
+    gib: int
+    tiny: bool = False
+
+
+def room_of(device: torch.device) -> Room:
+    if device.type != "cuda":
+        return Room(1, tiny=True)
+    free = torch.cuda.mem_get_info(device)[0] >> 30
+    return Room(1 << max(0, free.bit_length() - 1))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One case of a sweep. number: which of the operator's draws it is."""
+
+    op: str
+    number: int
+    shape: Shape
+    dtype: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}/{self.number}"
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items() if value)
+        return f"{self.op} {'×'.join(map(str, self.shape))} {self.dtype}{options}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The draws of a sweep in their order. redrawn, skipped: how many did not fit at first, and at all."""
+
+    draws: tuple[Draw, ...]
+    redrawn: int = 0
+    skipped: int = 0
+
+
+@dataclass
+class SweepRow(Row):
+    """One implementation on one draw. draw: the key of the draw."""
+
+    draw: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------------------------------------------- draws
+
+
+def drawable() -> list[str]:
+    """The rows of the table of benchmarks that the sweep draws."""
+    return [op.name for op in OPS.values() if not isinstance(op.drawn, str)]
+
+
+def plan(count: int, seed: int, room: Room, names: Collection[str] | None = None) -> Plan:
+    """`count` draws, of all operators in turns, so that a sweep that is cut short has seen each as often.
+
+    names: draw these alone; they get the draws that they would get among all.
+    """
+    order = sorted(names or drawable(), key=lambda name: Dice(seed, "order", name).share())
+    draws: list[Draw] = []
+    redrawn = skipped = 0
+    for index in range(count):
+        found, attempts = draw_one(OPS[order[index % len(order)]], seed, index // len(order), room)
+        redrawn += attempts > 1
+        if found is None:
+            skipped += 1
+        else:
+            draws.append(found)
+    return Plan(tuple(draws), redrawn, skipped)
+
+
+def draw_one(op: Op, seed: int, number: int, room: Room) -> tuple[Draw | None, int]:
+    """The draw of this number, None if nothing fits, and how often it was drawn."""
+    if isinstance(op.drawn, str):
+        raise ValueError(f"sweep: {op.name} is not drawn: {op.drawn}.")
+    for attempt in range(ATTEMPTS):
+        dice = Dice(seed, op.name, number, attempt, tiny=room.tiny)
+        dtype = dice.among(*DRAWN_DTYPES)
+        drawn = op.drawn(dice)
+        if fits(op, drawn.shape, dtype, room):
+            return Draw(op.name, number, drawn.shape, dtype, drawn.options), attempt + 1
+    return None, ATTEMPTS
+
+
+def fits(op: Op, shape: Shape, dtype: str, room: Room) -> bool:
+    """Whether eager code and the reference have room in half of the memory, and end in a few hundredths of a second."""
+    if room.tiny:
+        return True
+    itemsize = DTYPES[dtype].itemsize
+    largest = op.largest(shape) if op.largest else 0
+    needed = sum(op.nbytes(shape, itemsize)) + HELD * max(largest, op.nbytes(shape, 1)[0] // 2)
+    if needed > room.gib << 29:
+        return False
+    cost = 0 if op.flops is None else sum(op.flops(shape)) * (FP32_COST if itemsize > 2 else 1)
+    return cost <= room.gib * FLOPS_PER_GIB
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+class Sweep:
+    """A sweep that is measured draw by draw; `content()` is its result so far.
+
+    Args:
+        seed, names, peers: as asked for; None: all.
+        budget_s: seconds after which no further draw begins.
+        before: a result whose draws are kept and not measured again.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+        device: torch.device,
+        *,
+        names: Sequence[str] | None = None,
+        peers: Sequence[str] | None = None,
+        budget_s: float | None = None,
+        before: dict[str, Any] | None = None,
+    ) -> None:
+        self.seed, self.device, self.peers, self.budget_s = seed, device, peers, budget_s
+        self.room = room_of(device)
+        self.plan = plan(count, seed, self.room, names)
+        self.settings = TINY_SETTINGS if self.room.tiny else SETTINGS
+        self.rows: list[Any] = []
+        self.before = before
+        if before is not None:
+            self._check(before)
+        self.done = set() if before is None else {row["draw"] for row in before["rows"]}
+        self.late: list[str] = []
+        self.absent: dict[str, str] = {}
+        # Peers that took too long to start on an operator, which are not tried on it again.
+        self.given_up: dict[str, str] = {}
+        self.compile_s = 0.0
+        self.without_compile = 0
+        self.broken = ""
+        self.ceilings: Ceilings | None = None
+
+    def _check(self, before: dict[str, Any]) -> None:
+        mine = {"kind": "sweep", "seed": self.seed, "gib": self.room.gib}
+        theirs = {"kind": before["kind"], **{k: before.get("sweep", {}).get(k) for k in ("seed", "gib")}}
+        here = report.environment(self.device)
+        for name in ("device", "packages"):
+            mine[name], theirs[name] = here[name], before["environment"][name]
+        other = [name for name in mine if mine[name] != theirs[name]]
+        if other:
+            raise ValueError(f"sweep: the file to resume must have the same {', '.join(other)} as this run.")
+
+    def run(
+        self,
+        say: Callable[[str, int], None] = lambda text, advance: None,
+        keep: Callable[[dict[str, Any]], None] = lambda content: None,
+    ) -> None:
+        """Measure what is missing. say(text, draws that are done now), keep(content): after every draw."""
+        began = time.monotonic()
+        say("copy bandwidth and matmul rate", 0)
+        self.ceilings = measure_ceilings(self.device, self.settings)
+        gc.collect()
+        gc.freeze()  # each measurement collects garbage, and would search all of torch's modules
+        try:
+            self._run(began, say, keep)
+        finally:
+            gc.unfreeze()
+
+    def _run(self, began: float, say: Callable[[str, int], None], keep: Callable[[dict[str, Any]], None]) -> None:
+        for draw in self.plan.draws:
+            if draw.key in self.done:
+                say(str(draw), 1)
+                continue
+            if self.budget_s is not None and time.monotonic() - began > self.budget_s:
+                self.late.append(draw.key)
+                continue
+            say(str(draw), 0)
+            self.measure(draw)
+            say(str(draw), 1)
+            keep(self.content())
+            if self.broken:
+                break
+
+    def measure(self, draw: Draw) -> None:
+        assert self.ceilings is not None
+        op = OPS[draw.op]
+        options = dict(draw.options)
+        measured = run_case(
+            op,
+            draw.shape,
+            DTYPES[draw.dtype],
+            self.device,
+            self.ceilings,
+            implementations=self.chosen(op),
+            settings=self.settings,
+            ignored=options.pop("ignored", 0.0),
+            options=options,
+            graphed=self.graphed,
+        )
+        self.add(draw, measured)
+        try:
+            synchronize(self.device)
+        except RuntimeError as error:  # an invalid access: nothing on this device works from now on
+            self.broken = f"{draw}: {one_line(error)}"
+
+    def chosen(self, op: Op) -> dict[str, Implementation]:
+        chosen = choose(op, self.peers, self.device)
+        limit = None if self.budget_s is None else COMPILE_SHARE * self.budget_s
+        if "compile" in chosen and limit is not None and self.compile_s > limit:
+            self.without_compile += 1
+            del chosen["compile"]
+        if self.room.tiny and self.peers is None:  # on a CPU torch.compile takes longer than all the rest
+            chosen.pop("compile", None)
+        return {name: one for name, one in chosen.items() if f"{op.name}: {name}" not in self.given_up}
+
+    def graphed(self, rows: list[Row]) -> Collection[str]:
+        """Where Tigon is behind: Tigon and the best peer, since it matters whether the host or the device is."""
+        by = {row.implementation: row.to_dict() for row in rows}
+        peer = best_peer(by)
+        return ("tigon", peer) if peer is not None and verdict_of(by).word == "behind" else ()
+
+    def add(self, draw: Draw, measured: Iterable[Row]) -> None:
+        for row in measured:
+            if row.implementation == "compile":
+                self.compile_s += row.first_s or 0.0
+            if row.reason.endswith("is not installed"):
+                self.absent[row.implementation] = row.reason
+                continue
+            if row.reason.startswith("TimeoutError"):
+                self.given_up[f"{draw.op}: {row.implementation}"] = str(draw)
+            self.rows.append(SweepRow(**asdict(row), draw=draw.key, options=draw.options))
+        self.done.add(draw.key)
+
+    def content(self) -> dict[str, Any]:
+        about = {
+            "seed": self.seed,
+            "gib": self.room.gib,
+            "draws": len(self.plan.draws),
+            "redrawn": self.plan.redrawn,
+            "skipped": self.plan.skipped,
+            "not_begun": sum(draw.key not in self.done for draw in self.plan.draws),
+            "without_compile": self.without_compile,
+            "broken": self.broken,
+        }
+        assert self.ceilings is not None
+        content = report.result(
+            "sweep", self.rows, device=self.device, ceilings=asdict(self.ceilings), sweep=about, notes=self.notes()
+        )
+        return content if self.before is None else report.merge([self.before, content])
+
+    def notes(self) -> list[str]:
+        notes = [NO_GPU] if self.room.tiny else []
+        for why in dict.fromkeys(self.absent.values()):
+            notes.append(f"Left out: {', '.join(name for name in self.absent if self.absent[name] == why)} ({why}).")
+        for what, draw in self.given_up.items():
+            seconds = f"{self.settings.start_s:g} s"
+            notes.append(f"Not tried again: {what} had not started after {seconds} on {draw}.")
+        if self.without_compile:
+            notes.append(f"Without torch.compile, whose share of the budget was spent: {self.without_compile} draws.")
+        if self.broken:
+            notes.append(f"Ended: the device failed after {self.broken}.")
+        return notes

@@ -1,0 +1,199 @@
+"""Who is first in each draw of a sweep, and the tables of where Tigon is not.
+
+Tigon is first, or behind, if the medians differ by more than NOISE and by more than the two measurements scatter;
+else it is a tie. A peer with a wrong result, or with none, does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.bench.matrix import NOISE, By, Cells, cases_of, scatter_of, to_markdown
+from tigon.bench.report import _number, _shape, headline, source
+
+OURS = "tigon"
+# Allocations are rounded up; a smaller difference of peaks is no difference.
+LEAST_MIB = 1.0
+WORDS = ("first", "tie", "behind", "alone", "wrong", "failed")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One draw. word: one of WORDS. peer: the best of the others, "" if there is none. more: ours over its, less 1."""
+
+    word: str
+    row: dict[str, Any]
+    peer: str = ""
+    ours: float | None = None
+    theirs: float | None = None
+    more: float = 0.0
+    # The same for the device alone, where it was measured.
+    device_more: float | None = None
+
+
+def best_peer(by: By, key: str = "total_ms") -> str | None:
+    """The implementation that is not Tigon's with a right result and the least value."""
+    right = {
+        name: row[key]
+        for name, row in by.items()
+        if row["status"] == "ok" and row[key] is not None and not name.startswith(OURS)
+    }
+    return min(right, key=lambda name: right[name]) if right else None
+
+
+def verdict_of(by: By) -> Verdict:
+    """Of the time of forward and backward."""
+    row = by.get(OURS)
+    if row is None or row["status"] != "ok" or row["total_ms"] is None:
+        return Verdict("wrong" if row and row["status"] == "wrong" else "failed", row or next(iter(by.values())))
+    peer = best_peer(by)
+    if peer is None:
+        return Verdict("alone", row, ours=row["total_ms"])
+    other = by[peer]
+    ours, theirs = row["total_ms"], other["total_ms"]
+    margin = max(NOISE, scatter_of(row) + scatter_of(other))
+    word = "first" if theirs > ours * (1 + margin) else "behind" if ours > theirs * (1 + margin) else "tie"
+    mine, its = row["device_ms"], other["device_ms"]
+    return Verdict(word, row, peer, ours, theirs, ours / theirs - 1, mine / its - 1 if mine and its else None)
+
+
+def memory_of(by: By) -> Verdict | None:
+    """Of the peak memory; None where it was not measured, or Tigon has no right result.
+
+    Peers that write gradients over their inputs do not count: the memory of the inputs is not theirs.
+    """
+    row = by.get(OURS)
+    if row is None or row["status"] != "ok" or row["peak_mib"] is None:
+        return None
+    kept = {name: one for name, one in by.items() if "write" not in one["note"]}
+    peer = best_peer(kept, "peak_mib")
+    if peer is None:
+        return Verdict("alone", row, ours=row["peak_mib"])
+    ours, theirs = row["peak_mib"], by[peer]["peak_mib"]
+    apart = abs(ours - theirs) > max(LEAST_MIB, NOISE * min(ours, theirs))
+    word = "tie" if not apart else "first" if ours < theirs else "behind"
+    return Verdict(word, row, peer, ours, theirs, ours / theirs - 1 if theirs > 0 else 0.0)
+
+
+def verdicts(content: dict[str, Any], of: Callable[[By], Verdict | None] = verdict_of) -> list[Verdict]:
+    """Of every draw of a result of a sweep."""
+    found = (of(by) for by in cases_of(content["rows"], "implementation"))
+    return [one for one in found if one is not None]
+
+
+def count(found: Sequence[Verdict]) -> dict[str, int]:
+    return {word: sum(one.word == word for one in found) for word in WORDS}
+
+
+def furthest_behind(content: dict[str, Any]) -> float:
+    """By how many per cent Tigon's time is more than the best peer's, in the draw where it is furthest behind."""
+    return max((100 * one.more for one in verdicts(content) if one.word == "behind"), default=0.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def summary(content: dict[str, Any]) -> str:
+    """Sentences: how many draws, and in how many of them Tigon is first."""
+    found = verdicts(content)
+    times = count(found)
+    lines = [_sentence(f"Of {len(found)} draws (seed {content['sweep']['seed']}) Tigon is first in", times)]
+    if memory := verdicts(content, memory_of):
+        lines.append(_sentence("It needs the least memory in", count(memory)))
+    about = content["sweep"]
+    if left := about["not_begun"]:
+        lines.append(f"{left} of {about['draws']} draws were not measured; --resume goes on with them.")
+    if about["skipped"]:
+        lines.append(f"{about['skipped']} draws were skipped, since none of their sizes fits {about['gib']} GiB.")
+    return " ".join(lines)
+
+
+def _sentence(opening: str, words: dict[str, int]) -> str:
+    total = sum(words.values())
+    share = f" ({100 * words['first'] / total:.0f} %)" if total else ""
+    parts = [f"{opening} {words['first']} of {total}{share}", f"tie in {words['tie']}", f"behind in {words['behind']}"]
+    parts += [f"{word} in {words[word]}" for word in ("alone", "wrong", "failed") if words[word]]
+    return ", ".join(parts) + "."
+
+
+def by_operator(content: dict[str, Any]) -> Cells:
+    """A line for each operator: how often it is first, and its time over the best peer's, the middle and the worst."""
+    found: dict[str, list[Verdict]] = {}
+    for one in verdicts(content):
+        found.setdefault(one.row["op"], []).append(one)
+    lines = []
+    for op in sorted(found):
+        ratios = sorted(1 + one.more for one in found[op] if one.peer)
+        words = count(found[op])
+        other = sum(words[word] for word in ("alone", "wrong", "failed"))
+        shown = [f"{ratio:.2f}×" for ratio in (ratios[len(ratios) // 2], ratios[-1])] if ratios else ["–", "–"]
+        lines.append([op, str(len(found[op])), *(str(words[w]) for w in WORDS[:3]), str(other), *shown])
+    return ["op", "draws", "first", "tie", "behind", "other", "middle ÷ best peer", "worst ÷ best peer"], lines
+
+
+def behind(content: dict[str, Any]) -> Cells:
+    """The draws in which Tigon is not first, those behind by most at the top; then those without a right result."""
+    found = verdicts(content)
+    slow = sorted((one for one in found if one.word == "behind"), key=lambda one: -one.more)
+    bad = [one for one in found if one.word in ("wrong", "failed")]
+    lines = [
+        [*_case(one.row), _number(one.ours), _number(one.theirs), one.peer, _percent(one.more),
+         "–" if one.device_more is None else _percent(one.device_more)]
+        for one in slow
+    ]  # fmt: skip
+    lines += [[*_case(one.row), one.word, "–", "–", one.row["reason"] or "–", "–"] for one in bad]
+    return [*_CASE, "tigon ms", "best ms", "by", "behind", "on the device"], lines
+
+
+def behind_in_memory(content: dict[str, Any]) -> Cells:
+    found = (one for one in verdicts(content, memory_of) if one.word == "behind")
+    lines = [
+        [*_case(one.row), f"{one.ours:,.1f}", f"{one.theirs:,.1f}", one.peer, _percent(one.more)]
+        for one in sorted(found, key=lambda one: -one.more)
+    ]
+    return [*_CASE, "tigon MiB", "least MiB", "by", "more"], lines
+
+
+_CASE = ("op", "shape", "dtype", "options")
+LEFT = (*_CASE, "by")
+
+
+def _case(row: dict[str, Any]) -> list[str]:
+    options = ", ".join(f"{name} {value}" for name, value in row["options"].items() if value)
+    return [row["op"], _shape(row), row["dtype"], options or "–"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %".replace("-", "−")
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Cells]] = {
+    "Not first in time": behind,
+    "Not least in memory": behind_in_memory,
+    "By operator": by_operator,
+}
+
+
+def tables(content: dict[str, Any]) -> dict[str, Cells]:
+    """The tables of a sweep by title, without those that are empty."""
+    return {title: cells for title, make in TABLES.items() if (cells := make(content))[1]}
+
+
+def to_text(content: dict[str, Any]) -> str:
+    parts = [headline(content)]
+    for title, (header, rows) in tables(content).items():
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+        ]
+        parts += ["", title, *(line.rstrip() for line in lines)]
+    return "\n".join([*parts, "", summary(content), *content.get("notes", ())])
+
+
+def to_page(content: dict[str, Any]) -> str:
+    """Markdown of the summary, the tables and their origin."""
+    parts = [summary(content)]
+    parts += [f"{title}:\n\n{to_markdown(cells)}" for title, cells in tables(content).items()]
+    return "\n\n".join([*parts, " ".join([*content.get("notes", ()), source(content)])]) + "\n"
