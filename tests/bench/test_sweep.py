@@ -37,18 +37,19 @@ def test_draws_are_the_same_everywhere():
 
 
 def test_a_choice_of_operators_gets_the_draws_that_they_have_among_all():
-    every = {draw.key: draw for draw in plan(3 * len(DRAWN), 7, BIG).draws}
+    every = {draw.key: draw for draw in plan(3 * len(drawable()), 7, BIG).draws}
     some = plan(6, 7, BIG, ["softmax", "dpo"]).draws
     assert [draw.op for draw in some].count("dpo") == 3
     assert all(every[draw.key] == draw for draw in some)
 
 
 def test_seeds_and_numbers_differ_and_every_operator_has_its_turn():
-    draws = plan(2 * len(DRAWN), 0, BIG).draws
-    assert {draw.op for draw in draws[: len(DRAWN)]} == set(drawable())
-    for one in (plan(2 * len(DRAWN), 1, BIG).draws, draws[len(DRAWN) :]):
+    each = len(drawable())
+    draws = plan(2 * each, 0, BIG).draws
+    assert {draw.op for draw in draws[:each]} == set(drawable())
+    for one in (plan(2 * each, 1, BIG).draws, draws[each:]):
         alike = sum(a.shape == b.shape and a.dtype == b.dtype for a in draws for b in one if a.op == b.op and a != b)
-        assert alike < len(DRAWN) // 4
+        assert alike < each // 4
 
 
 def test_every_case_is_drawn_or_says_why_not():
@@ -56,8 +57,8 @@ def test_every_case_is_drawn_or_says_why_not():
     reasons = {op.name: op.drawn for op in OPS.values() if isinstance(op.drawn, str)}
     assert all(len(reason.split()) >= 4 for reason in reasons.values())
     assert all(any(name in reason for name in drawable()) for reason in reasons.values()), "what stands for them"
-    assert {*reasons, *drawable()} == set(OPS)
-    assert {op.operator for op in OPS.values()} == {OPS[name].operator for name in drawable()}, "each has some draw"
+    assert {*reasons, *drawable()} == {*OPS, "model"}
+    assert {op.operator for op in OPS.values()} == {op.operator for op in DRAWN}, "each has some draw"
 
 
 @pytest.mark.parametrize("op", DRAWN, ids=lambda op: op.name)
@@ -76,7 +77,7 @@ def test_draws_are_within_the_ranges_of_models(op):
     largest = max(m.vocabulary for m in MODELS.values()) + 16
     least = min(m.vocabulary for m in MODELS.values())
     for number in range(30):
-        draw, _ = draw_one(op, 0, number, BIG)
+        draw, _ = draw_one(op.name, 0, number, BIG)
         assert len(draw.shape) == len(op.shape_names)
         assert fits(op, draw.shape, draw.dtype, BIG)
         sizes = dict(zip(op.shape_names, draw.shape, strict=True))
@@ -115,8 +116,10 @@ def test_what_does_not_fit_is_drawn_anew_the_same_way():
     found = plan(400, 0, small)
     assert found == plan(400, 0, small)
     assert found.redrawn > 20
-    assert all(fits(OPS[draw.op], draw.shape, draw.dtype, small) for draw in found.draws)
-    assert any(not fits(OPS[draw.op], draw.shape, draw.dtype, small) for draw in plan(400, 0, Room(128)).draws)
+    operators = [draw for draw in found.draws if draw.op in OPS]
+    assert all(fits(OPS[draw.op], draw.shape, draw.dtype, small) for draw in operators)
+    large = [draw for draw in plan(400, 0, Room(128)).draws if draw.op in OPS]
+    assert any(not fits(OPS[draw.op], draw.shape, draw.dtype, small) for draw in large)
     nothing = plan(5, 0, Room(0))
     assert nothing.draws == ()
     assert nothing.skipped == 5
@@ -131,7 +134,7 @@ def test_memory_counts_the_logits_and_time_the_products():
 
 @pytest.mark.parametrize("op", DRAWN, ids=lambda op: op.name)
 def test_tiny_draws_run_on_a_cpu(op):
-    draw, _ = draw_one(op, 3, 0, TINY)
+    draw, _ = draw_one(op.name, 3, 0, TINY)
     inputs = op.make(draw.shape, DTYPES[draw.dtype], CPU, draw.options.get("ignored", 0.0))
     assert sum(value.numel() for value in inputs.arguments.values() if isinstance(value, torch.Tensor)) < 1 << 18
 
@@ -296,7 +299,7 @@ def test_after_the_budget_no_draw_begins(quick):
 def test_compilation_has_a_share_of_the_budget(quick):
     run = Sweep(3, 0, CPU, names=["softmax"], peers=["compile", "eager"], budget_s=100.0)
     assert "compile" in run.chosen(OPS["softmax"])
-    run.compile_s = 41.0
+    run.compile_s = 36.0
     assert "compile" not in run.chosen(OPS["softmax"])
     run.ceilings = module.Ceilings(1.0, 1.0, "by hand")
     assert "Without torch.compile, whose share of the budget was spent: 1 draws." in run.content()["notes"]

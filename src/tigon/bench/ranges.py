@@ -83,6 +83,8 @@ MIXTURES: dict[str, Experts] = {
     "glm-4.5-air": Experts(4096, 1408, 128, 8),
 }
 GPT_OSS: dict[str, Experts] = {"gpt-oss-20b": Experts(2880, 2880, 32, 4), "gpt-oss-120b": Experts(2880, 2880, 128, 4)}
+# The families whose small models are drawn: every published preset of text.
+FAMILIES = [name for name, fields in PRESETS.items() if name not in _MADE_UP and "text_config" not in fields]
 # Channels of the convolutions of diffusion models, and the sides of their pictures.
 CHANNELS = (128, 256, 320, 512, 640, 960, 1280, 1920, 2560)
 SIDES = (8, 16, 24, 32, 64, 96, 128)
@@ -135,7 +137,8 @@ class Dice:
 class Drawn:
     """One draw of a case: its shape, and options beside the shape.
 
-    options: "ignored", the fraction of targets that do not count; others are arguments of the implementations.
+    options: of a model its family and further sizes; of an operator "ignored", the fraction of targets that do not
+        count, and arguments of the implementations.
     """
 
     shape: tuple[int, ...]
@@ -210,3 +213,21 @@ def mixture(table: dict[str, Experts]) -> Drawing:
         return Drawn((dice.tokens(16384), *dice.mixture(table)))
 
     return draw
+
+
+def small_model(dice: Dice) -> Drawn:
+    """Batch, tokens, layers and width of a small model of a published family."""
+    family = dice.among(*FAMILIES)
+    head_width, grouped = dice.among(64, 128), dice.among(1, 2, 4)
+    width = dice.among(256, 512, 768, 1024, 1536, 2048)
+    batch, tokens, layers = dice.among(1, 2, 4, 8), max(16, dice.tokens(4096)), dice.among(2, 3, 4)
+    inner = width * dice.among(11, 14, 16) // 4
+    own = MODELS[family].vocabulary
+    vocabulary, experts = dice.among(own, own, 32000, 50257), dice.among(8, 16, 32)
+    if dice.tiny:
+        width, head_width, layers, inner, vocabulary, experts = 64, 16, 1, 96, 67, 4
+    heads = width // head_width
+    keys = heads // grouped if heads % grouped == 0 else heads
+    sizes = {"heads": heads, "keys": keys, "head_width": head_width, "inner": inner, "vocabulary": vocabulary}
+    mixture = {"experts": experts} if "num_experts_per_tok" in PRESETS[family] else {}
+    return Drawn((batch, tokens, layers, width), {"family": family, **sizes, **mixture})

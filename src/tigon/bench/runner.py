@@ -9,6 +9,7 @@ backward would need a retained graph, which several peers overwrite.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import signal
@@ -137,7 +138,7 @@ def measure_ceilings(device: torch.device, settings: Settings | None = None) -> 
     if on_gpu:  # source and copy take at most a quarter of the free memory
         elements = min(elements, torch.cuda.mem_get_info(device)[0] // 16)
     copy_gbps = _copy_gbps(elements, torch.bfloat16 if on_gpu else torch.float32, device, settings)
-    _free(device)
+    free(device)
     n, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -227,7 +228,7 @@ def run_case(
     except torch.OutOfMemoryError:
         unchecked = "not checked: out of memory for the reference"
     bounds = _bounds(op, inputs, expected, dtype)
-    _free(device)
+    free(device)
 
     rows, steps, estimates = {}, {}, {}
     for name, implementation in implementations.items():
@@ -245,13 +246,15 @@ def run_case(
             if name in wanted:
                 _check(row, values, expected, bounds)
             del values
-            row.peak_mib, estimates[name] = _peak_mib(fn, inputs.clone(), device)
+            own = inputs.clone()
+            row.peak_mib, estimates[name] = peak_mib(functools.partial(run_once, fn, own), device)
+            del own
             steps[name] = fn
         except Exception as error:  # a peer may fail in any way; its row then says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
             row.status, row.reason = "failed", one_line(error)
-        _free(device)
+        free(device)
     del expected
 
     floor = _Floor(op, inputs, shape, dtype, device, ceilings, settings)
@@ -270,13 +273,13 @@ def run_case(
             except Exception as error:
                 rows[name].status, rows[name].reason = "failed", one_line(error)
                 del steps[name], times[name]
-            _free(device)
+            free(device)
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
     for name in times if graphed is None else graphed(list(rows.values())):
         say(f"{title}: CUDA graph of {name}")
         rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, settings, estimates[name])
-        _free(device)
+        free(device)
     return list(rows.values())
 
 
@@ -349,14 +352,14 @@ def _errors(values: dict[str, Tensor], expected: Expected) -> dict[str, float]:
     return errors
 
 
-def _peak_mib(fn: Callable[..., Any], inputs: Inputs, device: torch.device) -> tuple[float | None, float]:
-    """Peak memory of forward + backward beyond inputs and upstream gradients (gradients count), and its rough time."""
+def peak_mib(run: Callable[[], object], device: torch.device) -> tuple[float | None, float]:
+    """Peak memory of forward + backward beyond what is there before (gradients count), and its rough time."""
     if device.type != "cuda":
-        return None, _once_ms(lambda: run_once(fn, inputs), device)
-    _free(device)
+        return None, _once_ms(run, device)
+    free(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    ms = _once_ms(lambda: run_once(fn, inputs), device)
+    ms = _once_ms(run, device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20, ms
 
 
@@ -423,7 +426,7 @@ class _Floor:
             return
         with contextlib.suppress(torch.OutOfMemoryError):
             self.measured.append(sum(time_ms(fn, self.device, self.settings) for fn in self.op.floor(self.inputs)))
-        _free(self.device)
+        free(self.device)
 
     @property
     def ms(self) -> float | None:
@@ -432,10 +435,14 @@ class _Floor:
         return statistics.median(self.measured) if self.measured else None
 
 
-def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
-    totals = [total for _, total in measured]
+def fill_total(row: Row, totals: list[float]) -> None:
     row.total_ms = statistics.median(totals)
     row.total_range_ms = (min(totals), max(totals))
+
+
+def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
+    fill_total(row, [total for _, total in measured])
+    assert row.total_ms is not None
     if not any(math.isnan(forward) for forward, _ in measured):
         row.forward_ms = statistics.median(forward for forward, _ in measured)
         row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
@@ -476,7 +483,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''}"
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

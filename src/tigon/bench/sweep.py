@@ -10,6 +10,7 @@ for who is first.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 
-from tigon.bench import report
+from tigon.bench import drawn_models, report
+from tigon.bench.ahead import compile_ahead
 from tigon.bench.cases import OPS, Implementation, Op
 from tigon.bench.inputs import DTYPES, Shape
-from tigon.bench.ranges import Dice
-from tigon.bench.runner import Ceilings, Row, Settings, choose, measure_ceilings, one_line, run_case, synchronize
+from tigon.bench.ranges import Dice, Drawing, small_model
+from tigon.bench.runner import Ceilings, Row, Settings, choose, free, measure_ceilings, one_line, run_case, synchronize
 from tigon.bench.verdicts import best_peer, verdict_of
 
 # Weights as models have them, most of all.
@@ -37,8 +39,10 @@ FP32_COST = 8  # times as long as in 16 bits
 # Short rounds, and five of them: many draws say more than one draw's third digit, and the spread must be known.
 SETTINGS = Settings(5, 1.0, 4.0, graph_ms=5.0, least=1, forward=False, start_s=25.0, case_s=3.0)
 TINY_SETTINGS = Settings(3, 0.0, 1.0, graph_ms=0.0, least=1, forward=False)
-# torch.compile may take this share of the budget; afterwards draws go without.
-COMPILE_SHARE = 0.4
+# Of the budget: what compiling ahead may take (see ahead.py), and torch.compile afterwards; then draws go without.
+AHEAD_SHARE = 0.45
+AHEAD_S = 600.0  # without a budget
+COMPILE_SHARE = 0.35
 NO_GPU = (
     "There is no GPU: sizes are tiny, Tigon's rows are its PyTorch reference, and which of them is first says nothing "
     "about the kernels."
@@ -100,8 +104,8 @@ class SweepRow(Row):
 
 
 def drawable() -> list[str]:
-    """The rows of the table of benchmarks that the sweep draws."""
-    return [op.name for op in OPS.values() if not isinstance(op.drawn, str)]
+    """What the sweep draws: rows of the table of benchmarks, and small models."""
+    return [*(op.name for op in OPS.values() if not isinstance(op.drawn, str)), drawn_models.NAME]
 
 
 def plan(count: int, seed: int, room: Room, names: Collection[str] | None = None) -> Plan:
@@ -113,7 +117,7 @@ def plan(count: int, seed: int, room: Room, names: Collection[str] | None = None
     draws: list[Draw] = []
     redrawn = skipped = 0
     for index in range(count):
-        found, attempts = draw_one(OPS[order[index % len(order)]], seed, index // len(order), room)
+        found, attempts = draw_one(order[index % len(order)], seed, index // len(order), room)
         redrawn += attempts > 1
         if found is None:
             skipped += 1
@@ -122,17 +126,26 @@ def plan(count: int, seed: int, room: Room, names: Collection[str] | None = None
     return Plan(tuple(draws), redrawn, skipped)
 
 
-def draw_one(op: Op, seed: int, number: int, room: Room) -> tuple[Draw | None, int]:
+def draw_one(name: str, seed: int, number: int, room: Room) -> tuple[Draw | None, int]:
     """The draw of this number, None if nothing fits, and how often it was drawn."""
-    if isinstance(op.drawn, str):
-        raise ValueError(f"sweep: {op.name} is not drawn: {op.drawn}.")
     for attempt in range(ATTEMPTS):
-        dice = Dice(seed, op.name, number, attempt, tiny=room.tiny)
-        dtype = dice.among(*DRAWN_DTYPES)
-        drawn = op.drawn(dice)
-        if fits(op, drawn.shape, dtype, room):
-            return Draw(op.name, number, drawn.shape, dtype, drawn.options), attempt + 1
+        dice = Dice(seed, name, number, attempt, tiny=room.tiny)
+        if name == drawn_models.NAME:
+            dtype, drawn = "bf16", small_model(dice)
+            fit = room.tiny or drawn_models.needed(drawn.shape, drawn.options, HELD) <= room.gib << 29
+        else:
+            dtype, drawn = dice.among(*DRAWN_DTYPES), drawing_of(name)(dice)
+            fit = fits(OPS[name], drawn.shape, dtype, room)
+        if fit:
+            return Draw(name, number, drawn.shape, dtype, drawn.options), attempt + 1
     return None, ATTEMPTS
+
+
+def drawing_of(name: str) -> Drawing:
+    drawing = OPS[name].drawn
+    if isinstance(drawing, str):
+        raise ValueError(f"sweep: {name} is not drawn: {drawing}.")
+    return drawing
 
 
 def fits(op: Op, shape: Shape, dtype: str, room: Room) -> bool:
@@ -185,6 +198,7 @@ class Sweep:
         # Peers that took too long to start on an operator, which are not tried on it again.
         self.given_up: dict[str, str] = {}
         self.compile_s = 0.0
+        self.ahead = 0
         self.without_compile = 0
         self.broken = ""
         self.ceilings: Ceilings | None = None
@@ -206,6 +220,7 @@ class Sweep:
     ) -> None:
         """Measure what is missing. say(text, draws that are done now), keep(content): after every draw."""
         began = time.monotonic()
+        self.compile_ahead(say)
         say("copy bandwidth and matmul rate", 0)
         self.ceilings = measure_ceilings(self.device, self.settings)
         gc.collect()
@@ -230,11 +245,43 @@ class Sweep:
             if self.broken:
                 break
 
+    def compile_ahead(self, say: Callable[[str, int], None]) -> None:
+        """On a GPU: what is to be measured, for a share of the budget at most."""
+        missing = [asdict(draw) for draw in self.plan.draws if draw.key not in self.done]
+        if self.room.tiny or not missing:
+            return
+        self.ahead = compile_ahead(
+            missing,
+            self.device,
+            self.peers,
+            start_s=self.settings.start_s,
+            deadline_s=AHEAD_S if self.budget_s is None else AHEAD_SHARE * self.budget_s,
+            say=lambda done: say(f"compiling ahead: {done} of {len(missing)}", 0),
+        )
+
     def measure(self, draw: Draw) -> None:
+        self.add(draw, self._model(draw) if draw.op == drawn_models.NAME else self._operator(draw))
+        try:
+            synchronize(self.device)
+        except RuntimeError as error:  # an invalid access: nothing on this device works from now on
+            self.broken = f"{draw}: {one_line(error)}"
+
+    def _model(self, draw: Draw) -> list[Row]:
+        if importlib.util.find_spec("transformers") is None:
+            reason = "transformers is not installed"
+            return [Row(draw.op, draw.shape, draw.dtype, "tigon", "failed", reason)]
+        sides = [s for s in drawn_models.SIDES if self.peers is None or s in (*self.peers, "tigon", "hf")]
+        if self.device.type != "cuda":
+            sides = [s for s in sides if s in ("tigon", "hf") or (self.peers and s in self.peers)]
+        sides = [s for s in sides if s != "compile" or self._may_compile()]
+        free(self.device)
+        return drawn_models.measure_apart(draw.shape, draw.dtype, draw.options, self.device, self.settings, sides)
+
+    def _operator(self, draw: Draw) -> list[Row]:
         assert self.ceilings is not None
         op = OPS[draw.op]
         options = dict(draw.options)
-        measured = run_case(
+        return run_case(
             op,
             draw.shape,
             DTYPES[draw.dtype],
@@ -246,21 +293,19 @@ class Sweep:
             options=options,
             graphed=self.graphed,
         )
-        self.add(draw, measured)
-        try:
-            synchronize(self.device)
-        except RuntimeError as error:  # an invalid access: nothing on this device works from now on
-            self.broken = f"{draw}: {one_line(error)}"
 
     def chosen(self, op: Op) -> dict[str, Implementation]:
         chosen = choose(op, self.peers, self.device)
-        limit = None if self.budget_s is None else COMPILE_SHARE * self.budget_s
-        if "compile" in chosen and limit is not None and self.compile_s > limit:
-            self.without_compile += 1
-            del chosen["compile"]
         if self.room.tiny and self.peers is None:  # on a CPU torch.compile takes longer than all the rest
             chosen.pop("compile", None)
+        if "compile" in chosen and not self._may_compile():
+            del chosen["compile"]
         return {name: one for name, one in chosen.items() if f"{op.name}: {name}" not in self.given_up}
+
+    def _may_compile(self) -> bool:
+        may = self.budget_s is None or self.compile_s <= COMPILE_SHARE * self.budget_s
+        self.without_compile += not may
+        return may
 
     def graphed(self, rows: list[Row]) -> Collection[str]:
         """Where Tigon is behind: Tigon and the best peer, since it matters whether the host or the device is."""
@@ -288,6 +333,7 @@ class Sweep:
             "redrawn": self.plan.redrawn,
             "skipped": self.plan.skipped,
             "not_begun": sum(draw.key not in self.done for draw in self.plan.draws),
+            "ahead": self.ahead,
             "without_compile": self.without_compile,
             "broken": self.broken,
         }

@@ -63,8 +63,9 @@ def sweep(
 
 def _implementations() -> set[str]:
     from tigon.bench.cases import OPS
+    from tigon.bench.drawn_models import SIDES
 
-    return {name for op in OPS.values() for name in op.implementations}
+    return {*SIDES, *(name for op in OPS.values() for name in op.implementations)}
 
 
 def _check_drawable(names: list[str]) -> None:
@@ -74,7 +75,7 @@ def _check_drawable(names: list[str]) -> None:
     for name in names:
         if name in OPS and isinstance(why := OPS[name].drawn, str):
             raise Problem(f"bench: --sweep does not draw {name}: {why}")
-    unknown = [name for name in names if name not in OPS]
+    unknown = [name for name in names if name not in drawable()]
     if unknown:
         raise Problem(f"bench: --only must be among {', '.join(drawable())}, got {', '.join(map(repr, unknown))}")
 

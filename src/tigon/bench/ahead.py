@@ -1,0 +1,142 @@
+"""Compile what a sweep will run before it is measured, in as many processes as there are processors for.
+
+torch.compile, Triton and the peers compile for seconds what then runs for microseconds, one thread for each case. The
+processes run each implementation of their draws once: what they compile stays in the caches on disk (torch.compile's
+and Triton's), where the measuring process finds it. Nothing is measured meanwhile, and what fails here only takes
+longer afterwards.
+
+python -m tigon.bench.ahead      a process: reads its draws on standard input, says "done" after each
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tigon.bench import drawn_models
+from tigon.bench.cases import OPS
+from tigon.bench.inputs import DTYPES, Shape
+from tigon.bench.runner import choose, free, run_once, within
+
+DONE = "done"
+# Of the device's memory, for all processes together.
+MEMORY_SHARE = 0.85
+SPARE_CORES = 2
+# A larger number of CUDA contexts needs more memory than it saves time.
+MOST = 16
+# These keep nothing on disk: autotuning is repeated by each process.
+NOT_AHEAD = ("quack", "cce")
+
+
+def processes() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST, cores - SPARE_CORES))
+
+
+def compile_ahead(
+    draws: Sequence[dict[str, Any]],
+    device: torch.device,
+    peers: Sequence[str] | None,
+    *,
+    start_s: float,
+    deadline_s: float,
+    count: int | None = None,
+    say: Callable[[int], None] = lambda done: None,
+) -> int:
+    """Run draws once in `count` processes; returns how many were run until the deadline.
+
+    Args:
+        draws: each with "op", "shape", "dtype" and "options".
+        start_s: seconds after which a first call is given up.
+        say: called with the number of draws that are done.
+    """
+    count = min(count or processes(), len(draws))
+    began, done, lock = time.monotonic(), [0], threading.Lock()
+    request = {"device": str(device), "peers": peers, "start_s": start_s, "memory": MEMORY_SHARE / max(1, count)}
+    # A process compiles by itself: pools of the compilers' own would outnumber the processors.
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    children: list[subprocess.Popen[str]] = []
+
+    def read(child: subprocess.Popen[str]) -> None:
+        for line in child.stdout or ():
+            if line.strip() == DONE:
+                with lock:
+                    done[0] += 1
+
+    try:
+        for index in range(count):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "tigon.bench.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, env=environment,
+            )  # fmt: skip
+            children.append(child)
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(json.dumps({**request, "draws": draws[index::count]}))
+                child.stdin.close()
+            threading.Thread(target=read, args=(child,), daemon=True).start()
+        while any(child.poll() is None for child in children) and time.monotonic() - began < deadline_s:
+            say(done[0])
+            time.sleep(0.2)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+    return done[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- process
+
+
+def run_draw(
+    name: str, shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, peers: Any, start_s: float
+) -> None:
+    """Run every implementation once, whatever fails."""
+    if name == drawn_models.NAME:
+        inputs = drawn_models.labelled(shape, options["vocabulary"], device)
+        for side in ("tigon", "compile"):  # Liger's would change what further models run on
+            if side == "tigon" or peers is None or side in peers:
+                with contextlib.suppress(Exception), within(start_s):
+                    model = drawn_models.prepared(side, drawn_models.build(shape, dtype, options, device))
+                    drawn_models.step(model, inputs)
+            free(device)
+        return
+    op, options = OPS[name], dict(options)
+    ignored = options.pop("ignored", 0.0)
+    own = op.make(shape, DTYPES[dtype], device, ignored)
+    own.arguments |= options
+    torch._dynamo.reset()
+    for by, implementation in choose(op, peers, device).items():
+        if by in NOT_AHEAD:
+            continue
+        with contextlib.suppress(Exception), within(start_s):
+            run_once(implementation.load(), own.clone())
+        free(device)
+
+
+def _serve() -> int:
+    request = json.loads(sys.stdin.read())
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(request["memory"], torch.cuda.current_device())
+    for draw in request["draws"]:
+        with contextlib.suppress(Exception):
+            shape = tuple(draw["shape"])
+            run_draw(draw["op"], shape, draw["dtype"], draw["options"], device, request["peers"], request["start_s"])
+        free(device)
+        print(DONE, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_serve())

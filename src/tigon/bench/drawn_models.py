@@ -1,0 +1,223 @@
+"""A small model of a drawn family as Hugging Face runs it, compiled, by Tigon and by Liger, for the sweep.
+
+Random weights, forward and backward without an optimizer. Liger changes functions of transformers for good, so that a
+draw has a process of its own, in which Liger comes last.
+
+python -m tigon.bench.drawn_models      the process: reads one request on standard input, writes its rows to a file
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.bench.inputs import DTYPES, Shape
+from tigon.bench.runner import (
+    LONG_MS,
+    Row,
+    Settings,
+    fill_total,
+    free,
+    one_line,
+    peak_mib,
+    time_ms,
+    within,
+)
+from tigon.presets import PRESETS
+
+NAME = "model"
+SHAPE_NAMES = ("batch", "tokens", "layers", "width")
+SIDES = ("tigon", "hf", "compile", "liger")  # Liger last
+FACTOR = 2.0  # a gradient may be this many times as far from fp32's as the plain model's is
+TIMEOUT_S = 240.0
+STEPS = 5  # timed in a round, of which the median counts
+# A gradient made of a few exact numbers may differ by one rounding of bf16.
+ROUNDING = 2.0**-8
+
+
+def overrides_of(shape: Shape, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the family's configuration that the draw replaces."""
+    _, _, layers, width = shape
+    family = PRESETS[options["family"]]
+    inner = options["inner"]
+    fields = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": options["heads"],
+        "num_key_value_heads": options["keys"],
+        "head_dim": options["head_width"],
+        "vocab_size": options["vocabulary"],
+    }
+    for name in ("num_experts", "num_local_experts"):
+        if name in family:
+            # As many numbers as a dense model has, spread over a few times as many experts as a token chooses.
+            fields |= {name: max(options["experts"], family["num_experts_per_tok"])}
+            fields |= {
+                "moe_intermediate_size" if "moe_intermediate_size" in family else "intermediate_size": inner // 4
+            }
+    return fields
+
+
+def needed(shape: Shape, options: dict[str, Any], held: int) -> int:
+    """Bytes for the logits, and for what each layer keeps of a token, here and in fp32."""
+    batch, tokens, layers, width = shape
+    kept = layers * (8 * width + 4 * int(options["inner"]))
+    return held * batch * tokens * (int(options["vocabulary"]) + kept)
+
+
+def build(shape: Shape, dtype: str, options: dict[str, Any], device: torch.device) -> Any:
+    from tigon.bench import training
+
+    return training.build(options["family"], device, DTYPES[dtype], **overrides_of(shape, options))
+
+
+def labelled(shape: Shape, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+    """Tokens that are the same for every side; the first eighth of each sequence is masked."""
+    batch, tokens, *_ = shape
+    draw = torch.Generator(device).manual_seed(1)
+    ids = torch.randint(vocabulary, (batch, tokens), generator=draw, device=device)
+    labels = ids.clone()
+    labels[:, : tokens // 8] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    loss: Tensor = model(**inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+def measure(
+    shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, settings: Settings, sides: Sequence[str]
+) -> list[Row]:
+    """A row for each side: checked against fp32, timed, the peak of its step beyond the weights."""
+    rows = {side: Row(NAME, shape, str(DTYPES[dtype]).removeprefix("torch."), side) for side in sides}
+    plain = build(shape, dtype, options, device)
+    inputs = labelled(shape, options["vocabulary"], device)
+    exact = _gradients(copy.deepcopy(plain).float(), inputs)
+    bounds = _errors(_gradients(plain, inputs), exact)
+    plain.zero_grad(set_to_none=True)
+    free(device)
+    timed: dict[str, Callable[[], Tensor]] = {}
+    for side, row in rows.items():
+        if side == "liger":  # it changes what the others run on
+            _time(rows, timed, device, settings)
+            timed.clear()
+        try:
+            with within(settings.start_s):
+                model = prepared(side, copy.deepcopy(plain))
+                _check(row, _errors(_gradients(model, inputs), exact), bounds)
+            model.zero_grad(set_to_none=True)
+            run = functools.partial(step, model, inputs)
+            row.peak_mib, _ = peak_mib(run, device)
+            model.zero_grad(set_to_none=True)
+            timed[side] = run
+        except Exception as error:  # a peer may fail in any way; its row then says how
+            row.status, row.reason = "failed", one_line(error)
+        free(device)
+    _time(rows, timed, device, settings)
+    return list(rows.values())
+
+
+def prepared(side: str, model: Any) -> Any:
+    """The model as a side runs it."""
+    from tigon.bench.training import SIDES as sides
+
+    sides[side](model)
+    return model
+
+
+def _gradients(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loss and gradients in fp32. The model keeps its own."""
+    loss = step(model, inputs)
+    found = {name: p.grad.detach().float() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.float(), **found}
+
+
+def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of the loss and of each gradient, relative to fp32's; a gradient that is missing is all wrong."""
+    return {
+        name: float((found[name] - g).norm() / g.norm().clamp(min=1e-30)) if name in found else 1.0
+        for name, g in exact.items()
+    }
+
+
+def _check(row: Row, errors: dict[str, float], bounds: dict[str, float]) -> None:
+    beyond = [name for name, error in errors.items() if not error <= max(FACTOR * bounds[name], ROUNDING)]
+    worst = max((name for name in errors if name != "loss"), key=lambda name: errors[name])
+    row.errors = {"loss": errors["loss"], worst: errors[worst]}
+    if beyond:
+        row.status, row.reason = "wrong", f"more than {FACTOR:g} × the plain error in {', '.join(beyond[:3])}"
+
+
+def _time(
+    rows: dict[str, Row], timed: dict[str, Callable[[], Tensor]], device: torch.device, settings: Settings
+) -> None:
+    found: dict[str, list[float]] = {side: [] for side in timed}
+    for _ in range(settings.rounds):
+        for side, run in list(timed.items()):
+            try:
+                # As a long call: a step has hundreds of kernels, and a cold cache means little to it.
+                found[side].append(time_ms(run, device, replace(settings, least=STEPS), LONG_MS))
+            except Exception as error:
+                rows[side].status, rows[side].reason = "failed", one_line(error)
+                del timed[side], found[side]
+    for side, totals in found.items():
+        if totals:
+            fill_total(rows[side], totals)
+
+
+# ------------------------------------------------------------------------------------------------------------- process
+
+
+def measure_apart(
+    shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, settings: Settings, sides: Sequence[str]
+) -> list[Row]:
+    """`measure` in a process of its own; rows with the reason if that fails."""
+    request = {
+        "shape": shape, "dtype": dtype, "options": options, "device": str(device), "settings": asdict(settings),
+        "sides": sides,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "rows.json")
+        command = [sys.executable, "-m", "tigon.bench.drawn_models", str(result)]
+        reason = ""
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=TIMEOUT_S,
+            )  # fmt: skip
+            last = (done.stdout.strip().splitlines() or [""])[-1]
+            reason = f"the process ended with code {done.returncode}: {last[:200]}"
+        except subprocess.TimeoutExpired:
+            reason = f"the process took longer than {TIMEOUT_S:g} s"
+        if result.exists():
+            return [Row(**{**row, "shape": tuple(row["shape"])}) for row in json.loads(result.read_text())]
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    return [Row(NAME, shape, name, side, "failed", reason) for side in sides]
+
+
+def _serve() -> int:
+    request = json.loads(sys.stdin.read())
+    device = torch.device(request["device"])
+    shape, settings = tuple(request["shape"]), Settings(**request["settings"])
+    rows = measure(shape, request["dtype"], request["options"], device, settings, request["sides"])
+    Path(sys.argv[1]).write_text(json.dumps([row.to_dict() for row in rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_serve())

@@ -1,0 +1,116 @@
+"""Small models of drawn families: what the draw replaces, and that a wrong gradient or a failing side is seen."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tigon.bench import ahead, drawn_models
+from tigon.bench.cases import Implementation
+from tigon.bench.drawn_models import NAME, SHAPE_NAMES, measure, measure_apart, overrides_of
+from tigon.bench.ranges import FAMILIES, Dice, small_model
+from tigon.bench.runner import Settings
+from tigon.bench.sweep import Room, draw_one
+from tigon.bench.training import SIDES
+from tigon.presets import auto_class, preset_config
+
+CPU = torch.device("cpu")
+SHORT = Settings(2, 0.0, 0.0, graph_ms=0.0, least=1, forward=False)
+OPTIONS = {"family": "llama-3-8b", "heads": 4, "keys": 2, "head_width": 16, "inner": 96, "vocabulary": 67}
+SHAPE = (1, 12, 1, 64)
+
+
+def test_draws_are_small_models_of_published_families():
+    found = [small_model(Dice(0, NAME, n)) for n in range(200)]
+    assert {one.options["family"] for one in found} == set(FAMILIES)
+    for one in found:
+        sizes = dict(zip(SHAPE_NAMES, one.shape, strict=True))
+        assert sizes["layers"] <= 4
+        assert sizes["width"] == one.options["heads"] * one.options["head_width"]
+        assert one.options["heads"] % one.options["keys"] == 0
+    draws = [draw_one(NAME, 0, n, Room(32))[0] for n in range(20)]
+    assert {draw.dtype for draw in draws} == {"bf16"}
+    needed = [drawn_models.needed(draw.shape, draw.options, 24) for draw in draws]
+    assert max(needed) <= 16 << 30
+    assert draw_one(NAME, 0, 0, Room(0))[0] is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_built_with_the_sizes_of_the_draw(family):
+    number = next(n for n in range(400) if small_model(Dice(0, n)).options["family"] == family)
+    drawn = small_model(Dice(0, number))
+    with torch.device("meta"):
+        config = preset_config(family, **overrides_of(drawn.shape, drawn.options))
+        model = auto_class(config).from_config(config)
+    _, _, layers, width = drawn.shape
+    assert len(model.get_decoder().layers) == layers
+    assert model.get_input_embeddings().weight.shape == (drawn.options["vocabulary"], width)
+    assert sum(p.numel() for p in model.parameters()) < 3e9
+    layer = model.get_decoder().layers[0]
+    names = {name for name, _ in layer.named_parameters()}
+    experts = [p for name, p in layer.named_parameters() if "expert" in name and p.ndim == 3]
+    assert bool(experts) == ("experts" in drawn.options), names
+    assert all(p.shape[0] >= drawn.options["experts"] for p in experts)
+
+
+def test_both_sides_are_checked_and_timed():
+    rows = {row.implementation: row for row in measure(SHAPE, "bf16", OPTIONS, CPU, SHORT, ("tigon", "hf"))}
+    for row in rows.values():
+        assert row.status == "ok", row.reason
+        assert row.shape == SHAPE
+        low, high = row.total_range_ms
+        assert 0 < low <= row.total_ms <= high
+        assert 0 < max(row.errors.values()) < 0.05
+
+
+def test_a_wrong_side_and_one_that_fails_say_so(monkeypatch):
+    def scaled(model):
+        model.lm_head.weight.register_hook(lambda grad: grad * 1.1)
+
+    def failing(model):
+        raise RuntimeError("Liger does not know the model type")
+
+    monkeypatch.setitem(SIDES, "tigon", scaled)
+    monkeypatch.setitem(SIDES, "liger", failing)
+    rows = {row.implementation: row for row in measure(SHAPE, "bf16", OPTIONS, CPU, SHORT, ("tigon", "hf", "liger"))}
+    assert rows["tigon"].status == "wrong"
+    assert "lm_head.weight" in rows["tigon"].reason
+    assert rows["hf"].status == "ok"
+    assert rows["hf"].total_ms > 0
+    assert (rows["liger"].status, rows["liger"].total_ms) == ("failed", None)
+    assert "does not know" in rows["liger"].reason
+
+
+def test_a_process_that_dies_is_a_row_with_the_reason(monkeypatch):
+    monkeypatch.setattr(drawn_models.sys, "executable", "/bin/false")
+    rows = measure_apart(SHAPE, "bf16", OPTIONS, CPU, SHORT, ("tigon", "hf"))
+    assert [row.status for row in rows] == ["failed", "failed"]
+    assert rows[0].reason.startswith("the process ended with code 1")
+
+
+def test_compiling_ahead_runs_each_implementation_of_a_draw(monkeypatch):
+    called = []
+
+    def failing(**arguments):
+        called.append("failing")
+        raise RuntimeError
+
+    def counted(gate, up):
+        called.append("counted")
+        return gate * up
+
+    more = {"failing": Implementation(lambda: failing), "counted": Implementation(lambda: counted)}
+    monkeypatch.setattr(ahead, "choose", lambda op, peers, device: more)
+    ahead.run_draw("swiglu", (3, 4), "bf16", {}, CPU, None, 10.0)
+    assert called == ["failing", "counted"]
+
+
+def test_processes_say_what_they_have_run():
+    draws = [
+        {"op": "swiglu", "shape": (3, 4), "dtype": "bf16", "options": {}},
+        {"op": "no-such-operator", "shape": (3,), "dtype": "bf16", "options": {}},
+    ]
+    said = []
+    options = {"start_s": 5.0, "count": 1, "say": said.append}
+    assert ahead.compile_ahead(draws, CPU, ["eager"], deadline_s=100.0, **options) == 2
+    assert ahead.compile_ahead(draws, CPU, ["eager"], deadline_s=0.0, **options) == 0
