@@ -18,6 +18,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- families -->                   what fuse does to every class of transformers
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- adapters -->              a step with adapters, of several libraries
+    <!-- sft -->                        a fine-tuning of adapters through the command line, beside PEFT's
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
 """
 
@@ -36,7 +37,7 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import adapters, convergence, sharpness
+from studies import adapters, convergence, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report
@@ -117,6 +118,8 @@ def charts() -> dict[str, Callable[[], str]]:
             for name, drawn in convergence.pictures(path, content).items():
                 draw = functools.partial(convergence.plot, content, picture=drawn[0], dtype=drawn[1])
                 found[name.removesuffix(".png")] = functools.partial(plots.inline, draw)
+        if content["kind"] == "sft":
+            found[path.stem] = functools.partial(plots.inline, functools.partial(sft.plot, content))
         if content["kind"] == "sam":
             found[path.stem] = functools.partial(plots.inline, functools.partial(sharpness.plot, content))
     return found
@@ -148,6 +151,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "peaks": lambda model: guides.peaks(RESULTS, model),
         "adapters": lambda _: adapters.page(RESULTS),
         "converge": lambda _: convergence.page(RESULTS, f"{up}charts"),
+        "sft": lambda _: sft.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
     }
