@@ -588,13 +588,6 @@ def test_what_is_left_is_named_and_right(name):
     assert ran(fusion) == 0
 
 
-def test_conv1d_is_left_and_named():
-    plain, model = (adapted(gpt2, targets=["c_attn", "c_proj"], fan_in_fan_out=True) for _ in range(2))
-    fusion = tigon.fuse(model)
-    assert all("transposed" in what for what in rows_of(fusion, fused=False))
-    assert_same_loss(plain, model)
-
-
 def test_embeddings_and_the_head_are_left_and_named():
     plain, model = (adapted(targets=["q_proj", "embed_tokens", "lm_head"]) for _ in range(2))
     fusion = tigon.fuse(model)

@@ -16,6 +16,7 @@ from tigon.fusion.probe import HOOKS
 from tigon.fusion.reasons import Reason
 from tigon.linear.adapters import LoRA
 from tigon.ops.dequantize_4bit import FourBit
+from tigon.parts.bases import dequantised, is_4bit, is_plain, known, multiplies_itself, opaque
 from tigon.runtime import autocast_dtype
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -27,13 +28,13 @@ SWITCHED_OFF = Reason("its adapters are switched off or merged")
 DROPOUT = Reason("its adapter drops elements of its own copy of the input", "train with lora_dropout=0")
 VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
 BIAS = Reason("its adapter has a bias (lora_bias)")
-TRANSPOSED = Reason("its weight lies transposed (fan_in_fan_out), as GPT-2's Conv1D keeps it")
+RANK_ZERO = Reason("its adapter has rank 0", "delete the adapter, or load one that is whole")
 INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear")
 BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
 TRAINED = Reason("its base layer's weight is trained too")
 NO_STATE = Reason("its base layer is quantised, but has no quantisation state yet", "move the model to its device")
 DTYPES_DIFFER = Reason("its input, base layer and adapter have dtypes or devices that do not go together")
-SHARDED = Reason("its weights are sharded (DTensor) or of another tensor class")
+SHARDED = Reason("its weights are sharded (DTensor), or of a tensor class that Tigon does not know")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -53,11 +54,8 @@ def lasting_reason(layer: Any) -> Reason | None:
         return NOT_PEFT
     if not layer.lora_A:
         return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
-    kind = _base_reason(layer.base_layer)
-    if kind is not None:
-        return kind
-    if getattr(layer, "fan_in_fan_out", False):
-        return TRANSPOSED
+    if not known(layer):
+        return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
     if any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
         return DROPOUT
     found = _adapter(layer)
@@ -66,17 +64,6 @@ def lasting_reason(layer: Any) -> Reason | None:
 
 def _is_elsewhere(layer: Any) -> bool:
     return bool(getattr(layer, "lora_embedding_A", None))
-
-
-def _base_reason(base: nn.Module) -> Reason | None:
-    if type(base) is nn.Linear or _is_4bit(base):
-        return None
-    name = type(base).__name__
-    return TRANSPOSED if name == "Conv1D" else Reason(f"its base layer is a {name}, which Tigon has no products for")
-
-
-def _is_4bit(base: nn.Module) -> bool:
-    return type(base).__module__.startswith("bitsandbytes.") and hasattr(type(base), "set_compute_type")
 
 
 def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float]:
@@ -121,44 +108,56 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
         return found
     first, second, scale = found
     base = layer.base_layer
-    if not _calls_nothing_else(base) or torch.nn.modules.module._has_any_global_hook():
+    hooked = not _calls_nothing_else(base)
+    # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.
+    if torch.nn.modules.module._has_any_global_hook() or (hooked and not multiplies_itself(base)):
         return BASE_HOOKED
-    if getattr(layer, "fan_in_fan_out", False):
-        return TRANSPOSED
-    a, b, weight, bias = first.weight, second.weight, base.weight, base.bias
+    a, b = first.weight, second.weight
     if not isinstance(x, Tensor) or not x.dim() or not x.dtype.is_floating_point:
         return DTYPES_DIFFER
+    if not a.shape[0]:
+        return RANK_ZERO
+    if any(type(t) not in _PLAIN for t in (x, a, b)):
+        return SHARDED
+    floats = a.dtype.is_floating_point and b.dtype.is_floating_point
+    if not floats or not a.device == b.device == x.device or x.shape[-1] != a.shape[1]:
+        return DTYPES_DIFFER
     dtype = autocast_dtype(x.device.type) or x.dtype
+    if is_plain(base):
+        return _of_linear(base, x, dtype, LoRA(base.weight, a, b, scale, base.bias))
+    weight = _of_4bit(base, x, dtype) if is_4bit(base) else dequantised(base, x, dtype)
+    if isinstance(weight, Reason):
+        return weight
+    bias = getattr(base, "bias", None)
+    fits = bias is None or (type(bias) in _PLAIN and (bias.dtype, bias.device) == (dtype, x.device))
+    if weight is None or not fits:
+        return LoRA(opaque(layer, b, x, hooked), a, b, scale)
+    return LoRA(weight, a, b, scale, bias)
+
+
+def _of_linear(base: Any, x: Tensor, dtype: torch.dtype, layer: LoRA) -> LoRA | Reason:
+    weight = base.weight
     if weight.requires_grad and torch.is_grad_enabled():
         return TRAINED
-    plain = type(base) is nn.Linear
-    tensors = (x, a, b, *((weight,) if plain else ()), *(() if bias is None else (bias,)))
+    tensors = (weight,) if layer.bias is None else (weight, layer.bias)
     if any(type(t) not in _PLAIN for t in tensors):
         return SHARDED
-    if any(t.device != x.device for t in tensors):
+    # Autocast leaves fp64 alone; without autocast torch raises for dtypes that differ.
+    fits = x.dtype == weight.dtype or (dtype != x.dtype or autocast_dtype(x.device.type) is not None)
+    if not fits or (x.dtype == torch.float64 and weight.dtype != x.dtype) or any(t.device != x.device for t in tensors):
         return DTYPES_DIFFER
-    floats = a.dtype.is_floating_point and b.dtype.is_floating_point
-    if not floats or not a.shape[0] or x.shape[-1] != a.shape[1]:
-        return DTYPES_DIFFER
-    if plain:
-        # Autocast leaves fp64 alone; without autocast torch raises for dtypes that differ.
-        fits = x.dtype == weight.dtype or (dtype != x.dtype or autocast_dtype(x.device.type) is not None)
-        if not fits or (x.dtype == torch.float64 and weight.dtype != x.dtype):
-            return DTYPES_DIFFER
-        return LoRA(weight, a, b, scale, bias)
-    return _of_4bit(base, x, dtype, LoRA(weight, a, b, scale, bias))
+    return layer
 
 
-def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype, layer: LoRA) -> LoRA | Reason:
+def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:
+    """The weight; None where the layer has to multiply by itself."""
     state = getattr(base.weight, "quant_state", None)
     if state is None:
         return NO_STATE
     if getattr(state, "packing_format_for_cpu", False):
-        return DTYPES_DIFFER
+        return None
     if not base.compute_type_is_set:  # as its forward does at its first call
         base.set_compute_type(x)
         base.compute_type_is_set = True
     fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)
-    if not fits or (layer.bias is not None and layer.bias.dtype != dtype):
-        return DTYPES_DIFFER
-    return layer._replace(weight=FourBit.of(base.weight))
+    return FourBit.of(base.weight) if fits and base.weight.device == x.device else None

@@ -25,7 +25,9 @@ from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.reasons import Reason
 from tigon.fusion.site import Site
 from tigon.linear.adapters import LoRA, lora_linear
+from tigon.linear.opaque import Opaque, opaque_lora_linear
 from tigon.parts.adapted import is_adapted, lasting_reason, lora_of
+from tigon.parts.bases import multiplies_itself, source
 from tigon.runtime import autocast_dtype
 
 
@@ -65,9 +67,16 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
-    ys = lora_linear(x, layers, saved_by=saved_by)
-    # Layers of bitsandbytes give back the input's dtype, also where autocast chose another.
-    return tuple(y if isinstance(layer.weight, Tensor) else y.to(x.dtype) for y, layer in zip(ys, layers, strict=True))
+    apart = [layer for layer in layers if isinstance(layer.weight, Opaque)]
+    whole = [layer for layer in layers if not isinstance(layer.weight, Opaque)]
+    beside = iter(opaque_lora_linear(x, apart, saved_by=saved_by) if apart else ())
+    ys = iter(lora_linear(x, whole, saved_by=saved_by) if whole else ())
+    return tuple(next(beside) if isinstance(layer.weight, Opaque) else _as_came(x, layer, next(ys)) for layer in layers)
+
+
+def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
+    """Layers of bitsandbytes give back the input's dtype, also where autocast chose another."""
+    return y if isinstance(layer.weight, Tensor) else y.to(x.dtype)
 
 
 def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
@@ -76,7 +85,7 @@ def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_all_of(layer):
         return None
     found = lora_of(layer, x)
-    if isinstance(found, Reason):
+    if isinstance(found, Reason) or isinstance(found.weight, Opaque):
         return None
     # What bitsandbytes would widen again is left to the module.
     return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
@@ -102,9 +111,8 @@ class _Held:
 
 
 def _same(one: LoRA, other: LoRA) -> bool:
-    weights = [getattr(layer.weight, "absmax", layer.weight) for layer in (one, other)]
     parameters = one.a is other.a and one.b is other.b and one.bias is other.bias
-    return parameters and one.scale == other.scale and weights[0] is weights[1]
+    return parameters and one.scale == other.scale and source(one.weight) is source(other.weight)
 
 
 def _version(x: Tensor) -> int:
@@ -185,10 +193,18 @@ class Adapters(Part):
                     patch = Patch(self, site.ledger, siblings)
                     site.install(layer, adapter_forward, patch)
                 patch.formula = siblings  # one for the group, also where fuse looks at it again
-                site.fused(self, layer, str(siblings), patch)
+                site.fused(self, layer, _what(layer, siblings), patch)
 
     def is_stale(self, site: Site) -> bool:
         return site.kept(_Names).seen != _names(site.model)
+
+
+def _what(layer: Any, siblings: Siblings) -> str:
+    base = layer.base_layer
+    if not multiplies_itself(base):
+        return str(siblings)
+    kind = type(base.weight) if type(base) is nn.Linear else type(base)
+    return f"{siblings}, beside the product of {kind.__name__}"
 
 
 class _Names:
