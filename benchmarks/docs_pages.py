@@ -17,6 +17,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- activations -->                the activations that `act=` takes
     <!-- families -->                   what fuse does to every class of transformers
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
+    <!-- sweep: *-sweep.json -->       drawn cases: how often Tigon is first, and where it is not
     <!-- adapters -->              a step with adapters, of several libraries
     <!-- sft -->                        a fine-tuning of adapters through the command line, beside PEFT's
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
@@ -40,7 +41,7 @@ from families import page as families
 from studies import adapters, convergence, sft, sharpness
 
 import tigon
-from tigon.bench import plots, report
+from tigon.bench import plots, report, verdicts
 from tigon.bench.cases import KINDS, OPS
 from tigon.bench.matrix import MATRICES, bold, leaders, to_matrix
 from tigon.bench.page import ORDER
@@ -141,6 +142,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "matrix": lambda pattern: section(pattern, up, report_as=lambda content: to_matrix(content, ORDER)),
         "goals": goals,
         "engines": engines,
+        "sweep": sweeps,
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
@@ -311,6 +313,10 @@ def engines(pattern: str) -> str:
         table = report.to_table({"kind": content["kind"], "rows": [worst(rows) for rows in found.values()]})
         parts.append(f"{report.source(content)}\n\n{table}\n")
     return "\n".join(parts)
+
+
+def sweeps(pattern: str) -> str:
+    return "\n".join(verdicts.to_page(report.load(path)) for path in sorted(RESULTS.glob(pattern)))
 
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tigon.bench import report
 from tigon.bench.cases import OPS
 from tigon.bench.host import HostRow
 from tigon.bench.runner import Row
+from tigon.bench.sweep import SweepRow
 from tigon.bench.training import Side
 from tigon.install import REPOSITORY
 
@@ -87,6 +88,24 @@ def test_what_depends_on_a_file_is_absent_without_it(hook, tmp_path):
 def test_every_part_of_the_page_that_depends_on_a_file_ends(hook):
     page = (HOOK.parents[1] / "docs" / "bench.md").read_text()
     assert page.count("<!-- if: ") == page.count("<!-- end -->") == len(hook.PART.findall(page))
+
+
+def test_a_sweep_stands_on_the_page_once_it_is_recorded(hook, tmp_path):
+    text = (HOOK.parents[1] / "docs" / "bench.md").read_text()
+    (part,) = [part for part in hook.PART.findall(text) if part[0] == "*-sweep.json"]
+    text = f"<!-- if: {part[0]} -->\n{part[1]}<!-- end -->\n"
+    assert rendered(hook, text) == ""
+    rows = [
+        SweepRow(**vars(row("rope", (1, 3, 2, 1, 64), by, ms)), draw=f"rope/{number}")
+        for number, times in enumerate(((1.0, 2.0), (1.0, 0.8), (1.0, 1.0)))
+        for by, ms in zip(("tigon", "liger"), times, strict=True)
+    ]
+    about = {"seed": 4, "gib": 64, "draws": 3, "redrawn": 0, "skipped": 0, "not_begun": 0}
+    save(tmp_path / "h200-sweep.json", report.result("sweep", rows, sweep=about), "2026-01-01")
+    shown = rendered(hook, text)
+    assert "Of 3 draws (seed 4) Tigon is first in 1 of 3 (33 %), tie in 1, behind in 1." in shown
+    assert "| rope | 1×3×2×1×64 | bfloat16 | – | 1.00 | 0.800 | liger | +25.0 % | – |" in shown
+    assert "2026-01-01" in shown
 
 
 def test_a_line_an_engine_has_the_worst_of_its_cases(hook, tmp_path):

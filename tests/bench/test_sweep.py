@@ -195,7 +195,7 @@ def content(cases):
 def test_the_summary_counts_and_the_table_begins_with_the_worst():
     cases = [
         [row("tigon", 1.0), row("eager", 2.0)],
-        [row("tigon", 1.0), row("eager", 0.8)],
+        [row("tigon", 1.0, device=0.2), row("eager", 0.8, device=0.3)],
         [row("tigon", 1.0, device=0.3), row("liger", 0.5, device=0.25)],
         [row("tigon", 1.0), row("eager", 1.0)],
         [row("tigon", 1.0, status="wrong"), row("eager", 1.0)],
@@ -208,7 +208,8 @@ def test_the_summary_counts_and_the_table_begins_with_the_worst():
     _, lines = verdicts.behind(found)
     assert [line[1] for line in lines] == ["3×4", "2×4", "5×4"]
     assert lines[0][4:] == ["1.00", "0.500", "liger", "+100.0 %", "+20.0 %"]
-    assert lines[1][-2:] == ["+25.0 %", "–"]
+    assert lines[1][-2:] == ["+25.0 %", "−33.3 %"]
+    assert "In 1 of those behind the device alone is not: the host is." in summary
     assert verdicts.furthest_behind(found) == pytest.approx(100.0)
     for shown in (verdicts.to_text(found), verdicts.to_page(found)):
         assert summary in shown

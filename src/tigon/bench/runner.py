@@ -30,6 +30,7 @@ from tigon.runtime.dispatch import use_triton
 # For longer calls a cold cache does not matter, and do_bench's warm-up calls would cost minutes.
 LONG_MS = 20.0
 LONG_REPEATS = 5
+LATE = "took longer than"
 REFERENCE = "the PyTorch reference: no kernels on this device"
 
 
@@ -462,7 +463,7 @@ def within(seconds: float) -> Iterator[None]:
         return
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s to start")
+        raise TimeoutError(f"{LATE} {seconds:g} s to start")
 
     before = signal.signal(signal.SIGALRM, late)
     # Again and again: what catches the first error goes on.

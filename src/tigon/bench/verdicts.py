@@ -100,6 +100,9 @@ def summary(content: dict[str, Any]) -> str:
     found = verdicts(content)
     times = count(found)
     lines = [_sentence(f"Of {len(found)} draws (seed {content['sweep']['seed']}) Tigon is first in", times)]
+    on_device = [one.device_more for one in found if one.word == "behind" and one.device_more is not None]
+    if late := sum(more <= NOISE for more in on_device):
+        lines.append(f"In {late} of those behind the device alone is not: the host is.")
     if memory := verdicts(content, memory_of):
         lines.append(_sentence("It needs the least memory in", count(memory)))
     about = content["sweep"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def sweep(
     interrupted = False
     try:
         with _progress(len(run.plan.draws)) as step:
-            run.run(step, keep)
+            run.run(step if sys.stderr.isatty() else _log(), keep)
     except KeyboardInterrupt:
         if run.ceilings is None:  # nothing was measured
             raise
@@ -59,6 +60,18 @@ def sweep(
     wrong = any(row["status"] == "wrong" and row["implementation"] == "tigon" for row in content["rows"])
     behind = fail_behind is not None and furthest_behind(content) > fail_behind
     return content, int(wrong or behind or bool(run.broken))
+
+
+def _log() -> Callable[[str, int], None]:
+    """A line for each draw that is begun, where a bar cannot be seen."""
+    began, last = time.monotonic(), [""]
+
+    def say(text: str, advance: int) -> None:
+        if not advance and text != last[0]:
+            last[0] = text
+            print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return say
 
 
 def _implementations() -> set[str]:
