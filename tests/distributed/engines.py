@@ -58,11 +58,26 @@ def targets(rows: dict[str, Tensor]) -> Tensor:
     return ((rows["shift_labels"] if "shift_labels" in rows else rows["labels"][:, 1:]) != -100).sum()
 
 
+def adapted(*, tied: bool = False) -> Any:
+    """The same with LoRA on all linear layers but the head; B is not zero, so that A has a gradient."""
+    import peft
+
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = llama(tied=tied)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()  # type: ignore[arg-type]
+
+
+def base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @dataclass(frozen=True)
 class Engine:
     """shard: (model, device) → what is trained. tp: how many neighbouring ranks see the same rows; True: all.
     cp: ranks have a part of each sequence each, and attention gathers keys and values. cuda: not on a CPU, where
-    DeepSpeed compiles its collectives for minutes. needs: a package.
+    DeepSpeed compiles its collectives for minutes. needs: a package. adapters: how many layers with adapters run fused
+    in a step; None for a model without. left: why they do not.
     """
 
     shard: Callable[[nn.Module, torch.device], nn.Module]
@@ -76,6 +91,11 @@ class Engine:
     checkpointing: bool = False
     autocast: bool = False
     bf16: bool = False
+    adapters: int | None = None
+    left: str = ""
+
+    def model(self) -> Any:
+        return llama(tied=self.tied) if self.adapters is None else adapted(tied=self.tied)
 
     @property
     def gpu_worlds(self) -> tuple[int, ...]:
@@ -101,16 +121,20 @@ def ddp(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
 
 def fsdp(
     model: Any, device: torch.device, *, layers: bool = True, head: str = "with the root",
-    embedding: bool = False, reshard: bool | int | None = None, shape: tuple[int, ...] | None = None, **policy: Any,
+    embedding: bool = False, reshard: bool | int | None = None, shape: tuple[int, ...] | None = None,
+    units: Callable[[nn.Module], list[nn.Module]] | None = None, **policy: Any,
 ) -> nn.Module:  # fmt: skip
-    """FSDP2, HSDP where the mesh has two dimensions."""
+    """FSDP2, HSDP where the mesh has two dimensions. units: what has a group of its own before the layers have."""
     shape = shape or (dist.get_world_size(),)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**policy)}
     if reshard is not None:
         options["reshard_after_forward"] = reshard
+    base = base_of(model)
+    for unit in units(base) if units is not None else ():
+        fully_shard(unit, **options)
     if layers:
-        for layer in model.model.layers:
+        for layer in base.model.layers:
             fully_shard(layer, **options)
     if embedding:
         fully_shard(model.model.embed_tokens, **options)
@@ -193,6 +217,15 @@ def gather_keys_and_values() -> None:
     AttentionMaskInterface.register("gathered", lambda *_, **__: None)
 
 
+def adapted_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def within_adapters(model: nn.Module) -> list[nn.Module]:
+    """As PEFT's policy for automatic wrapping has them: A and B in groups of their own."""
+    return [side["default"] for layer in adapted_layers(model) for side in (layer.lora_A, layer.lora_B)]
+
+
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 of = functools.partial
 
@@ -232,6 +265,17 @@ ENGINES: dict[str, Engine] = {
     "ZeRO-2": Engine(of(zero, stage=2), needs="deepspeed", cuda=True),
     "ZeRO-3": Engine(of(zero, stage=3), needs="deepspeed", cuda=True),
     "ZeRO++": Engine(of(zero, stage=3, zero_hpz_partition_size=2), (4,), needs="deepspeed", cuda=True),
+    "DDP, adapters": Engine(ddp, adapters=14),
+    "FSDP2, adapters": Engine(fsdp, adapters=14),
+    "FSDP2, adapters, checkpointing": Engine(fsdp, adapters=14, checkpointing=True),
+    "FSDP2, adapters, accumulation": Engine(fsdp, adapters=14, micro_batches=4),
+    "FSDP2, adapters, bf16": Engine(of(fsdp, **BF16), adapters=14, bf16=True),
+    "FSDP2, adapters, each layer of them alone": Engine(of(fsdp, units=adapted_layers), adapters=14),
+    "FSDP2, A and B alone": Engine(of(fsdp, units=within_adapters), adapters=0, left="own layers have hooks"),
+    "ZeRO-2, adapters": Engine(of(zero, stage=2), needs="deepspeed", cuda=True, adapters=14),
+    "ZeRO-3, adapters": Engine(
+        of(zero, stage=3), needs="deepspeed", cuda=True, adapters=0, left="partitioned by DeepSpeed's ZeRO-3"
+    ),
     "HSDP, bf16": Engine(of(fsdp, head="alone", shape=(2, 2), **BF16), (4,), bf16=True),
 }
 
@@ -242,7 +286,7 @@ ENGINES: dict[str, Engine] = {
 def train(rank: int, world: int, device: torch.device, name: str, fused: str) -> dict[str, Any]:
     """Some steps by one engine. fused: "" for the plain model, or when tigon.fuse is called: "before", "after"."""
     engine = ENGINES[name]
-    model = llama(tied=engine.tied).to(device)
+    model = engine.model().to(device)
     if engine.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     fusion = tigon.fuse(model) if fused == "before" else None
@@ -285,7 +329,7 @@ def alone(rank: int, world: int, device: torch.device, dtype: torch.dtype, name:
     if rank:
         return None
     engine = ENGINES[name]
-    model = llama(tied=engine.tied).to(device, dtype)
+    model = engine.model().to(device, dtype)
     optimizer = adamw(model, engine.lr)
     seen: list[dict[str, Tensor]] = []
     for step in range(engine.steps):
@@ -308,8 +352,11 @@ def gradients(model: nn.Module, host: str = "") -> dict[str, Tensor]:
     if host == "deepspeed":
         from deepspeed.utils import safe_get_full_grad
 
-        return {name: safe_get_full_grad(p).detach().clone() for name, p in model.named_parameters()}
+        return {name: safe_get_full_grad(p).detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert p.grad is None, name
+            continue
         assert p.grad is not None, name
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
         found[name] = grad.detach().clone()

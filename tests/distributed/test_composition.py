@@ -43,7 +43,9 @@ def measures():
 
 def once(measures, world, function, *arguments):
     engine = ENGINES[arguments[-1] if function is alone else arguments[0]]
-    same = (arguments[0], engine.steps, engine.lr, engine.tied) if function is alone else (world.size, *arguments)
+    same = (world.size, *arguments)
+    if function is alone:
+        same = (arguments[0], engine.steps, engine.lr, engine.tied, engine.adapters is None)
     key = function, *same
     if key not in measures:
         measures[key] = world.run(function, *arguments)[0]
@@ -60,6 +62,8 @@ def errors(found, truth):
 def test_losses_and_gradients_of_one_process(request, measures, record, name, size, fused):
     if ENGINES[name].needs:
         pytest.importorskip(ENGINES[name].needs)
+    if ENGINES[name].adapters is not None:
+        pytest.importorskip("peft")
     world, engine = request.getfixturevalue({2: "two", 4: "four"}[size]), ENGINES[name]
     truth = once(measures, world, alone, torch.float64, name)
     got = once(measures, world, train, name, fused)
@@ -81,6 +85,12 @@ def test_losses_and_gradients_of_one_process(request, measures, record, name, si
         # Without logits, or the report says why not.
         assert report["calls"].get("head", 0) == (0 if report["plain_heads"] else 1)
         assert engine.tp or engine.needs or not report["plain_heads"]
+        ran = report["calls"].get("adapters", 0)
+        # A checkpoint runs a layer again; of an accumulating step the last micro-batch is counted.
+        assert ran >= engine.adapters if engine.adapters else not ran
+        rows = [row for row in report["rows"] if row["kind"] == "adapters" and not row["fused"]]
+        why = [*report["plain_adapters"], *(row["what"] for row in rows)]
+        assert [engine.left in what for what in why] == ([True] if engine.left else [])
 
 
 def largest(errors):

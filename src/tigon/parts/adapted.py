@@ -30,6 +30,7 @@ VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
 BIAS = Reason("its adapter has a bias (lora_bias)")
 RANK_ZERO = Reason("its adapter has rank 0", "delete the adapter, or load one that is whole")
 INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear")
+ZERO3 = Reason("its weights are partitioned by DeepSpeed's ZeRO-3, which gathers them for PEFT's own layers alone")
 BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
 TRAINED = Reason("its base layer's weight is trained too")
 NO_STATE = Reason("its base layer is quantised, but has no quantisation state yet", "move the model to its device")
@@ -59,7 +60,7 @@ def lasting_reason(layer: Any) -> Reason | None:
     if any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
         return DROPOUT
     found = _adapter(layer)
-    return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE) else None
+    return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
 
 def _is_elsewhere(layer: Any) -> bool:
@@ -86,7 +87,7 @@ def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float]:
         return INSIDE
     a, b = layer.lora_A[name], layer.lora_B[name]
     if not (_is_plain(a) and _is_plain(b)):
-        return INSIDE
+        return ZERO3 if hasattr(getattr(a, "weight", None), "ds_id") else INSIDE
     if a.bias is not None or b.bias is not None:
         return BIAS
     return a, b, float(layer.scaling[name])
