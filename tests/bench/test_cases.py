@@ -6,7 +6,8 @@ import torch
 from tigon.bench import inputs as inputs_module
 from tigon.bench.cases import OPS
 from tigon.bench.inputs import DTYPES
-from tigon.bench.runner import check
+from tigon.bench.ranges import Dice
+from tigon.bench.runner import _errors, _named, check, run_once
 
 CPU = torch.device("cpu")
 # A few rows and columns more than are compared at a time.
@@ -114,6 +115,24 @@ def test_no_row_of_sparsemax_has_an_element_on_the_edge_of_its_support(dtype):
     x = OPS["sparsemax"].make((64, 512), dtype, CPU, 0.0).arguments["x"].detach().double()
     steps = x * 32 / 3
     assert torch.equal(steps, steps.round())
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if not isinstance(op.drawn, str)], ids=lambda op: op.name)
+def test_eager_code_and_tigon_take_the_options_that_are_drawn(op):
+    """And the reference: with the options it holds what was made of them, without them it does not."""
+    drawn = [op.drawn(Dice("options", op.name, number, tiny=True)) for number in range(60)]
+    options = {name: value for one in drawn for name, value in one.options.items() if name != "ignored"}
+    assert bool(options) == (op.operator in ("rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy"))
+    inputs = op.make(tiny(op), torch.float64, CPU, 0.0)
+    without = op.expect(inputs)
+    inputs.arguments |= options
+    expected = op.expect(inputs)
+    for name in ("eager", "tigon"):
+        outs, grads = run_once(op.implementations[name].load(), inputs.clone())
+        found = _errors(_named(inputs, outs, grads), expected)
+        assert max(found.values()) < 1e-9, found
+        if options:
+            assert max(_errors(_named(inputs, outs, grads), without).values()) > 1e-4
 
 
 def test_embedding_counts_the_rows_that_occur():

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from tigon.bench import ahead, drawn_models
 from tigon.bench.cases import Implementation
-from tigon.bench.drawn_models import NAME, SHAPE_NAMES, measure, measure_apart, overrides_of
+from tigon.bench.drawn_models import NAME, SHAPE_NAMES, Apart, contained, measure, overrides_of
 from tigon.bench.ranges import FAMILIES, Dice, small_model
 from tigon.bench.runner import Settings
 from tigon.bench.sweep import Room, draw_one
@@ -83,9 +83,32 @@ def test_a_wrong_side_and_one_that_fails_say_so(monkeypatch):
 
 def test_a_process_that_dies_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(drawn_models.sys, "executable", "/bin/false")
-    rows = measure_apart(SHAPE, "bf16", OPTIONS, CPU, SHORT, ("tigon", "hf"))
+    with Apart() as apart:
+        (rows,) = apart.measure([(SHAPE, "bf16", OPTIONS)], CPU, SHORT, ("tigon", "hf"), 60.0)
     assert [row.status for row in rows] == ["failed", "failed"]
     assert rows[0].reason.startswith("the process ended with code 1")
+
+
+def test_models_of_a_process_are_measured_until_its_time_is_over():
+    unknown = {**OPTIONS, "family": "no-such-family"}
+    with Apart() as apart:
+        first, second = apart.measure(
+            [(SHAPE, "bf16", OPTIONS), (SHAPE, "bf16", unknown)], CPU, SHORT, ("tigon", "hf"), 100.0
+        )
+    assert [row.status for row in first] == ["ok", "ok"], first
+    assert {row.reason for row in second} == {"KeyError: 'no-such-family'"}
+    with Apart() as apart:
+        assert apart.measure([(SHAPE, "bf16", OPTIONS)], CPU, SHORT, ("tigon", "hf"), 0.0) == [None]
+
+
+def test_what_a_side_changes_in_transformers_is_put_back():
+    from transformers.models.llama import modeling_llama
+
+    right, cross_entropy = modeling_llama.apply_rotary_pos_emb, torch.nn.functional.cross_entropy
+    with contained():
+        modeling_llama.apply_rotary_pos_emb = torch.nn.functional.cross_entropy = None
+    assert modeling_llama.apply_rotary_pos_emb is right
+    assert torch.nn.functional.cross_entropy is cross_entropy
 
 
 def test_compiling_ahead_runs_each_implementation_of_a_draw(monkeypatch):
@@ -99,7 +122,11 @@ def test_compiling_ahead_runs_each_implementation_of_a_draw(monkeypatch):
         called.append("counted")
         return gate * up
 
-    more = {"failing": Implementation(lambda: failing), "counted": Implementation(lambda: counted)}
+    more = {
+        "eager": Implementation(lambda: counted),
+        "failing": Implementation(lambda: failing),
+        "counted": Implementation(lambda: counted),
+    }
     monkeypatch.setattr(ahead, "choose", lambda op, peers, device: more)
     ahead.run_draw("swiglu", (3, 4), "bf16", {}, CPU, None, 10.0)
     assert called == ["failing", "counted"]

@@ -15,9 +15,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +30,37 @@ from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.runner import choose, free, run_once, within
 
 DONE = "done"
-# Of the device's memory, for all processes together.
-MEMORY_SHARE = 0.85
+SLOWER = 3.0  # than alone on the machine
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+# Of the device's memory, for all processes together, as if a third of them needed any at a time.
+MEMORY_SHARE = 0.85 * 3
 SPARE_CORES = 2
 # A larger number of CUDA contexts needs more memory than it saves time.
 MOST = 16
-# These keep nothing on disk: autotuning is repeated by each process.
-NOT_AHEAD = ("quack", "cce")
+# These have nothing to compile, or keep nothing of it on disk.
+NOT_AHEAD = ("eager", "torch", "transformers", "trl", "quack", "cce")
+
+
+@contextlib.contextmanager
+def private_cache() -> Iterator[None]:
+    """A folder for what torch.compile compiles, of this run alone: nothing lies there that another run has tuned."""
+    before = os.environ.get(CACHE)
+    with tempfile.TemporaryDirectory(prefix="tigon-sweep-", ignore_cleanup_errors=True) as folder:
+        os.environ[CACHE] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(CACHE, None)
+            else:
+                os.environ[CACHE] = before
+
+
+def _forget_tuning() -> None:
+    """Remove what torch.compile has tuned while other processes were on the device: the choice would be of chance."""
+    if folder := os.environ.get(CACHE):
+        for file in Path(folder).rglob("*.best_config"):
+            file.unlink(missing_ok=True)
 
 
 def processes() -> int:
@@ -61,7 +87,12 @@ def compile_ahead(
     """
     count = min(count or processes(), len(draws))
     began, done, lock = time.monotonic(), [0], threading.Lock()
-    request = {"device": str(device), "peers": peers, "start_s": start_s, "memory": MEMORY_SHARE / max(1, count)}
+    request = {
+        "device": str(device),
+        "peers": peers,
+        "start_s": start_s,
+        "memory": min(0.85, MEMORY_SHARE / max(1, count)),
+    }
     # A process compiles by itself: pools of the compilers' own would outnumber the processors.
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     children: list[subprocess.Popen[str]] = []
@@ -92,6 +123,7 @@ def compile_ahead(
             if child.poll() is None:
                 child.kill()
             child.wait()
+    _forget_tuning()
     return done[0]
 
 
@@ -104,9 +136,9 @@ def run_draw(
     """Run every implementation once, whatever fails."""
     if name == drawn_models.NAME:
         inputs = drawn_models.labelled(shape, options["vocabulary"], device)
-        for side in ("tigon", "compile"):  # Liger's would change what further models run on
+        for side in ("tigon", "compile", "liger"):
             if side == "tigon" or peers is None or side in peers:
-                with contextlib.suppress(Exception), within(start_s):
+                with contextlib.suppress(Exception), drawn_models.contained(), within(SLOWER * start_s):
                     model = drawn_models.prepared(side, drawn_models.build(shape, dtype, options, device))
                     drawn_models.step(model, inputs)
             free(device)
@@ -119,12 +151,22 @@ def run_draw(
     for by, implementation in choose(op, peers, device).items():
         if by in NOT_AHEAD:
             continue
-        with contextlib.suppress(Exception), within(start_s):
+        with contextlib.suppress(Exception), within(SLOWER * start_s):
             run_once(implementation.load(), own.clone())
         free(device)
 
 
+def _once(fn: Callable[[], object], *_: object, quantiles: Sequence[float] | None = None, **__: object) -> Any:
+    """In the place of Triton's do_bench: autotuning compiles every configuration, and chooses when it is measured."""
+    fn()
+    return 1.0 if quantiles is None else [1.0] * len(quantiles)
+
+
 def _serve() -> int:
+    with contextlib.suppress(ImportError):
+        import triton.testing
+
+        triton.testing.do_bench = _once
     request = json.loads(sys.stdin.read())
     device = torch.device(request["device"])
     if device.type == "cuda":

@@ -1,22 +1,25 @@
 """A small model of a drawn family as Hugging Face runs it, compiled, by Tigon and by Liger, for the sweep.
 
-Random weights, forward and backward without an optimizer. Liger changes functions of transformers for good, so that a
-draw has a process of its own, in which Liger comes last.
+Random weights, forward and backward without an optimizer. The models have a process of their own, which imports while
+the sweep compiles. Liger changes modules of transformers, so that it comes last, and what it changed is put back.
 
 python -m tigon.bench.drawn_models      the process: reads one request on standard input, writes its rows to a file
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ NAME = "model"
 SHAPE_NAMES = ("batch", "tokens", "layers", "width")
 SIDES = ("tigon", "hf", "compile", "liger")  # Liger last
 FACTOR = 2.0  # a gradient may be this many times as far from fp32's as the plain model's is
-TIMEOUT_S = 240.0
+TIMEOUT_S = 240.0  # of one draw, where there is no budget
 STEPS = 5  # timed in a round, of which the median counts
 # A gradient made of a few exact numbers may differ by one rounding of bf16.
 ROUNDING = 2.0**-8
@@ -100,10 +103,34 @@ def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return loss.detach()
 
 
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Put back what the modules of transformers, and the functions that they call, are set to meanwhile."""
+    found = [module for name, module in sys.modules.items() if name.split(".")[0] == "transformers"]
+    kept = [(vars(module), dict(vars(module))) for module in [*found, torch.nn.functional] if _is_module(module)]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            now |= {name: value for name, value in before.items() if now.get(name) is not value}
+
+
+def _is_module(module: Any) -> bool:
+    # transformers puts objects of its own among the modules, whose attributes import on demand.
+    return isinstance(module, ModuleType)
+
+
 def measure(
     shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, settings: Settings, sides: Sequence[str]
 ) -> list[Row]:
     """A row for each side: checked against fp32, timed, the peak of its step beyond the weights."""
+    with contained():
+        return _measure(shape, dtype, options, device, settings, sides)
+
+
+def _measure(
+    shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, settings: Settings, sides: Sequence[str]
+) -> list[Row]:
     rows = {side: Row(NAME, shape, str(DTYPES[dtype]).removeprefix("torch."), side) for side in sides}
     plain = build(shape, dtype, options, device)
     inputs = labelled(shape, options["vocabulary"], device)
@@ -117,7 +144,7 @@ def measure(
             _time(rows, timed, device, settings)
             timed.clear()
         try:
-            with within(settings.start_s):
+            with within(3 * settings.start_s):
                 model = prepared(side, copy.deepcopy(plain))
                 _check(row, _errors(_gradients(model, inputs), exact), bounds)
             model.zero_grad(set_to_none=True)
@@ -183,40 +210,79 @@ def _time(
 # ------------------------------------------------------------------------------------------------------------- process
 
 
-def measure_apart(
-    shape: Shape, dtype: str, options: dict[str, Any], device: torch.device, settings: Settings, sides: Sequence[str]
-) -> list[Row]:
-    """`measure` in a process of its own; rows with the reason if that fails."""
-    request = {
-        "shape": shape, "dtype": dtype, "options": options, "device": str(device), "settings": asdict(settings),
-        "sides": sides,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "tigon.bench.drawn_models", str(result)]
+Request = tuple[Shape, str, dict[str, Any]]
+
+
+class Apart:
+    """A process that measures models, and imports from the moment on that this is made."""
+
+    def __enter__(self) -> Apart:
+        self._folder = tempfile.TemporaryDirectory()
+        self._result = Path(self._folder.name, "rows.json")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tigon.bench.drawn_models", str(self._result)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def measure(
+        self,
+        requests: Sequence[Request],
+        device: torch.device,
+        settings: Settings,
+        sides: Sequence[str],
+        seconds: float,
+    ) -> list[list[Row] | None]:
+        """The rows of each request; rows with the reason where the process died, None where the time was over."""
+        message = {"requests": requests, "device": str(device), "settings": asdict(settings), "sides": sides}
         reason = ""
         try:
-            done = subprocess.run(
-                command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                timeout=TIMEOUT_S,
-            )  # fmt: skip
-            last = (done.stdout.strip().splitlines() or [""])[-1]
-            reason = f"the process ended with code {done.returncode}: {last[:200]}"
+            said, _ = self._process.communicate(json.dumps(message), timeout=seconds)
+            last = (said.strip().splitlines() or [""])[-1]
+            reason = f"the process ended with code {self._process.returncode}: {last[:200]}"
         except subprocess.TimeoutExpired:
-            reason = f"the process took longer than {TIMEOUT_S:g} s"
-        if result.exists():
-            return [Row(**{**row, "shape": tuple(row["shape"])}) for row in json.loads(result.read_text())]
-    name = str(DTYPES[dtype]).removeprefix("torch.")
-    return [Row(NAME, shape, name, side, "failed", reason) for side in sides]
+            self._process.kill()
+        done = json.loads(self._result.read_text()) if self._result.exists() else []
+        found: list[list[Row] | None] = [[Row(**{**row, "shape": tuple(row["shape"])}) for row in one] for one in done]
+        for shape, dtype, _ in requests[len(done) :]:
+            name = str(DTYPES[dtype]).removeprefix("torch.")
+            found.append([Row(NAME, shape, name, side, "failed", reason) for side in sides] if reason else None)
+        return found
 
 
 def _serve() -> int:
-    request = json.loads(sys.stdin.read())
-    device = torch.device(request["device"])
-    shape, settings = tuple(request["shape"]), Settings(**request["settings"])
-    rows = measure(shape, request["dtype"], request["options"], device, settings, request["sides"])
-    Path(sys.argv[1]).write_text(json.dumps([row.to_dict() for row in rows]))
-    return 0
+    with contextlib.suppress(ImportError):
+        import liger_kernel.transformers.monkey_patch  # noqa: F401
+    import transformers.modeling_utils  # noqa: F401
+
+    import tigon.fusion.model  # noqa: F401
+
+    text = sys.stdin.read()
+    if not text:  # nothing is wanted any more
+        return 0
+    request = json.loads(text)
+    device, settings, sides = torch.device(request["device"]), Settings(**request["settings"]), request["sides"]
+    result, found = Path(sys.argv[1]), []
+    for shape, dtype, options in request["requests"]:
+        try:
+            rows = measure(tuple(shape), dtype, options, device, settings, sides)
+        except Exception as error:  # the model itself: the rows say so, and the next one goes on
+            name = str(DTYPES[dtype]).removeprefix("torch.")
+            rows = [Row(NAME, tuple(shape), name, side, "failed", one_line(error)) for side in sides]
+        found.append([row.to_dict() for row in rows])
+        part = result.with_suffix(".part")
+        part.write_text(json.dumps(found))
+        part.replace(result)
+        torch._dynamo.reset()
+        free(device)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the compilers would hold the process up
 
 
 if __name__ == "__main__":

@@ -149,6 +149,8 @@ def expect_loss(
             wrt = inputs.wrt if rows in compared else ()
             part = {
                 k: (v.detach()[rows].double() if v.is_floating_point() else v[rows]).requires_grad_(k in wrt)
+                if isinstance(v, Tensor)
+                else v
                 for k, v in inputs.arguments.items()
             }
             loss = formula(**part) / count

@@ -205,4 +205,4 @@ MATRICES: dict[str, Callable[[list[str], list[By]], Cells]] = {
     "model": _models,
     "sequence": _sequence,
 }
-LEFT = ("op", "shape", "dtype", "options", "by", "model", "batch×seq", "tokens")
+LEFT = ("op", "shape", "dtype", "options", "by", "device: by", "model", "batch×seq", "tokens")

@@ -89,6 +89,8 @@ FAMILIES = [name for name, fields in PRESETS.items() if name not in _MADE_UP and
 CHANNELS = (128, 256, 320, 512, 640, 960, 1280, 1920, 2560)
 SIDES = (8, 16, 24, 32, 64, 96, 128)
 
+# The form of Gemma's norms, as arguments of the operator.
+GEMMA = {"offset": 1.0, "cast": "gemma"}
 TOKENS = 65536
 # Where only the drawing is tried, on a CPU.
 TINY_TOKENS = 32
@@ -152,6 +154,11 @@ def rows(dice: Dice) -> Drawn:
     return Drawn((dice.tokens(), dice.model().width))
 
 
+def rms_rows(dice: Dice) -> Drawn:
+    """As rows; one in four is Gemma's form of the norm."""
+    return Drawn(rows(dice).shape, dice.among({}, {}, {}, GEMMA))
+
+
 def inner_rows(dice: Dice) -> Drawn:
     return Drawn((dice.tokens(), dice.model().inner))
 
@@ -166,7 +173,13 @@ def scores(dice: Dice) -> Drawn:
 
 
 def labelled_logits(dice: Dice) -> Drawn:
-    return Drawn(logits(dice).shape, {"ignored": dice.among(0.0, 0.0, 0.25, 0.5)})
+    options = {"ignored": dice.among(0.0, 0.0, 0.25, 0.5), "label_smoothing": dice.among(0.0, 0.0, 0.0, 0.1)}
+    return Drawn(logits(dice).shape, {name: value for name, value in {**options, **softcap(dice)}.items() if value})
+
+
+def softcap(dice: Dice) -> dict[str, float]:
+    """Gemma 2's, in one draw of four."""
+    return dice.among({}, {}, {}, {"softcap": 30.0})
 
 
 def table_rows(dice: Dice) -> Drawn:
@@ -179,9 +192,10 @@ def down_projection(dice: Dice) -> Drawn:
     return Drawn((dice.tokens(), model.inner, model.width))
 
 
-def head_rows(dice: Dice) -> Drawn:
+def rms_heads(dice: Dice) -> Drawn:
     model = dice.model()
-    return Drawn((dice.among(1, 2, 4, 8), dice.tokens(16384), model.heads, model.head_width))
+    shape = dice.among(1, 2, 4, 8), dice.tokens(16384), model.heads, model.head_width
+    return Drawn(shape, dice.among({}, {}, {}, GEMMA))
 
 
 def queries_and_keys(dice: Dice) -> Drawn:
@@ -200,6 +214,10 @@ def head(dice: Dice) -> Drawn:
     """Hidden states and the head's weight."""
     model = dice.model()
     return Drawn((dice.tokens(), model.width, model.vocabulary))
+
+
+def capped_head(dice: Dice) -> Drawn:
+    return Drawn(head(dice).shape, softcap(dice))
 
 
 def sequences(dice: Dice) -> Drawn:

@@ -30,6 +30,7 @@ from tigon.runtime.dispatch import use_triton
 # For longer calls a cold cache does not matter, and do_bench's warm-up calls would cost minutes.
 LONG_MS = 20.0
 LONG_REPEATS = 5
+TRIMMED = 5
 LATE = "took longer than"
 REFERENCE = "the PyTorch reference: no kernels on this device"
 
@@ -74,7 +75,8 @@ class Settings:
 
     graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: how many calls are timed
     if one call takes longer than repeat_ms. forward: time the forward alone as well. start_s: seconds after which a
-    first call is given up. case_s: seconds of one case, after which no third round begins.
+    first call is given up. case_s: seconds of one case, after which no third round begins. freeze: keep what the first
+    calls have imported out of every later collection of garbage; the caller thaws it.
     """
 
     rounds: int = 3
@@ -85,6 +87,7 @@ class Settings:
     forward: bool = True
     start_s: float = math.inf
     case_s: float = math.inf
+    freeze: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,8 @@ def run_case(
 
     floor = _Floor(op, inputs, shape, dtype, device, ceilings, settings)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    if settings.freeze:
+        gc.freeze()
     began = time.monotonic()
     for r in range(settings.rounds):
         if r > 1 and time.monotonic() - began > settings.case_s:
@@ -437,8 +442,11 @@ class _Floor:
 
 
 def fill_total(row: Row, totals: list[float]) -> None:
-    row.total_ms = statistics.median(totals)
-    row.total_range_ms = (min(totals), max(totals))
+    """The median of the rounds and their range; of five and more the shortest and the longest are no part of it."""
+    ordered = sorted(totals)
+    ordered = ordered[1:-1] if len(ordered) >= TRIMMED else ordered
+    row.total_ms = statistics.median(ordered)
+    row.total_range_ms = (ordered[0], ordered[-1])
 
 
 def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:

@@ -9,6 +9,7 @@ for who is first.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from tigon.bench import drawn_models, report
-from tigon.bench.ahead import compile_ahead
+from tigon.bench.ahead import compile_ahead, private_cache
 from tigon.bench.cases import OPS, Implementation, Op
 from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.ranges import Dice, Drawing, small_model
@@ -29,13 +30,12 @@ from tigon.bench.runner import (
     Row,
     Settings,
     choose,
-    free,
     measure_ceilings,
     one_line,
     run_case,
     synchronize,
 )
-from tigon.bench.verdicts import best_peer, verdict_of
+from tigon.bench.verdicts import HOST_MS
 
 # Weights as models have them, most of all.
 DRAWN_DTYPES = ("bf16", "bf16", "bf16", "fp16", "fp32")
@@ -48,12 +48,16 @@ HELD = 24
 FLOPS_PER_GIB = 2e11
 FP32_COST = 8  # times as long as in 16 bits
 # Short rounds, and five of them: many draws say more than one draw's third digit, and the spread must be known.
-SETTINGS = Settings(5, 1.0, 4.0, graph_ms=5.0, least=1, forward=False, start_s=25.0, case_s=3.0)
+SETTINGS = Settings(5, 1.0, 8.0, graph_ms=3.0, least=1, forward=False, start_s=30.0, case_s=2.0, freeze=True)
 TINY_SETTINGS = Settings(3, 0.0, 1.0, graph_ms=0.0, least=1, forward=False)
 # Of the budget: what compiling ahead may take (see ahead.py), and torch.compile afterwards; then draws go without.
-AHEAD_SHARE = 0.45
+AHEAD_SHARE = 0.4
 AHEAD_S = 600.0  # without a budget
-COMPILE_SHARE = 0.35
+COMPILE_SHARE = 0.3
+# What models may take, which are measured first: their process imports while others compile.
+MODEL_SHARE = 0.25
+KEEP_S = 5.0  # between two writings of the file
+HELD_BYTES = 256 << 20
 NO_GPU = (
     "There is no GPU: sizes are tiny, Tigon's rows are its PyTorch reference, and which of them is first says nothing "
     "about the kernels."
@@ -175,6 +179,15 @@ def fits(op: Op, shape: Shape, dtype: str, room: Room) -> bool:
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
+def graphed(rows: list[Row]) -> Collection[str]:
+    """The implementations that are timed as CUDA graphs too: the host may take longer than the device."""
+    return [row.implementation for row in rows if row.status == "ok" and row.total_ms and row.total_ms < HOST_MS]
+
+
+def _transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
 class Sweep:
     """A sweep that is measured draw by draw; `content()` is its result so far.
 
@@ -229,40 +242,64 @@ class Sweep:
         say: Callable[[str, int], None] = lambda text, advance: None,
         keep: Callable[[dict[str, Any]], None] = lambda content: None,
     ) -> None:
-        """Measure what is missing. say(text, draws that are done now), keep(content): after every draw."""
+        """Measure what is missing. say(text, draws that are done now), keep(content): every few seconds."""
         began = time.monotonic()
-        self.compile_ahead(say)
-        say("copy bandwidth and matmul rate", 0)
-        self.ceilings = measure_ceilings(self.device, self.settings if self.room.tiny else None)
-        gc.collect()
-        gc.freeze()  # each measurement collects garbage, and would search all of torch's modules
-        try:
+        missing = [draw for draw in self.plan.draws if draw.key not in self.done]
+        models = [draw for draw in missing if draw.op == drawn_models.NAME]
+        with contextlib.ExitStack() as stack:
+            if not self.room.tiny:
+                stack.enter_context(private_cache())
+            apart = stack.enter_context(drawn_models.Apart()) if models and _transformers() else None
+            if missing and not self.room.tiny:
+                self.compile_ahead(missing, say)
+            say("copy bandwidth and matmul rate", 0)
+            self.ceilings = measure_ceilings(self.device, self.settings if self.room.tiny else None)
+            if models:
+                say(f"{len(models)} models", 0)
+                self.measure_models(models, apart)
+                keep(self.content())
+            stack.callback(gc.unfreeze)
             self._run(began, say, keep)
-        finally:
-            gc.unfreeze()
 
     def _run(self, began: float, say: Callable[[str, int], None], keep: Callable[[dict[str, Any]], None]) -> None:
+        kept = time.monotonic()
         for draw in self.plan.draws:
             if draw.key in self.done:
                 say(str(draw), 1)
                 continue
             if self.budget_s is not None and time.monotonic() - began > self.budget_s:
                 self.late.append(draw.key)
+            if self.late or draw.op == drawn_models.NAME:
                 continue
             say(str(draw), 0)
+            self.tidy()
             self.measure(draw)
             say(str(draw), 1)
-            keep(self.content())
+            if time.monotonic() - kept >= KEEP_S:
+                keep(self.content())
+                kept = time.monotonic()
             if self.broken:
                 break
+        keep(self.content())
 
-    def compile_ahead(self, say: Callable[[str, int], None]) -> None:
-        """On a GPU: what is to be measured, for a share of the budget at most."""
-        missing = [asdict(draw) for draw in self.plan.draws if draw.key not in self.done]
-        if self.room.tiny or not missing:
-            return
+    def tidy(self) -> None:
+        """Keep what is there before a draw out of the collections of garbage in it.
+
+        Each of dozens would search all of torch's modules for a third of a second. Garbage among what is kept stays,
+        until it holds too much of the device's memory.
+        """
+        gc.collect()
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a CUDA graph was captured on
+            if torch.cuda.memory_allocated(self.device) > HELD_BYTES:
+                gc.unfreeze()
+                gc.collect()
+        gc.freeze()
+
+    def compile_ahead(self, missing: Sequence[Draw], say: Callable[[str, int], None]) -> None:
+        """What is to be measured, for a share of the budget at most."""
         self.ahead = compile_ahead(
-            missing,
+            [asdict(draw) for draw in missing],
             self.device,
             self.peers,
             start_s=self.settings.start_s,
@@ -270,29 +307,25 @@ class Sweep:
             say=lambda done: say(f"compiling ahead: {done} of {len(missing)}", 0),
         )
 
+    def measure_models(self, models: Sequence[Draw], apart: drawn_models.Apart | None) -> None:
+        if apart is None:
+            self.absent["model"] = "transformers is not installed"
+            return
+        peers = None if self.peers is None else {"tigon", "hf", *self.peers}
+        sides = [side for side in drawn_models.SIDES if peers is None or side in peers]
+        if self.room.tiny and peers is None:
+            sides = ["tigon", "hf"]
+        seconds = drawn_models.TIMEOUT_S * len(models) if self.budget_s is None else MODEL_SHARE * self.budget_s
+        requests = [(draw.shape, draw.dtype, draw.options) for draw in models]
+        found = apart.measure(requests, self.device, self.settings, sides, seconds)
+        for draw, rows in zip(models, found, strict=True):
+            if rows is not None:
+                self.add(draw, rows)
+
     def measure(self, draw: Draw) -> None:
-        self.add(draw, self._model(draw) if draw.op == drawn_models.NAME else self._operator(draw))
-        try:
-            synchronize(self.device)
-        except RuntimeError as error:  # an invalid access: nothing on this device works from now on
-            self.broken = f"{draw}: {one_line(error)}"
-
-    def _model(self, draw: Draw) -> list[Row]:
-        if importlib.util.find_spec("transformers") is None:
-            reason = "transformers is not installed"
-            return [Row(draw.op, draw.shape, draw.dtype, "tigon", "failed", reason)]
-        sides = [s for s in drawn_models.SIDES if self.peers is None or s in (*self.peers, "tigon", "hf")]
-        if self.device.type != "cuda":
-            sides = [s for s in sides if s in ("tigon", "hf") or (self.peers and s in self.peers)]
-        sides = [s for s in sides if s != "compile" or self._may_compile()]
-        free(self.device)
-        return drawn_models.measure_apart(draw.shape, draw.dtype, draw.options, self.device, self.settings, sides)
-
-    def _operator(self, draw: Draw) -> list[Row]:
         assert self.ceilings is not None
-        op = OPS[draw.op]
-        options = dict(draw.options)
-        return run_case(
+        op, options = OPS[draw.op], dict(draw.options)
+        measured = run_case(
             op,
             draw.shape,
             DTYPES[draw.dtype],
@@ -302,27 +335,22 @@ class Sweep:
             settings=self.settings,
             ignored=options.pop("ignored", 0.0),
             options=options,
-            graphed=self.graphed,
+            graphed=graphed,
         )
+        self.add(draw, measured)
+        try:
+            synchronize(self.device)
+        except RuntimeError as error:  # an invalid access: nothing on this device works from now on
+            self.broken = f"{draw}: {one_line(error)}"
 
     def chosen(self, op: Op) -> dict[str, Implementation]:
         chosen = choose(op, self.peers, self.device)
         if self.room.tiny and self.peers is None:  # on a CPU torch.compile takes longer than all the rest
             chosen.pop("compile", None)
-        if "compile" in chosen and not self._may_compile():
+        if "compile" in chosen and self.budget_s is not None and self.compile_s > COMPILE_SHARE * self.budget_s:
+            self.without_compile += 1
             del chosen["compile"]
         return {name: one for name, one in chosen.items() if f"{op.name}: {name}" not in self.given_up}
-
-    def _may_compile(self) -> bool:
-        may = self.budget_s is None or self.compile_s <= COMPILE_SHARE * self.budget_s
-        self.without_compile += not may
-        return may
-
-    def graphed(self, rows: list[Row]) -> Collection[str]:
-        """Where Tigon is behind: Tigon and the best peer, since it matters whether the host or the device is."""
-        by = {row.implementation: row.to_dict() for row in rows}
-        peer = best_peer(by)
-        return ("tigon", peer) if peer is not None and verdict_of(by).word == "behind" else ()
 
     def add(self, draw: Draw, measured: Iterable[Row]) -> None:
         for row in measured:

@@ -16,6 +16,8 @@ from tigon.bench.report import _number, _shape, headline, source
 OURS = "tigon"
 # Allocations are rounded up; a smaller difference of peaks is no difference.
 LEAST_MIB = 1.0
+# A call that takes longer takes this time on the device. Of shorter ones the device's time is that of a CUDA graph.
+HOST_MS = 1.5
 WORDS = ("first", "tie", "behind", "alone", "wrong", "failed")
 
 
@@ -29,8 +31,6 @@ class Verdict:
     ours: float | None = None
     theirs: float | None = None
     more: float = 0.0
-    # The same for the device alone, where it was measured.
-    device_more: float | None = None
 
 
 def best_peer(by: By, key: str = "total_ms") -> str | None:
@@ -55,8 +55,26 @@ def verdict_of(by: By) -> Verdict:
     ours, theirs = row["total_ms"], other["total_ms"]
     margin = max(NOISE, scatter_of(row) + scatter_of(other))
     word = "first" if theirs > ours * (1 + margin) else "behind" if ours > theirs * (1 + margin) else "tie"
-    mine, its = row["device_ms"], other["device_ms"]
-    return Verdict(word, row, peer, ours, theirs, ours / theirs - 1, mine / its - 1 if mine and its else None)
+    return Verdict(word, row, peer, ours, theirs, ours / theirs - 1)
+
+
+def device_of(by: By) -> Verdict | None:
+    """Of the time of the device alone, without the host's; None for whole models, and where Tigon's is not known."""
+    device = {name: {**row, "device_ms": _device_ms(row)} for name, row in by.items()}
+    row = device.get(OURS)
+    if row is None or row["op"] == "model" or row["status"] != "ok" or row["device_ms"] is None:
+        return None
+    peer = best_peer(device, "device_ms")
+    if peer is None:
+        return Verdict("alone", row, ours=row["device_ms"])
+    ours, theirs = row["device_ms"], device[peer]["device_ms"]
+    word = "first" if theirs > ours * (1 + NOISE) else "behind" if ours > theirs * (1 + NOISE) else "tie"
+    return Verdict(word, row, peer, ours, theirs, ours / theirs - 1)
+
+
+def _device_ms(row: dict[str, Any]) -> float | None:
+    found: float | None = row["device_ms"]
+    return row["total_ms"] if found is None and row["total_ms"] and row["total_ms"] >= HOST_MS else found
 
 
 def memory_of(by: By) -> Verdict | None:
@@ -100,9 +118,8 @@ def summary(content: dict[str, Any]) -> str:
     found = verdicts(content)
     times = count(found)
     lines = [_sentence(f"Of {len(found)} draws (seed {content['sweep']['seed']}) Tigon is first in", times)]
-    on_device = [one.device_more for one in found if one.word == "behind" and one.device_more is not None]
-    if late := sum(more <= NOISE for more in on_device):
-        lines.append(f"In {late} of those behind the device alone is not: the host is.")
+    if device := verdicts(content, device_of):
+        lines.append(_sentence("On the device alone, without the host's time, it is first in", count(device)))
     if memory := verdicts(content, memory_of):
         lines.append(_sentence("It needs the least memory in", count(memory)))
     about = content["sweep"]
@@ -122,32 +139,63 @@ def _sentence(opening: str, words: dict[str, int]) -> str:
 
 
 def by_operator(content: dict[str, Any]) -> Cells:
-    """A line for each operator: how often it is first, and its time over the best peer's, the middle and the worst."""
-    found: dict[str, list[Verdict]] = {}
-    for one in verdicts(content):
-        found.setdefault(one.row["op"], []).append(one)
+    """A line for each operator: how often it is first, and its time over the best peer's, the middle and the worst.
+
+    As called, and on the device alone.
+    """
+    called, device = _by_op(verdicts(content)), _by_op(verdicts(content, device_of))
     lines = []
-    for op in sorted(found):
-        ratios = sorted(1 + one.more for one in found[op] if one.peer)
-        words = count(found[op])
+    for op in sorted(called):
+        words = count(called[op])
         other = sum(words[word] for word in ("alone", "wrong", "failed"))
-        shown = [f"{ratio:.2f}×" for ratio in (ratios[len(ratios) // 2], ratios[-1])] if ratios else ["–", "–"]
-        lines.append([op, str(len(found[op])), *(str(words[w]) for w in WORDS[:3]), str(other), *shown])
-    return ["op", "draws", "first", "tie", "behind", "other", "middle ÷ best peer", "worst ÷ best peer"], lines
+        alone = count(device.get(op, []))
+        lines.append([
+            op, str(len(called[op])), *(str(words[w]) for w in WORDS[:3]), str(other), _ratios(called[op]),
+            *(str(alone[w]) for w in WORDS[:3]), _ratios(device.get(op, [])),
+        ])  # fmt: skip
+    names = ["first", "tie", "behind"]
+    return [
+        "op", "draws", *names, "other", "÷ best peer", *(f"device: {name}" for name in names), "device: ÷ best peer",
+    ], lines  # fmt: skip
+
+
+def _by_op(found: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+    ops: dict[str, list[Verdict]] = {}
+    for one in found:
+        ops.setdefault(one.row["op"], []).append(one)
+    return ops
+
+
+def _ratios(found: Sequence[Verdict]) -> str:
+    """The middle one, and the worst."""
+    ratios = sorted(1 + one.more for one in found if one.peer)
+    return f"{ratios[(len(ratios) - 1) // 2]:.2f}×, {ratios[-1]:.2f}×" if ratios else "–"
 
 
 def behind(content: dict[str, Any]) -> Cells:
-    """The draws in which Tigon is not first, those behind by most at the top; then those without a right result."""
+    """The draws in which Tigon is behind, as called or on the device, the worst first; then results that are wrong."""
     found = verdicts(content)
-    slow = sorted((one for one in found if one.word == "behind"), key=lambda one: -one.more)
-    bad = [one for one in found if one.word in ("wrong", "failed")]
+    device = {one.row["draw"]: one for one in verdicts(content, device_of)}
+    slow = []
+    for one in found:
+        both = [v for v in (one, device.get(one.row["draw"])) if v is not None and v.word == "behind"]
+        if both and one.word not in ("wrong", "failed"):
+            slow.append((max(v.more for v in both), one))
     lines = [
-        [*_case(one.row), _number(one.ours), _number(one.theirs), one.peer, _percent(one.more),
-         "–" if one.device_more is None else _percent(one.device_more)]
-        for one in slow
-    ]  # fmt: skip
-    lines += [[*_case(one.row), one.word, "–", "–", one.row["reason"] or "–", "–"] for one in bad]
-    return [*_CASE, "tigon ms", "best ms", "by", "behind", "on the device"], lines
+        [*_case(one.row), *_times(one), *_times(device.get(one.row["draw"]))]
+        for _, one in sorted(slow, key=lambda pair: -pair[0])
+    ]
+    bad = [one for one in found if one.word in ("wrong", "failed")]
+    lines += [[*_case(one.row), one.word, "–", one.row["reason"] or "–", *["–"] * 5] for one in bad]
+    times = ["tigon ms", "best ms", "by", "behind"]
+    return [*_CASE, *times, *(f"device: {name}" for name in times)], lines
+
+
+def _times(one: Verdict | None) -> list[str]:
+    if one is None or not one.peer:
+        return ["–"] * 4
+    word = _percent(one.more) if one.word == "behind" else one.word
+    return [_number(one.ours), _number(one.theirs), one.peer, word]
 
 
 def behind_in_memory(content: dict[str, Any]) -> Cells:
@@ -160,7 +208,7 @@ def behind_in_memory(content: dict[str, Any]) -> Cells:
 
 
 _CASE = ("op", "shape", "dtype", "options")
-LEFT = (*_CASE, "by")
+LEFT = (*_CASE, "by", "device: by")
 
 
 def _case(row: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ def sweep(
     """Measure and show a sweep. Returns its result and the exit status.
 
     Args:
-        keep: called with the result so far after every draw.
+        keep: called with the result so far, every few seconds and at the end.
         fail_behind: per cent that Tigon may be behind the best peer in a draw; None: any.
     """
     from tigon.bench.sweep import NO_GPU, Sweep
@@ -52,8 +52,10 @@ def sweep(
         if run.ceilings is None:  # nothing was measured
             raise
         interrupted = True
+    finally:
+        if run.ceilings is not None:
+            keep(run.content())
     content = run.content()
-    keep(content)
     show_sweep(content)
     if interrupted:
         return content, INTERRUPTED

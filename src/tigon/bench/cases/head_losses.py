@@ -122,7 +122,11 @@ def _logprob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.where(target != -100, picked, 0.0)
 
 
-def _statistics(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _statistics(x: Tensor, weight: Tensor, target: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and log-probability of each row in fp64.
 
     For 16-bit inputs the log-sum-exps come from fp32 products, a thousand times finer than their rounding.
@@ -130,9 +134,14 @@ def _statistics(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tens
     (n, h), v = x.shape, weight.shape[0]
     wide = torch.float64 if x.dtype.itemsize > 2 else torch.float32
     ww, t = weight.to(wide), target.clamp_min(0)
-    lse = torch.cat([(x[rows].to(wide) @ ww.T).logsumexp(-1).double() for rows in chunks_of(n, v // 16)])
+    logits = (_capped(x[rows].to(wide) @ ww.T, softcap) for rows in chunks_of(n, v // 16))
+    lse = torch.cat([chunk.logsumexp(-1).double() for chunk in logits])
     picked = torch.cat([(x[r].double() * weight[t[r]].double()).sum(-1) for r in chunks_of(n, 8 * h)])
-    return lse, torch.where(target != -100, picked - lse, 0.0)
+    return lse, torch.where(target != -100, _capped(picked, softcap) - lse, 0.0)
+
+
+def _slope_of_cap(capped: Tensor, softcap: float | None) -> Tensor | float:
+    return 1.0 if softcap is None else 1 - (capped / softcap) ** 2
 
 
 def expect_of_logprob(result: Callable[..., Tensor], output: str = "loss") -> Callable[[Inputs], Expected]:
@@ -146,7 +155,8 @@ def expect_of_logprob(result: Callable[..., Tensor], output: str = "loss") -> Ca
         target, w = given["target"], given["weight"]
         shape, labels, x = target.shape, target.reshape(-1), given["x"].reshape(target.numel(), -1)
         n, v = x.shape[0], w.shape[0]
-        lse, logprob = _statistics(x, w, labels)
+        softcap: float | None = inputs.arguments.get("softcap")
+        lse, logprob = _statistics(x, w, labels, softcap)
         reference = None
         if "ref_x" in given:
             reference = _statistics(given["ref_x"].reshape(n, -1), given["ref_weight"], labels)[1].view(shape)
@@ -164,15 +174,17 @@ def expect_of_logprob(result: Callable[..., Tensor], output: str = "loss") -> Ca
         w64, dx, dw = w.double(), [], []
         for index, start in parts:
             rows = slice(start, start + some)
-            p = -(x[rows].double() @ w64.T - lse[rows, None]).exp()
+            logits = _capped(x[rows].double() @ w64.T, softcap)
+            p = -(logits - lse[rows, None]).exp()
             p.scatter_add_(1, picked[rows, None], torch.ones_like(p[:, :1]))
-            dx.append((index, (p * slope[rows]) @ w64))
+            dx.append((index, (p * slope[rows] * _slope_of_cap(logits, softcap)) @ w64))
         del w64
         x64 = x.double()
         for cols in (slice(0, min(32, v)), slice(max(0, v - 32), v)):
-            p = -(x64 @ w[cols].double().T - lse[:, None]).exp()
+            logits = _capped(x64 @ w[cols].double().T, softcap)
+            p = -(logits - lse[:, None]).exp()
             p += (picked[:, None] == torch.arange(v, device=x.device)[None, cols]).double()
-            dw.append((cols, (p * slope).T @ x64))
+            dw.append((cols, (p * slope * _slope_of_cap(logits, softcap)).T @ x64))
         return {output: [(..., out.detach())], "dx": dx, "dweight": dw}
 
     return expect
@@ -248,8 +260,10 @@ def _expect_distill(inputs: Inputs) -> Expected:
 # ---------------------------------------------------------------------------------------------------- implementations
 
 
-def _eager_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> Tensor:
-    logits = F.linear(x, weight)
+def _eager_linear_cross_entropy(
+    x: Tensor, weight: Tensor, target: Tensor, num_valid: int, softcap: float | None = None
+) -> Tensor:
+    logits = _capped(F.linear(x, weight), softcap)
     return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), target)
 
 
@@ -280,11 +294,11 @@ def _tigon_linear_cross_entropy(note: str, compact: bool = False, **walk: Any) -
     """compact: hand over how many labels count, so that ignored rows are left out."""
 
     def load() -> Callable[..., Any]:
-        from tigon import linear_cross_entropy
+        from tigon import Head, linear_cross_entropy
         from tigon.losses import Walk
 
-        return lambda x, weight, target, num_valid: linear_cross_entropy(
-            x, weight, target, walk=Walk(valid=num_valid if compact else None, **walk)
+        return lambda x, weight, target, num_valid, softcap=None: linear_cross_entropy(
+            x, Head(weight, softcap=softcap), target, walk=Walk(valid=num_valid if compact else None, **walk)
         )
 
     return Implementation(load, note=note)
@@ -430,6 +444,7 @@ OPS = (
     _row(
         "linear_cross_entropy",
         HEADS,
+        drawn=ranges.capped_head,
         extra=(*MORE_HEADS, (4096, 2048, 32000)),
         implementations={
             "tigon": _tigon_linear_cross_entropy("dW accumulated in fp32"),
@@ -457,6 +472,7 @@ OPS = (
         "linear_cross_entropy-frozen",
         ((32768, 4096, 128256), (16384, 2048, 151936)),
         products=2,
+        drawn=ranges.capped_head,
         frozen=True,
         make=_make_frozen,
         expect=_expect_frozen,
@@ -468,7 +484,9 @@ OPS = (
             ((32768, 4096, 128256),),
             make=_make_ignored(percent / 100),
             expect=expect_of_logprob(_nll),
-            drawn=None if percent == 50 else "other shares of ignored labels; linear_cross_entropy-ignored50 is drawn",
+            drawn=ranges.capped_head
+            if percent == 50
+            else "other shares of ignored labels; linear_cross_entropy-ignored50 is drawn",
             implementations={
                 "tigon": _tigon_linear_cross_entropy(f"{percent} % of the labels ignored, and left out", compact=True),
                 **PEERS,

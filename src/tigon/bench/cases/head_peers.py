@@ -16,8 +16,10 @@ from tigon.bench.cases.row import Implementation, Loader, liger
 
 
 def liger_linear_cross_entropy(accum_dtype: torch.dtype | None, note: str) -> Implementation:
-    def arguments(x: Tensor, weight: Tensor, target: Tensor, num_valid: int) -> tuple[Any, ...]:
-        tail = (None, None, -100, 0.0, 0.0, "mean", None, False, accum_dtype)
+    def arguments(
+        x: Tensor, weight: Tensor, target: Tensor, num_valid: int, softcap: float | None = None
+    ) -> tuple[Any, ...]:
+        tail = (None, None, -100, 0.0, 0.0, "mean", softcap, False, accum_dtype)
         return (x, weight, target, *tail)
 
     load = liger("LigerFusedLinearCrossEntropyFunction", arguments, lambda out: out[0])
@@ -64,7 +66,7 @@ def liger_jsd(module: Any, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher
 def load_cce() -> Callable[..., Any]:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda x, weight, target, num_valid: linear_cross_entropy(x, weight, target)
+    return lambda x, weight, target, num_valid, **cap: linear_cross_entropy(x, weight, target, **cap)
 
 
 def load_quack() -> Callable[..., Any]:

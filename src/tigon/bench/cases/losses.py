@@ -28,12 +28,26 @@ from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of, expect_
 # ------------------------------------------------------------------------------------------------------ cross_entropy
 
 
-def _eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(_wide(logits), target)
+def _eager_cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    return F.cross_entropy(_capped(_wide(logits), softcap), target, label_smoothing=label_smoothing)
 
 
-def _torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits, target)
+def _torch_cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    return F.cross_entropy(_capped(logits, softcap), target, label_smoothing=label_smoothing)
+
+
+def _liger_cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float | None = None, label_smoothing: float = 0.0
+) -> tuple[Any, ...]:
+    return logits, target, None, -100, 0.0, label_smoothing, "mean", softcap, False
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -48,8 +62,10 @@ def _make_cross_entropy(shape: Shape, dtype: torch.dtype, device: torch.device, 
     return Inputs(arguments, ("logits",), ("loss",), draw.loss_grads(shape[0]))
 
 
-def _summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits, target, reduction="sum")
+def _summed_cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    return F.cross_entropy(_capped(logits, softcap), target, reduction="sum", label_smoothing=label_smoothing)
 
 
 def _load_quack_cross_entropy() -> Callable[..., Any]:
@@ -245,7 +261,7 @@ OPS = (
             "liger": Implementation(
                 liger(
                     "LigerCrossEntropyFunction",
-                    lambda logits, target: (logits, target, None, -100, 0.0, 0.0, "mean", None, False),
+                    _liger_cross_entropy,
                     lambda out: out[0],
                 ),
                 note=OVERWRITES_INPUTS,

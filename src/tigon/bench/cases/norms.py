@@ -31,13 +31,15 @@ _SMALL = 2.0**-12
 # ----------------------------------------------------------------------------------------------------------- rms_norm
 
 
-def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+def eager_rms_norm(x: Tensor, weight: Tensor, offset: float = 0.0, cast: str = "llama") -> Tensor:
+    """As Llama writes it, or as Gemma: 1 + weight, rounded at the end."""
     x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * normed.to(x.dtype) if cast == "llama" else (normed * (offset + weight.to(x32.dtype))).to(x.dtype)
 
 
-def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, 1e-6)
+def _torch_rms_norm(x: Tensor, weight: Tensor, offset: float = 0.0, cast: str = "llama") -> Tensor:
+    return F.rms_norm(x, weight.shape, weight + offset if offset else weight, 1e-6)
 
 
 def near_one(draw: Draw, n: int) -> Tensor:
@@ -72,6 +74,10 @@ def _row_bytes(parameters: int) -> Callable[[Shape, int], tuple[int, int]]:
     return nbytes
 
 
+def _liger_rms_norm(x: Tensor, weight: Tensor, offset: float = 0.0, cast: str = "llama") -> tuple[Any, ...]:
+    return x, weight, 1e-6, offset, cast, True, None
+
+
 def _load_quack_rms_norm() -> Callable[..., Any]:
     from quack import rmsnorm
 
@@ -83,7 +89,7 @@ _RMS_NORM = {
     **plain(eager_rms_norm),
     **torch_own(_torch_rms_norm, "F.rms_norm"),
     "liger": Implementation(
-        liger("LigerRMSNormFunction", lambda x, weight: (x, weight, 1e-6, 0.0, "llama", True, None)),
+        liger("LigerRMSNormFunction", _liger_rms_norm),
         note=OVERWRITES_DY,
         overwrites=True,
         gpu_only=True,
@@ -94,14 +100,20 @@ _RMS_NORM = {
 # ------------------------------------------------------------------------------------------------------- add_rms_norm
 
 
-def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return eager_rms_norm(total, weight), total
+    return eager_rms_norm(total, weight, **form), total
 
 
-def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return _torch_rms_norm(total, weight), total
+    return _torch_rms_norm(total, weight, **form), total
+
+
+def _liger_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, offset: float = 0.0, cast: str = "llama"
+) -> tuple[Any, ...]:
+    return x, residual, weight, 1e-6, offset, cast, False
 
 
 def _make_add_rms_norm(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -234,7 +246,7 @@ OPS = (
         expect=expect_rows(eager_rms_norm, rowwise=("x",), summed=("weight",)),
         nbytes=_row_bytes(1),
         counted=("x, weight → y", "dy, x, weight → dx, dweight"),
-        drawn=ranges.rows,
+        drawn=ranges.rms_rows,
         implementations=_RMS_NORM,
     ),
     Op(
@@ -248,7 +260,7 @@ OPS = (
         expect=expect_rows(eager_rms_norm, rowwise=("x",), summed=("weight",)),
         nbytes=_row_bytes(1),
         counted=("x, weight → y", "dy, x, weight → dx, dweight"),
-        drawn=ranges.head_rows,
+        drawn=ranges.rms_heads,
         implementations=_RMS_NORM,
     ),
     Op(
@@ -263,16 +275,13 @@ OPS = (
         # dx is dresidual: one tensor is written for both.
         nbytes=lambda s, b: ((4 * s[0] * s[1] + s[1]) * b, (4 * s[0] * s[1] + 2 * s[1]) * b),
         counted=("x, residual, weight → y, sum", "dy, dsum, sum, weight → dx = dresidual, dweight"),
-        drawn=ranges.rows,
+        drawn=ranges.rms_rows,
         implementations={
             "tigon": Implementation(tigon("add_rms_norm", eps=1e-6)),
             **plain(_eager_add_rms_norm),
             **torch_own(_torch_add_rms_norm, "+ and F.rms_norm"),
             "liger": Implementation(
-                liger(
-                    "LigerFusedAddRMSNormFunction",
-                    lambda x, residual, weight: (x, residual, weight, 1e-6, 0.0, "llama", False),
-                ),
+                liger("LigerFusedAddRMSNormFunction", _liger_add_rms_norm),
                 gpu_only=True,
             ),
             **quack(_load_quack_add_rms_norm),
