@@ -12,6 +12,8 @@ from command import losses
 from tigon.install import install
 
 pytest.importorskip("peft")
+# How far logits are from those of the same weights made dense: a layer in 8 bits rounds its input as well.
+NEAR = {"nf4": 1e-4, "int8": 2e-3}
 STEPS = ("--steps", 8, "--batch-size", 8, "--seq-len", 32, "--lr", "5e-2", "--save-every", 4, "--device", "cpu")
 
 
@@ -19,28 +21,34 @@ def quantized(folder, word="nf4"):
     """The model as a user of transformers and PEFT loads it."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=word, bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
+    four_bit = {
+        "load_in_4bit": True, "bnb_4bit_quant_type": word, "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    }  # fmt: skip
+    config = BitsAndBytesConfig(load_in_8bit=True) if word == "int8" else BitsAndBytesConfig(**four_bit)
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
     )
 
 
+@pytest.fixture(scope="module", params=["nf4", "int8"])
+def word(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def trained(tigon, checkpoint, text, tmp_path_factory):
+def trained(word, tigon, checkpoint, text, tmp_path_factory):
     """The folder of a run, and what the command said."""
     pytest.importorskip("bitsandbytes")
     output = tmp_path_factory.mktemp("qlora") / "run"
     done = tigon(
-        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", "nf4", "--merge",
+        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", word, "--merge",
         "--gradient-checkpointing", "--output", output,
     ).ok()  # fmt: skip
     return output, done.out
 
 
-def test_the_loss_falls_and_the_adapter_is_pefts(trained, checkpoint):
+def test_the_loss_falls_and_the_adapter_is_pefts(word, trained, checkpoint):
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -48,22 +56,24 @@ def test_the_loss_falls_and_the_adapter_is_pefts(trained, checkpoint):
     found = losses(output)
     assert list(found) == list(range(1, 9))
     assert found[7] + found[8] < found[1] + found[2] - 0.1
-    assert "nf4 weights, products in fp32 on CPU" in said
+    assert {"nf4": "nf4 weights, products in fp32 on CPU", "int8": "int8 weights, the rest in fp32 on CPU"}[
+        word
+    ] in said
     weights = load_file(output / "adapter_model.safetensors")
     assert len(weights) == 2 * 2 * 7  # A and B of seven projections in two layers, and not the head
     assert all(t.dtype == torch.float32 and ".lora_" in name for name, t in weights.items())
     assert json.loads((output / "adapter_config.json").read_text())["base_model_name_or_path"] == str(checkpoint)
 
     ids = torch.arange(20).reshape(1, 20)
-    plain = quantized(checkpoint)
+    plain = quantized(checkpoint, word)
     before = plain(ids).logits
     adapted = PeftModel.from_pretrained(plain, output).eval()
-    whole = PeftModel.from_pretrained(quantized(checkpoint).dequantize(), output).eval()
-    torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=1e-4, rtol=1e-4)
+    whole = PeftModel.from_pretrained(quantized(checkpoint, word).dequantize(torch.float32), output).eval()
+    torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=NEAR[word], rtol=1e-4)
     assert (adapted(ids).logits - before).abs().max() > 1e-2
 
 
-def test_the_merged_model_has_the_weights_that_were_trained_on(trained, checkpoint):
+def test_the_merged_model_has_the_weights_that_were_trained_on(word, trained, checkpoint):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -72,26 +82,29 @@ def test_the_merged_model_has_the_weights_that_were_trained_on(trained, checkpoi
     merged = AutoModelForCausalLM.from_pretrained(output / "merged")
     assert "quantization_config" not in json.loads((output / "merged" / "config.json").read_text())
     assert {type(m) for m in merged.modules() if hasattr(m, "in_features")} == {torch.nn.Linear}
-    adapted = PeftModel.from_pretrained(quantized(checkpoint), output).eval()(ids).logits
+    adapted = PeftModel.from_pretrained(quantized(checkpoint, word), output).eval()(ids).logits
     on_whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), output).eval()(ids).logits
-    assert (merged(ids).logits - adapted).abs().max() < 1e-4
-    assert (on_whole - adapted).abs().max() > 1e-3, "the weights before they were quantised are others"
+    dense = PeftModel.from_pretrained(quantized(checkpoint, word).dequantize(torch.float32), output).eval()(ids).logits
+    assert (merged(ids).logits - adapted).abs().max() < NEAR[word]
+    assert (merged(ids).logits - dense).abs().max() < 1e-5
+    others = (on_whole - dense).abs().max()
+    assert others > {"nf4": 1e-3, "int8": 3e-5}[word], "the weights before they were quantised are others"
 
 
-def test_a_resumed_run_ends_with_the_same_bits(trained, tigon):
+def test_a_resumed_run_ends_with_the_same_bits(word, trained, tigon):
     output, _ = trained
     before, whole = losses(output), (output / "adapter_model.safetensors").read_bytes()
     shutil.rmtree(output / "checkpoint-8")
     (output / "adapter_model.safetensors").unlink()
-    tigon("train", "--resume", "--output", output, "--quantize", "fp4").problem("--quantize was nf4")
+    tigon("train", "--resume", "--output", output, "--quantize", "fp4").problem(f"--quantize was {word}")
     tigon("train", "--resume", "--output", output).ok()
     assert losses(output) == before
     assert (output / "adapter_model.safetensors").read_bytes() == whole
 
 
-def test_plain_training_gives_the_same_losses(trained, tigon, checkpoint, text, tmp_path):
+def test_plain_training_gives_the_same_losses(word, trained, tigon, checkpoint, text, tmp_path):
     tigon(
-        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", "nf4", "--plain",
+        "train", "--model", checkpoint, "--data", text, *STEPS, "--lora", 4, "--quantize", word, "--plain",
         "--output", tmp_path / "run",
     ).ok()  # fmt: skip
     fused, plain = losses(trained[0]), losses(tmp_path / "run")
@@ -137,10 +150,12 @@ def test_wrong_words_and_models_get_a_sentence(tigon, checkpoint, text, tmp_path
     arguments = ("train", "--data", text, "--output", tmp_path / "run", "--device", "cpu")
     model = ("--model", checkpoint)
     tigon(*arguments, *model, "--quantize", "nf4").problem("--quantize goes with --lora, the rank of adapters")
-    said = "--quantize must be one of nf4, fp4, got int3"
+    said = "--quantize must be one of nf4, fp4, int8, got int3"
     tigon(*arguments, *model, "--lora", 4, "--quantize", "int3").problem(said)
     (tmp_path / "run.yaml").write_text("quantize: 4\nlora: 4\n")
-    tigon(*arguments, *model, "--config", tmp_path / "run.yaml").problem("--quantize must be one of nf4, fp4, got 4")
+    tigon(*arguments, *model, "--config", tmp_path / "run.yaml").problem(
+        "--quantize must be one of nf4, fp4, int8, got 4"
+    )
     tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "int3").problem(said)
     tigon("inspect", "llama-tiny", "--quantize", "nf4").problem("--quantize goes with --lora")
     tigon("inspect", "llama-tiny", "--lora", 4, "--quantize", "nf4", "--gpus", 2).problem("goes with --gpus 1")
@@ -170,6 +185,37 @@ def test_without_bitsandbytes_it_names_the_install_line(tmp_path):
     assert done.stderr == f"tigon: --quantize needs bitsandbytes: {install('quantize')}\n"
 
 
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
+def test_a_stored_model_whose_library_is_missing_gets_a_sentence(method, checkpoint, text, tmp_path):
+    pytest.importorskip("transformers")
+    stored = tmp_path / "stored"
+    shutil.copytree(checkpoint, stored)
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {
+        "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    }[method]
+    (stored / "config.json").write_text(json.dumps(config))
+    arguments = [
+        "train", "--model", str(stored), "--data", str(text), "--lora", "4", "--device", "cpu", "--steps", "1",
+        "--output", str(tmp_path / "run"),
+    ]  # fmt: skip
+    hide = (
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "gone = ('bitsandbytes', 'gptqmodel', 'optimum')\n"
+        "importlib.util.find_spec = lambda name, *a: None if name in gone else find(name, *a)\n"
+        "from tigon.cli import main\n"
+        f"main({arguments!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("tigon: ")
+    assert method in said.lower(), said
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -183,6 +229,29 @@ def test_bytes_of_a_weight_are_those_of_bitsandbytes(shape):
     state = weight.quant_state
     tensors = (weight, state.absmax, state.code, state.state2.absmax, state.state2.code, state.offset)
     assert four_bit_bytes(rows * columns) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_bytes_of_a_layer_in_8_bits_are_those_of_bitsandbytes():
+    bnb = pytest.importorskip("bitsandbytes")
+    from tigon.cli.memory import stored_bytes
+
+    layer = torch.nn.Linear(100, 33, bias=False)
+    quantised = bnb.nn.Linear8bitLt(100, 33, bias=False, has_fp16_weights=False).to("cpu")
+    assert stored_bytes(layer, "int8") == quantised.weight.nbytes + quantised.weight.SCB.nbytes
+
+
+def test_int8_takes_a_byte_a_weight():
+    pytest.importorskip("transformers")
+    from tigon.cli.memory import Setup, Sides
+    from tigon.cli.model import find_model
+
+    tiny, weights = find_model("llama-tiny"), {}
+    for word in (None, "int8", "nf4"):
+        sides = Sides(tiny, Setup(2, 64, lora=4, precision="bf16-pure", quantize=word))
+        weights[word] = sides.memory().peak.parts["weights"]
+    layers = [m for name, m in sides.model.named_modules() if name.endswith("base_layer")]
+    assert weights[None] - weights["int8"] == sum(m.weight.numel() - 4 * m.out_features for m in layers) > 0
+    assert weights["nf4"] < weights["int8"]
 
 
 def test_what_stands_and_the_step_are_smaller():

@@ -1,5 +1,7 @@
 """Adapters beside layers that multiply by themselves: numbers, what is written, saved and asked for."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,21 @@ class Reshaped(torch.autograd.Function):
         ctx.save_for_backward(weight)
         y = F.linear(x.reshape(-1, x.shape[-1]), weight)
         return y.reshape(*x.shape[:-1], -1) if x.dim() != 2 else y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (weight,) = ctx.saved_tensors
+        return dy @ weight, None
+
+
+class Hoarding(torch.autograd.Function):
+    """As the int8 product of bitsandbytes: keeps its input where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.kept = x
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
@@ -46,6 +63,7 @@ def shared(x, weight):
     return y
 
 
+# The product, whether it is fresh, takes rows, and has its weight dense.
 KINDS = {
     "plain": (plain, False, False),
     "plain, fresh": (plain, True, False),
@@ -55,17 +73,22 @@ KINDS = {
     "a view of a Function, fresh": (Reshaped.apply, True, False),
     "rows of a Function, fresh": (Reshaped.apply, True, True),
     "reads its result": (exponential, False, False),
+    "with a dense weight": (Hoarding.apply, False, False, True),
+    "rows with a dense weight, fresh": (Hoarding.apply, True, True, True),
 }
 
 
 def unflat(tensors, scales, kind):
     """[x, then weight, a, b of each layer] → x, the layers, and the products of the base layers."""
-    product, fresh, flat = KINDS[kind]
+    product, fresh, flat, *dense = KINDS[kind]
     x, *rest = tensors
     layers = []
     for i, scale in enumerate(scales):
         weight, a, b = rest[3 * i : 3 * i + 3]
-        own = Opaque(lambda x, w=weight: product(x, w), tuple(weight.shape), weight.device, fresh, flat)
+        own = Opaque(
+            lambda x, w=weight: product(x, w), tuple(weight.shape), weight.device, fresh, flat,
+            weight=weight.to if dense else None,
+        )  # fmt: skip
         layers.append(LoRA(own, a, b, scale))
     return x, layers
 
@@ -277,6 +300,22 @@ def test_what_is_kept(kind, device):
         group(*leaves, scales=SCALES, kind=kind)
     kept = {pointer: t for pointer, t in saved.items() if pointer not in own and t.shape[0] == 50}
     assert sum(t.untyped_storage().nbytes() for t in kept.values()) == 50 * (4 + 1 + 3) * 4
+
+
+def test_with_a_dense_weight_nothing_is_kept_out_of_sight(device):
+    """A checkpoint's hooks drop x; a Function that keeps x for itself would keep it all the same."""
+    tensors = made(rows=(50,), dtype=torch.float32)(torch.Generator().manual_seed(0), device)
+    alive = {}
+    for call in (group, as_peft):
+        leaves = [t.clone().requires_grad_(i in WANTED) for i, t in enumerate(tensors)]
+        x = leaves[0] * 1.0
+        storage = weakref.ref(x.untyped_storage())
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.shape, lambda shape: torch.zeros(shape)):
+            ys = call(x, *leaves[1:], scales=SCALES, kind="with a dense weight")
+        del x
+        alive[call] = storage() is not None
+        del ys
+    assert alive == {group: False, as_peft: True}
 
 
 @pytest.mark.parametrize("wanted", [(0,), (2, 3), (0, 2), (3,), (0, 3), ()])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
-QUANTIZE = ("nf4", "fp4")
+QUANTIZE = ("nf4", "fp4", "int8")
 RECOMPUTE = ("none", "product", "cheap", "mlp")
 BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
@@ -57,7 +57,8 @@ def inspect(
         str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits.")
+        str | None,
+        typer.Option(help=f"{', '.join(QUANTIZE)}: the frozen linear layers under adapters in 4 bits, or 8."),
     ] = None,
     attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
@@ -79,7 +80,7 @@ def inspect(
         raise Problem(f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {gpus}")
     from tigon.cli.adapters import find_adapted
     from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
-    from tigon.cli.model import four_bit_of, quiet_transformers
+    from tigon.cli.model import quantized_to, quiet_transformers
     from tigon.cli.screen import screen, show
 
     if lora and adapters:
@@ -88,7 +89,7 @@ def inspect(
     if lora and found_adapters:
         raise Problem(BOTH)
     if quantize and not (lora or found_adapters):
-        raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are in 4 bits")
+        raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are quantised")
     quiet_transformers()
     capacity = capacity_of(gpu)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -96,7 +97,7 @@ def inspect(
         raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
     setup = Setup(
         batch_size, seq_len or min(2048, limit), precision, optimizer, gradient_checkpointing, recompute, offload, lora,
-        lora_targets, quantize or four_bit_of(source.config), attention, gpus, lora_dropout,
+        lora_targets, quantize or quantized_to(source.config), attention, gpus, lora_dropout,
         found_adapters,
     )  # fmt: skip
     from tigon.memory.estimate import CannotEstimate

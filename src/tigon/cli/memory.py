@@ -91,9 +91,9 @@ class Sides:
         self.model.config.get_text_config().use_cache = False
         self.whole = self.model.num_parameters()
         # The layers stay whole on the meta device, with the difference in bytes kept beside them.
-        narrow = _linear_weights(self.model) if setup.quantize else []
-        self.saved = sum(p.numel() * p.element_size() - four_bit_bytes(p.numel()) for p in narrow)
-        self.dense = max((p.numel() * p.element_size() for p in narrow), default=0)
+        narrow = _linear_layers(self.model) if setup.quantize else []
+        self.saved = sum(m.weight.nbytes - stored_bytes(m, setup.quantize) for m in narrow)
+        self.dense = max((m.weight.nbytes for m in narrow), default=0)
         adapters = setup.adapters
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
@@ -124,7 +124,7 @@ class Sides:
         return found if not setup.quantize else self._narrowed(found)
 
     def _narrowed(self, found: StepMemory) -> StepMemory:
-        """The memory with 4-bit weights, of which the largest is made dense while it is multiplied."""
+        """The memory with quantised weights, of which the largest is made dense while it is multiplied."""
 
         def moment(there: Any, dense: int) -> Any:
             parts = {**there.parts, "weights": there.parts["weights"] - self.saved}
@@ -142,13 +142,22 @@ class Sides:
         return self.fusion
 
 
-def _linear_weights(model: Any) -> list[Any]:
-    """The weights that --quantize stores in 4 bits: of all linear layers but the head."""
+def _linear_layers(model: Any) -> list[Any]:
+    """The layers whose weights --quantize stores in 4 or 8 bits: all linear ones but the head."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    return [m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+
+
+def stored_bytes(layer: Any, word: str | None) -> int:
+    """Bytes of a linear layer's weight as --quantize stores it."""
+    numbers: int = layer.weight.numel()
+    if word != "int8":
+        return four_bit_bytes(numbers)
+    rows = layer.nf if hasattr(layer, "nf") else layer.out_features
+    return numbers + 4 * int(rows)  # codes, and a maximum for each output
 
 
 def four_bit_bytes(numbers: int) -> int:
@@ -239,7 +248,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     On a GPU the whole step is estimated. A CPU's allocations were never measured, so there only the memory that every
     batch size needs counts.
     """
-    from tigon.cli.model import four_bit_of
+    from tigon.cli.model import quantized_to
     from tigon.memory.estimate import CannotEstimate
 
     kind = options.parallel.partition("=")[0]
@@ -247,7 +256,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     setup = Setup(
         options.batch_size * (2 if options.task == "dpo" else 1), options.seq_len, resolved(options, use_cpu), "adamw",
         options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
-        options.quantize or four_bit_of(source.config), options.attention, gpus, options.lora_dropout,
+        options.quantize or quantized_to(source.config), options.attention, gpus, options.lora_dropout,
         summed=True,
     )  # fmt: skip
     reference = options.task == "dpo" or bool(options.beta)

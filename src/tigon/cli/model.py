@@ -148,32 +148,36 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
 
 
 def frozen_dtype(precision: str) -> Any:
-    """The dtype of what `--quantize` leaves whole, and of the products with 4-bit weights. precision: resolved."""
+    """The dtype of what `--quantize` leaves whole, and of the products with quantised weights. precision: resolved."""
     import torch
 
     return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def quantize_options(word: str, dtype: Any, device: Any) -> dict[str, Any]:
-    """The arguments of transformers for --quantize: linear layers but the head in 4 bits, their maxima in 8 (QLoRA).
+    """The arguments of transformers for --quantize: linear layers but the head in 8 bits, or in 4, their maxima in 8.
 
     Each process quantises on its own device, where the layers then stay.
     """
     from transformers import BitsAndBytesConfig
 
     configuration: Any = BitsAndBytesConfig  # transformers has not annotated it
-    config = configuration(
-        load_in_4bit=True, bnb_4bit_quant_type=word, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
+    four_bit = {
+        "load_in_4bit": True, "bnb_4bit_quant_type": word, "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }  # fmt: skip
+    config = configuration(load_in_8bit=True) if word == "int8" else configuration(**four_bit)
     # The index, not the device: accelerate compares it with its own device, which may have none.
     return {"quantization_config": config, "device_map": {"": (device.index or 0) if device.type == "cuda" else "cpu"}}
 
 
-def four_bit_of(config: Any) -> str | None:
-    """nf4 or fp4 where bitsandbytes has quantised the model of this configuration to that; else None."""
+def quantized_to(config: Any) -> str | None:
+    """The word of --quantize for what bitsandbytes has made of the model of this configuration; else None."""
     found = getattr(config, "quantization_config", None)
     fields = found if isinstance(found, dict) or found is None else found.to_dict()
-    return str(fields.get("bnb_4bit_quant_type", "fp4")) if fields and fields.get("load_in_4bit") else None
+    if not fields or not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+        return None
+    return str(fields.get("bnb_4bit_quant_type", "fp4")) if fields.get("load_in_4bit") else "int8"
 
 
 def is_quantized(model: Any) -> bool:

@@ -19,7 +19,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
-QUANTIZE = ("nf4", "fp4")
+QUANTIZE = ("nf4", "fp4", "int8")
 RECOMPUTE = ("none", "product", "cheap", "mlp")  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 # Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.
@@ -73,7 +73,7 @@ class TrainOptions:
     lora_alpha: float | None = None
     lora_targets: str = "all-linear"
     lora_dropout: float = 0.0
-    quantize: Literal["nf4", "fp4"] | None = None
+    quantize: Literal["nf4", "fp4", "int8"] | None = None
     merge: bool = False
     attention: str | None = None
     eval_data: str | None = None

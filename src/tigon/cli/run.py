@@ -32,13 +32,13 @@ from tigon.cli.metrics import Metrics, repair
 from tigon.cli.model import (
     Source,
     attention_options,
-    four_bit_of,
     frozen_dtype,
     is_quantized,
     load_model,
     load_tokenizer,
     lora_config,
     quantize_options,
+    quantized_to,
     quiet_transformers,
     random_model,
     with_adapters,
@@ -102,7 +102,7 @@ def run(
     pure = options.precision == "bf16-pure"
     model: Any
     dtype = torch.bfloat16 if pure else torch.float32
-    if options.quantize or four_bit_of(source.config):
+    if options.quantize or quantized_to(source.config):
         dtype = frozen_dtype(resolved(options, use_cpu))
     if options.quantize:
         loading |= quantize_options(options.quantize, dtype, state.device)

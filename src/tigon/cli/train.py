@@ -74,7 +74,7 @@ def train(
     lora_alpha: Annotated[float | None, _option("lora_alpha", "Scale of the adapters' result, which is multiplied by alpha / rank. \\[default: twice the rank]", _MODEL)] = None,
     lora_targets: Annotated[str | None, _option("lora_targets", "Names of the layers that get adapters, separated by commas.", _MODEL)] = None,
     lora_dropout: Annotated[float | None, _option("lora_dropout", "Dropout before the adapters.", _MODEL)] = None,
-    quantize: Annotated[str | None, _option("quantize", f"{', '.join(QUANTIZE)}: the frozen linear layers under --lora in 4 bits, by bitsandbytes (QLoRA).", _MODEL)] = None,
+    quantize: Annotated[str | None, _option("quantize", f"{', '.join(QUANTIZE)}: the frozen linear layers under --lora in 4 bits (QLoRA), or 8, by bitsandbytes.", _MODEL)] = None,
     merge: Annotated[bool | None, _option("merge", "At the end, also save the model with its adapters merged, in --output/merged.", _MODEL, "--merge")] = None,
     attention: Annotated[str | None, _option("attention", "sdpa, eager, flash_attention_2, or another that transformers knows; by default the model's own.", _MODEL)] = None,
     gradient_checkpointing: Annotated[bool | None, _option("gradient_checkpointing", "Recompute activations in the backward pass.", _MODEL, "--gradient-checkpointing")] = None,

@@ -42,6 +42,8 @@ class Opaque:
         flat: the layer computes the same for rows (M, H). Layers that reshape a result in an autograd Function forbid
             that the result is written to, and rows need no reshaping.
         narrows: the sum has the dtype of the layer's result, where the adapter's part is wider.
+        weight: the weight (N, H) as a plain tensor of a dtype, for the gradient of the layer's input. The layer then
+            runs without autograd, and what its own autograd Function would keep is not kept.
     """
 
     layer: Callable[[Tensor], Tensor]
@@ -50,9 +52,15 @@ class Opaque:
     fresh: bool = False
     flat: bool = False
     narrows: bool = True
+    weight: Callable[[torch.dtype], Tensor] | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        raise TypeError("lora_linear: a layer that multiplies by itself has no dense weight.")
+        if self.weight is None:
+            raise TypeError("lora_linear: a layer that multiplies by itself has no dense weight.")
+        return self.weight(dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.layer(x) if self.weight is None else _Multiplied.apply(x, self)[0]
 
 
 def opaque_lora_linear(
@@ -85,7 +93,7 @@ def opaque_lora_linear(
     early = [_Early(saved_by, t, layer.b) for t, layer in zip(ts, layers, strict=False)]
     results = []
     for layer, base, t, held in zip(layers, bases, ts, early, strict=False):
-        y = base.layer(rows if base.flat else given)
+        y = base.product(rows if base.flat else given)
         y = _sum(y, x, layer, base, t, group, held)
         results.append(y.view(*x.shape[:-1], y.shape[-1]) if base.flat else y)
     return tuple(results)
@@ -105,7 +113,7 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
 
 def _reference(x: Tensor, layer: LoRA, base: Opaque) -> Tensor:
     """In torch's operations: the adapter in its dtype where that is wider than x's."""
-    y = base.layer(x)
+    y = base.product(x)
     device = x.device.type
     cast = autocast_dtype(device) if x.dtype != torch.float64 else None
     dtype = cast or torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
@@ -179,6 +187,29 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     if any(needs) and present:
         da = group.a_gradients(us, x.reshape(-1, x.shape[-1]), a, needs)
     return dx, None, None, None, None, *da
+
+
+class _Multiplied(torch.autograd.Function):
+    """x, the layer → the layer's result. Backward multiplies by its weight, made dense; x is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Opaque) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.base, ctx.dtype = True, base, x.dtype
+        y = base.layer(x)
+        way = way_back(ctx, (x,), (0,))
+        ctx.save_for_backward(*way)
+        return (y, *way)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_multiplied_backward, ctx, *gradients)
+
+
+def _multiplied_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dy is None or not ctx.needs_input_grad[0]:
+        return None, None
+    return torch.matmul(dy.to(ctx.dtype), ctx.base.dense(ctx.dtype)), None
 
 
 class _Early:
