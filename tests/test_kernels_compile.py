@@ -99,6 +99,15 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
     assert not narrow, "\n".join(narrow)
 
 
+@pytest.mark.xdist_group("compile cuda:90")
+def test_odd_rows_are_read_16_bytes_at_a_time():
+    """But for their edges, in the operators that take rows apart."""
+    found = [x for x in compiled("cuda:90")["launches"] if x["case"].startswith("odd width")]
+    assert {x["op"] for x in found} == {"softmax", "cross_entropy"}
+    narrow = [named(x) for x in found if "reduce" not in x["kernel"] and not x["wide_loads"]]
+    assert not narrow, "\n".join(narrow)
+
+
 @EVERY_PROMISED_TARGET
 def test_parameters_are_moved_16_bytes_at_a_time(target):
     """But for the rest of a tensor, which is masked: 16 elements a thread of each tensor that is read."""

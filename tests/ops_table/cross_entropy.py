@@ -151,6 +151,8 @@ CROSS_ENTROPY = Op(
         Case("weights", (8192, 32000), {"z_loss": 1e-4}, {"weighted": True}),
         Case("weights, every option", (8192, 32000), {**_EVERY_OPTION, "details": True}, {"weighted": True}),
         Case("details", (8192, 128256), {"details": True}),
+        Case("odd width", (8192, 50257)),
+        Case("odd width, every option", (8192, 50257), {**_EVERY_OPTION, "details": True}),
         Case("few classes", (1000000, 128)),
         Case("few classes, every option", (1000000, 128), {**_EVERY_OPTION, "details": True}, {"weighted": True}),
     ),

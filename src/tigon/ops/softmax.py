@@ -15,6 +15,7 @@ from tigon.runtime import (
     cdiv,
     differentiable,
     do_not_specialize,
+    is_hopper,
     jit,
     launch,
     launcher,
@@ -23,14 +24,17 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
     tl,
+    uneven,
     use_triton,
 )
 from tigon.tiles.constants import LOG2E
+from tigon.tiles.edges import aligned, edges, split
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
 MAX_TILE = 32768
-# Columns that a program of a wide row takes at a time.
-BLOCK = 8192
+# A row that begins or ends between 16-byte boundaries and is wider than this is read twice, too: the second time from
+# the L1 cache, if it fits there. Its edges would not fit into the tile that holds the rest.
+APART = 512
 # Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
 # are so many programs for each multiprocessor. 0: never.
 PART, PARTED = 4096, 8
@@ -303,14 +307,28 @@ def _last(row, N, T, CAUSAL: tl.constexpr):
 
 
 @jit
+def _body(ptr, N, start, stop, last):
+    """A row without its edges: which columns those are, which of them there are and are seen; where the body begins,
+    its width, the end of this part of it, the last column seen, counted from the first of the body; and its pointer.
+
+    The edges belong to the first part of a row.
+    """
+    first, width = split(ptr, N)
+    edge, real = edges(ptr, first, width, N)
+    real &= start == 0
+    return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, aligned(ptr, first)
+
+
+@jit
 @do_not_specialize("T", "D1", "D2", "P")
 def _softmax_wide_fwd_kernel(
     x_ptr, mask_ptr, y_ptr, partial_ptr, N, T, D1, D2, stride_xm, stride_m0, stride_m1, stride_m2, stride_mn, scale,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, P, width,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    STEP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     # STEP 0 does a whole row. A row in P parts takes two launches: step 1 writes each part's statistics, step 2
-    # combines them and writes its part of the result.
+    # combines them and writes its part of the result. EDGES: rows begin or end between 16-byte boundaries; there is no
+    # mask, and from the first boundary on the body of a row is treated as a row.
     row = tl.program_id(0)
     start, stop = 0, N
     if STEP > 0:
@@ -323,8 +341,18 @@ def _softmax_wide_fwd_kernel(
         mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
     # One row, one query: blocks behind the last column it sees are not even read.
     last = _last(row, N, T, CAUSAL)
+    if EDGES:
+        x_row, y_row = x_ptr, y_ptr
+        edge, real, seen, first, N, stop, last, x_ptr = _body(x_row, N, start, stop, last)
+        y_ptr = aligned(y_row, first)
     if STEP < 2:
         top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
+        if EDGES:
+            x_edge = tl.load(x_row + edge, mask=seen, other=float("-inf"))
+            z_edge = _scores(x_edge, None, edge, seen, seen, scale, SCALED or CAUSAL)
+            body_top = top
+            top = tl.maximum(top, tl.max(z_edge, 0))
+            total = total * tl.exp2((body_top - top) * LOG2E) + tl.sum(tl.exp2((z_edge - top) * LOG2E), 0)
     else:
         parts = tl.arange(0, BLOCK_P)
         partial_ptr += row * P * 2
@@ -341,13 +369,19 @@ def _softmax_wide_fwd_kernel(
         _write_softmax(
             x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, top, 1.0 / total, SCALED, CAUSAL, BLOCK
         )
+        if EDGES:
+            # From the cache, as the body: kept in registers, they might leave none for a second program.
+            x_edge = tl.load(x_row + edge, mask=seen, other=float("-inf"), eviction_policy="evict_first")
+            z_edge = _scores(x_edge, None, edge, seen, seen, scale, SCALED or CAUSAL)
+            y_edge = tl.exp2((z_edge - top) * LOG2E) * (1.0 / total)
+            tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=real)
 
 
 @jit
 @do_not_specialize("T", "P")
 def _softmax_wide_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, partial_ptr, N, T, stride_dym, stride_ym, scale, CAUSAL: tl.constexpr,
-    P, width, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+    P, width, STEP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     start, stop = 0, N
@@ -360,8 +394,16 @@ def _softmax_wide_bwd_kernel(
     y_ptr += row.to(tl.int64) * stride_ym
     dx_ptr += row.to(tl.int64) * N
     last = _last(row, N, T, CAUSAL)
+    if EDGES:
+        dy_row, y_row, dx_row = dy_ptr, y_ptr, dx_ptr
+        edge, real, seen, first, N, stop, last, dy_ptr = _body(dy_row, N, start, stop, last)
+        y_ptr, dx_ptr = aligned(y_row, first), aligned(dx_row, first)
+        dy_edge = tl.load(dy_row + edge, mask=seen, other=0.0).to(tl.float32)
+        y_edge = tl.load(y_row + edge, mask=seen, other=0.0).to(tl.float32)
     if STEP < 2:
         total = _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL, BLOCK)
+        if EDGES:
+            total += tl.sum(dy_edge * y_edge, 0)
     else:
         parts = tl.arange(0, BLOCK_P)
         total = tl.sum(tl.load(partial_ptr + row * P + parts, mask=parts < P, other=0.0), 0)
@@ -369,6 +411,9 @@ def _softmax_wide_bwd_kernel(
         tl.store(partial_ptr + tl.program_id(0), total)
     else:
         _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK)
+        if EDGES:
+            dx_edge = tl.where(seen, y_edge * (dy_edge - total) * scale, 0.0)
+            tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=real)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -399,16 +444,30 @@ def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
     return cdiv(N, width), width
 
 
+def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
+    """Columns that a program of a whole row takes at a time, and Triton's options.
+
+    Rows of up to 64 KiB come from the L1 cache the second time: the wider the row, the fewer share a multiprocessor.
+    """
+    warps = 32 if N > 16384 else 16 if N > 8192 else 8 if N > 2048 else 4
+    options = {"num_warps": warps}
+    # The edges take a few registers more than leave room for two programs of 32 warps. The compiler, asked, saves them.
+    if edges and is_hopper(device):
+        options["maxnreg"] = 32
+    return warps * 256, options
+
+
 def _launch_wide(
     kernel: Any, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], M: int, N: int,
-    numbers: int,
+    numbers: int, edges: bool,
 ) -> None:  # fmt: skip
     """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
     device = tensors[-1].device  # type: ignore[union-attr]
-    parts, width = _parts(M, N, device)
+    parts, width = _parts(M, N, device) if N > MAX_TILE else (1, N)
     if parts == 1:
-        whole = M, (*arguments, 1, N, 0, BLOCK, 1), {"num_warps": 32}
-        launch(kernel, key, (*tensors, None), lambda: whole)
+        block, options = _wide_tile(N, edges, device)
+        whole = M, (*arguments, 1, N, 0, edges, block, 1), options
+        launch(kernel, (*key, edges), (*tensors, None), lambda: whole)
         return
     # Never read before it is written: step 1 stores every part, also parts without a visible column.
     partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
@@ -416,9 +475,9 @@ def _launch_wide(
     for step in (1, 2):
 
         def plan(step: int = step) -> Plan:
-            return M * parts, (*arguments, parts, width, step, PART, block_p), {"num_warps": 8}
+            return M * parts, (*arguments, parts, width, step, edges, PART, block_p), {"num_warps": 8}
 
-        launch(kernel, (*key, step), (*tensors, partial), plan)
+        launch(kernel, (*key, step, edges), (*tensors, partial), plan)
 
 
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
@@ -459,8 +518,9 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     M, N = x.shape
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
-    if N > MAX_TILE:
-        _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2)
+    edges = N > APART and mask is None and uneven(x, y.view(M, N))
+    if N > MAX_TILE or edges:
+        _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
     else:
 
         def tiled() -> Plan:
@@ -489,8 +549,9 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     M, N = y.shape
     arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
     key = (M, arguments, dy.dtype, y.dtype)
-    if N > MAX_TILE:
-        _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1)
+    edges = N > APART and uneven(dy, y, dx.view(M, N))
+    if N > MAX_TILE or edges:
+        _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1, edges)
     else:
 
         def tiled() -> Plan:

@@ -25,7 +25,7 @@ from tigon.runtime.autograd import (
     launcher,
     way_back,
 )
-from tigon.runtime.device import can_describe, describe, has_copy_engine, multiprocessors, shared_memory
+from tigon.runtime.device import can_describe, describe, has_copy_engine, is_hopper, multiprocessors, shared_memory
 from tigon.runtime.dispatch import (
     BACKENDS,
     DTYPES,
@@ -36,7 +36,7 @@ from tigon.runtime.dispatch import (
 )
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.runtime.launches import Plan, launch
-from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of
+from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of, uneven
 
 __all__ = [
     "BACKENDS",
@@ -61,6 +61,7 @@ __all__ = [
     "graph_is_kept",
     "has_copy_engine",
     "is_exporting",
+    "is_hopper",
     "is_traced",
     "jit",
     "keep",
@@ -75,6 +76,7 @@ __all__ = [
     "shared_memory",
     "tl",
     "triton",
+    "uneven",
     "unknown_keyword",
     "use_backend",
     "use_triton",

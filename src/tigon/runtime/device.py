@@ -28,6 +28,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is an H100 or one of its kin, for options that have been tried there alone."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[:1] == (9,)
+
+
+@functools.cache
 def has_copy_engine(device: torch.device) -> bool:
     """Whether the device has an engine that copies tiles into shared memory: NVIDIA GPUs from Hopper on."""
     if device.type == "cuda":

@@ -28,6 +28,19 @@ def rows_of(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, n) if n else x.new_empty(0, 0)
 
 
+def uneven(x: Tensor, *others: Tensor) -> bool:
+    """Whether rows of x (M, N) begin or end between 16-byte boundaries, and `tigon.tiles.edges` helps.
+
+    Triton lets a thread move 16 bytes at once where 16 divides address, stride and width. Elsewhere a kernel that takes
+    the edges of a row apart can, if the rows of the other tensors, which it moves along, lie like those of x.
+    """
+    size, address, stride = x.element_size(), x.data_ptr(), x.stride(0)
+    for t in others:
+        if t.element_size() != size or (t.data_ptr() - address) % 16 or (t.stride(0) - stride) * size % 16:
+            return False
+    return bool(address % 16 or stride % 16 or x.shape[1] % 16 or any(t.stride(0) % 16 for t in others))
+
+
 def row_groups(x: Tensor, order: tuple[int, ...] | None = None) -> tuple[Tensor, int, int, int]:
     """Where the rows of x (..., N) lie, in the order of its leading dimensions, or in another order of them.
 

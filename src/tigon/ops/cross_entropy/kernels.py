@@ -8,6 +8,7 @@ from __future__ import annotations
 from tigon.runtime import do_not_specialize, jit, tl
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.tiles.edges import aligned, edges, split
 from tigon.tiles.loss import row_loss
 
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
@@ -47,10 +48,40 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
 
 
 @jit
+def _fold_tile(
+    z, start, tile, mask, weight_ptr, top, total, sum_z, sum_w, peak, best, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `_row_sums`."""
+    k = LOG2E if SOFTCAP else scale * LOG2E
+    if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
+        high = tl.max(z, 0)
+        first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
+        best = tl.where(high > peak, first, best)
+        peak = tl.maximum(peak, high)
+    if SOFTCAP:
+        # From here on z is in the units of the loss: neither the scale nor the cap is applied again.
+        z, _ = cap(z, scale, softcap)
+        z = tl.where(mask, z, float("-inf"))
+    if SMOOTHING:
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+            # Masked logits are -inf, and -inf · 0 is NaN: hence a select, and not the weight's 0.
+            sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
+            sum_w += tl.sum(w, 0)
+        else:
+            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+    # All lanes rescale in each step, whether or not their maximum has moved: at a branch a warp would diverge.
+    new = tl.maximum(top, tl.max(z, 0))
+    total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
+    return new, total, sum_z, sum_w, peak, best
+
+
+@jit
 def _row_sums(
     logits_ptr, weight_ptr, V, softcap, scale,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, EDGES: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's max z, log₂ Σ exp(z − max), Σ w·z, Σ w, and the first column of the largest logit, in one reading.
 
@@ -69,43 +100,55 @@ def _row_sums(
     best = tl.full((BLOCK,), NOWHERE, tl.int32)
     # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
     k = LOG2E if SOFTCAP else scale * LOG2E
-    for start in range(0, V, DEPTH * BLOCK):
-        mask = start + tile < V
-        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
-        if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
-            high = tl.max(z, 0)
-            first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
-            best = tl.where(high > peak, first, best)
-            peak = tl.maximum(peak, high)
-        if SOFTCAP:
-            # From here on z is in the units of the loss: neither the scale nor the cap is applied again.
-            z, _ = cap(z, scale, softcap)
-            z = tl.where(mask, z, float("-inf"))
-        if SMOOTHING:
-            if weight_ptr is not None:
-                w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
-                # Masked logits are -inf, and -inf · 0 is NaN: hence a select, and not the weight's 0.
-                sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
-                sum_w += tl.sum(w, 0)
-            else:
-                sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-        # All lanes rescale in each step, whether or not their maximum has moved: at a branch a warp would diverge.
-        new = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
-        top = new
+    first = 0
+    width = V
+    body_ptr = logits_ptr
+    if EDGES:
+        first, width = split(logits_ptr, V)
+        body_ptr = aligned(logits_ptr, first)
+    for start in range(0, width, DEPTH * BLOCK):
+        mask = start + tile < width
+        z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
+        top, total, sum_z, sum_w, peak, best = _fold_tile(
+            z, first + start, tile, mask, weight_ptr, top, total, sum_z, sum_w, peak, best, softcap, scale,
+            SMOOTHING, SOFTCAP, PREDICT,
+        )  # fmt: skip
     # Lanes meet only here: one exchange between warps for the whole row.
     row_top = tl.max(top, 0)
-    log2_sum = tl.log2(tl.sum(total * tl.exp2((top - row_top) * k), 0))
+    if EDGES:
+        # After the body, in whose cache lines they lie, and whose registers are free again.
+        edge, real = edges(logits_ptr, first, width, V)
+        z_edge = tl.load(logits_ptr + edge, mask=real, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
+        nothing = tl.zeros(edge.shape, tl.float32)
+        edge_top, edge_total, edge_z, edge_w, edge_peak, edge_best = _fold_tile(
+            z_edge[None, :], 0, edge[None, :], real[None, :], weight_ptr, nothing + LOWEST, nothing, nothing, nothing,
+            nothing + float("-inf"), tl.full(edge.shape, NOWHERE, tl.int32), softcap, scale,
+            SMOOTHING, SOFTCAP, PREDICT,
+        )  # fmt: skip
+        row_top = tl.maximum(row_top, tl.max(edge_top, 0))
+    row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
+    if EDGES:
+        row_total += tl.sum(edge_total * tl.exp2((edge_top - row_top) * k), 0)
+    log2_sum = tl.log2(row_total)
     all_z = 0.0
     all_w = V * 1.0
     if SMOOTHING:
         all_z = tl.sum(sum_z, 0)
+        if EDGES:
+            all_z += tl.sum(edge_z, 0)
         if weight_ptr is not None:
             all_w = tl.sum(sum_w, 0)
+            if EDGES:
+                all_w += tl.sum(edge_w, 0)
     column = 0
     if PREDICT:
         # Of equal peaks the first column, as torch.argmax has it.
-        column = tl.min(tl.where(peak == tl.max(peak, 0), best, NOWHERE), 0)
+        row_peak = tl.max(peak, 0)
+        if EDGES:
+            row_peak = tl.maximum(row_peak, tl.max(edge_peak, 0))
+        column = tl.min(tl.where(peak == row_peak, best, NOWHERE), 0)
+        if EDGES:
+            column = tl.minimum(column, tl.min(tl.where(edge_peak == row_peak, edge_best, NOWHERE), 0))
         column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
     return row_top, log2_sum, all_z, all_w, column
 
@@ -115,9 +158,10 @@ def _row_sums(
 def _cross_entropy_fwd_kernel(
     logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
     V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
@@ -135,7 +179,7 @@ def _cross_entropy_fwd_kernel(
 
     PREDICT: tl.constexpr = predicted_ptr is not None
     top, log2_sum, sum_z, sum_w, column = _row_sums(
-        logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", DEPTH, BLOCK
+        logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
     )
     # A target out of range reads nothing and turns loss and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
@@ -317,16 +361,40 @@ def _reduce_kernel(
 
 
 @jit
+def _write_gradient(
+    x_ptr, dx_ptr, rows, stride_m, stride_dm, first, cols, here, inside, counts, target, weight_ptr,
+    top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of logits, 0 in rows that do not count. The class of a column is first + cols."""
+    off_target = 0.0
+    if SMOOTHING:
+        off_target = smoothing / classes
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + first + cols, mask=here, other=0.0).to(tl.float32)
+            off_target = off_target * w[None, :]
+    # Logits of ignored rows are not read.
+    inputs = counts[:, None] & here[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
+    # A comparison for each element, which this pass can afford: it reads and writes memory for each.
+    on_target = tl.where((first + cols)[None, :] == target[:, None], on_target, 0.0)
+    dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
+    # The gradient of an ignored row is 0, also where its upstream gradient is inf or NaN.
+    dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & here[None, :])
+
+
+@jit
 @do_not_specialize("M", "ignore_index")
 def _cross_entropy_bwd_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, stats_ptr, dlogits_ptr,
     M, V, classes, stride_g, stride_m, stride_dm, ignore_index, smoothing, z_loss, softcap, scale,
-    MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
+    MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dlogits may be logits: the thread that writes an element has read it. classes: V, or of all shards together."""
     # A flat grid: an element needs nothing but its row's statistics.
-    blocks = tl.cdiv(V, BLOCK_N)
+    blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < M
@@ -341,7 +409,6 @@ def _cross_entropy_bwd_kernel(
         factor = factor * tl.load(stats_ptr)
     mass = 1.0
     on_target = 1.0 - smoothing
-    off_target = 0.0
     if weight_ptr is not None:
         valid = (target >= 0) & (target < V)
         w_target = tl.load(weight_ptr + target, mask=counts & valid, other=0.0).to(tl.float32)
@@ -349,20 +416,28 @@ def _cross_entropy_bwd_kernel(
         mass = tl.load(at + 2, mask=inside, other=0.0)[:, None]
         if MEAN:
             z_loss = z_loss * tl.load(stats_ptr + 1)
-    if SMOOTHING:
-        off_target = smoothing / classes
-        if weight_ptr is not None:
-            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-            off_target = off_target * w[None, :]
-    # Logits of ignored rows are not read.
-    inputs = counts[:, None] & (cols < V)[None, :]
-    x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
-    # A comparison for each element, which this pass can afford: it reads and writes memory for each.
-    on_target = tl.where(cols[None, :] == target[:, None], on_target, 0.0)
-    dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
-    # The gradient of an ignored row is 0, also where its upstream gradient is inf or NaN.
-    dx = tl.where(counts[:, None], dx, 0.0).to(dlogits_ptr.dtype.element_ty)
-    tl.store(dlogits_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & (cols < V)[None, :])
+    first, width = 0, V
+    if EDGES:
+        # One row a program: its pointers are scalars, and stand for the row's offsets.
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        logits_ptr += row * stride_m
+        dlogits_ptr += row * stride_dm
+        rows = tl.zeros((1,), tl.int64)
+        first, width = split(logits_ptr, V)
+        if tl.program_id(0) % blocks == 0:
+            # The first program of a row has its edges, too.
+            edge, real = edges(logits_ptr, first, width, V)
+            _write_gradient(
+                logits_ptr, dlogits_ptr, rows, 0, 0, 0, edge, real, inside, counts, target, weight_ptr,
+                top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP,
+            )  # fmt: skip
+        logits_ptr = aligned(logits_ptr, first)
+        dlogits_ptr = aligned(dlogits_ptr, first)
+    _write_gradient(
+        logits_ptr, dlogits_ptr, rows, stride_m, stride_dm, first, cols, cols < width, inside, counts, target,
+        weight_ptr, top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale,
+        SMOOTHING, SOFTCAP,
+    )  # fmt: skip
 
 
 @jit
@@ -371,7 +446,7 @@ def _cross_entropy_grad_kernel(
     logits_ptr, target_ptr, loss_ptr, factor_ptr,
     M, V, stride_m, stride_factor, ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BACK: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a row's loss, then overwrite the row, which is scratch memory, by factor · d(loss)/d(logits).
 
@@ -385,15 +460,25 @@ def _cross_entropy_grad_kernel(
         # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
         row = r + tl.full((), 0, tl.int64)
         row_ptr = logits_ptr + row * stride_m
+        body_ptr = row_ptr
+        width = V
+        if EDGES:
+            first, width = split(row_ptr, V)
+            body_ptr = aligned(row_ptr, first)
+            blocks = tl.cdiv(width, DEPTH * BLOCK)
         target = tl.load(target_ptr + row)
         if target == ignore_index:
             tl.store(loss_ptr + row, 0.0)
             # The logits hold the gradient afterwards: an ignored row's have to be cleared.
-            for start in range(0, V, BLOCK):
-                tl.store(row_ptr + start + lane, tl.zeros((BLOCK,), logits_ptr.dtype.element_ty), mask=start + lane < V)
+            for start in range(0, width, BLOCK):
+                zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
+                tl.store(body_ptr + start + lane, zeros, mask=start + lane < width)
+            if EDGES:
+                edge, real = edges(row_ptr, first, width, V)
+                tl.store(row_ptr + edge, tl.zeros(edge.shape, logits_ptr.dtype.element_ty), mask=real)
         else:
             top, log2_sum, sum_z, sum_w, _ = _row_sums(
-                row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, DEPTH, BLOCK
+                row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, EDGES, DEPTH, BLOCK
             )
             # A target out of range reads nothing, and makes loss and gradient of its row NaN.
             valid = (target >= 0) & (target < V)
@@ -419,10 +504,15 @@ def _cross_entropy_grad_kernel(
                 # With eviction policies KEEP and DROP: what is read for the first time stays, what is done with goes
                 # first.
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
-                mask = at < V
-                x = tl.load(row_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
+                mask = at < width
+                x = tl.load(body_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
-                tl.store(row_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
+                tl.store(body_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
+            if EDGES:
+                edge, real = edges(row_ptr, first, width, V)
+                x = tl.load(row_ptr + edge, mask=real, other=0.0).to(tl.float32)
+                dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
+                tl.store(row_ptr + edge, dx.to(logits_ptr.dtype.element_ty), mask=real)
             # The target's second write has to come after the loop's.
             tl.debug_barrier()
             # Its own share, and its part of what smoothing spreads over all classes.

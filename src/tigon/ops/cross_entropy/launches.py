@@ -25,6 +25,7 @@ from tigon.runtime import (
     multiprocessors,
     next_power_of_2,
     rows_of,
+    uneven,
     use_triton,
 )
 
@@ -94,7 +95,7 @@ def cross_entropy_rows(
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
-        label_smoothing != 0.0, softcap != 0.0, keep, drop, back, depth, block,
+        label_smoothing != 0.0, softcap != 0.0, keep, drop, back, uneven(logits), depth, block,
     )  # fmt: skip
     key = (arguments, logits.dtype, target.dtype, factor is None)
     # Persistent if so many programs are given: as many rows are in flight as the L2 cache is to hold.
@@ -137,17 +138,18 @@ def _launch_rows(
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
     # Constants of the kernel: an option that is off leaves no instruction behind.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
+    edges = V > NARROW and uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
-    key = (M, sizes, dtypes, stats is None, z is None, predicted is None)
+    key = (M, sizes, dtypes, edges, stats is None, z is None, predicted is None)
 
     def plan() -> Plan:
         if V <= NARROW:
             warps, block_m, block_n = _narrow_tile(V)
             return cdiv(M, block_m), (M, *sizes, *branches, block_m, block_n), {"num_warps": warps}
         warps, depth, block = _fwd_tile(V, softcap, label_smoothing, weight is not None, predicted is not None)
-        return M, (*sizes, *branches, depth, block), {"num_warps": warps}
+        return M, (*sizes, *branches, edges, depth, block), {"num_warps": warps}
 
     launch(_cross_entropy_narrow_fwd_kernel if V <= NARROW else _cross_entropy_fwd_kernel, key, tensors, plan)
 
@@ -291,12 +293,15 @@ def _launch_gradient(
     M, V = x.shape
     # No statistic is computed here: the tile is chosen for wide loads alone.
     warps, block_m, block_n = _bwd_tile(V)
+    between = V > NARROW and uneven(x, dx)
+    # The edges of a row are its first program's: the others share what is left of it.
+    block_m, body = (1, V // 4 * 4) if between else (block_m, V)
     arguments = (
         M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
         ignore_index, label_smoothing, z_loss, softcap, scale,
-        mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, block_m, block_n,
+        mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
     )  # fmt: skip
-    plan = cdiv(M, block_m) * cdiv(V, block_n), arguments, {"num_warps": warps}
+    plan = cdiv(M, block_m) * cdiv(body, block_n), arguments, {"num_warps": warps}
     key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
     launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
 
