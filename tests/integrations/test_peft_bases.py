@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -16,6 +17,7 @@ from test_peft_fused import ALL, adapted, assert_as_right, assert_same_loss, gpt
 
 import tigon
 from tigon.parts import bases
+from tigon.runtime.dispatch import meta_as_gpu
 
 
 class Product(torch.autograd.Function):
@@ -225,6 +227,56 @@ def test_classes_of_peft_that_are_not_known_are_left_and_named():
     assert rows_of(fusion, fused=False)[row] == 14
     assert_same_loss(plain, model)
     assert ran(fusion) == 0
+
+
+# --------------------------------------------------------------------------------------------- what is done, counted
+
+
+class Calls(TorchDispatchMode):
+    """The shapes of products, and of tensors that are cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.casts = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "bmm"):
+            self.products.append(tuple(out.shape))
+        elif name == "_to_copy" and out.dtype != args[0].dtype:
+            self.casts.append(tuple(out.shape))
+        return out
+
+
+def counted(model, autocast):
+    with meta_as_gpu(), Calls() as calls, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ids = batch(length=21)["input_ids"].to("meta")
+        model(input_ids=ids, labels=ids).loss.backward()
+    return calls
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("base", ["Linear", "Codes", "Int8"])
+def test_frozen_weights_have_no_gradient_and_inputs_no_copies(base, autocast, monkeypatch):
+    """On the meta device, as on a GPU: on the CPU torch has no product of narrow factors with a wide result."""
+    monkeypatch.setattr(bases, "TENSOR_CLASSES", (*bases.TENSOR_CLASSES, Codes.__module__.partition(".")[0]))
+    monkeypatch.setitem(bases.WEIGHT_ONLY, bases.name_of(Codes), bases.WEIGHT_ONLY["torchao.Int8Tensor"])
+    make = {"Int8": Int8, "Codes": coded(), "Linear": lambda linear: linear}[base]
+    found = {}
+    for side in ("plain", "fused"):
+        model = quantised(dtype=torch.bfloat16, make=make, device="meta")
+        if side == "fused":
+            tigon.fuse(model, recompute="none")
+        found[side] = counted(model, autocast)
+        assert {n.partition("lora_")[1] for n, p in model.named_parameters() if p.grad is not None} == {"lora_"}
+    # hidden 32, heads' 32 and 16, inner 64; 42 tokens.
+    frozen = {(n, m) for n in (16, 32, 64) for m in (32, 64)}
+    assert not frozen & set(found["fused"].products)
+    inputs = {(*rows, m) for rows in ((2, 21), (42,)) for m in (16, 32, 64)}
+    of_inputs = {side: [shape for shape in calls.casts if shape in inputs] for side, calls in found.items()}
+    assert not of_inputs["fused"]
+    assert len(of_inputs["plain"]) > 3 * 14, "PEFT makes copies, or this counts nothing"
 
 
 # ------------------------------------------------------------------------------------------------------ tensor classes
