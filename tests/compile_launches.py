@@ -182,19 +182,38 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 second = tigon.NestedAbsmax(torch.empty(256), torch.empty(3584), torch.empty(1)) if nested else None
                 packed = torch.empty(29360128, dtype=torch.uint8)
                 tigon.dequantize_4bit(tigon.FourBit(packed, numbers, torch.empty(16), (14336, 4096), dtype, 64, second))
-        for dtype, rank in itertools.product((torch.bfloat16, torch.float16), (16, 32)):
+        units = *itertools.product((torch.bfloat16, torch.float16), (16, 32), (0,)), (torch.bfloat16, 16, 0.05)
+        for dtype, rank, dropout in units:
             if not brief or worth((dtype, Case("", ()), None), brief):
-                context |= {"op": "lora_mlp", "case": f"rank {rank}", "shape": (8192, 4096), "frozen": None}
-                context |= {"dtype": str(dtype).removeprefix("torch.")}
+                context |= {"op": "lora_mlp", "case": f"rank {rank}, dropout {dropout}", "shape": (8192, 4096)}
+                context |= {"dtype": str(dtype).removeprefix("torch."), "frozen": None}
                 x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
-                layers = [adapted(n, k, rank, dtype) for n, k in ((14336, 4096), (14336, 4096), (4096, 14336))]
+                sizes = (14336, 4096), (14336, 4096), (4096, 14336)
+                layers = [adapted(n, k, rank, dtype, dropout=dropout) for n, k in sizes]
                 lora_mlp(x, tuple(layers)).sum().backward()
+        for dtype, own, rank in DROPPED:
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "lora_linear with dropout", "case": f"rank {rank}, {own}", "shape": (8192, 4096)}
+                context |= {"dtype": str(dtype).removeprefix("torch."), "frozen": None}
+                x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
+                layers = [adapted(n, 4096, rank, dtype, own, 0.05) for n in (4096, 1024, 1024)]
+                sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
     return list(launches.values())
 
 
-def adapted(wide: int, deep: int, rank: int, dtype: torch.dtype) -> tigon.LoRA:
-    a, b = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((rank, deep), (wide, rank)))
-    return tigon.LoRA(torch.empty(wide, deep, dtype=dtype), a, b, 2.0)
+# Dtype of x, of the adapters, and ranks: of one tile, and beyond what a program of the gradient takes.
+DROPPED = (
+    (torch.bfloat16, torch.bfloat16, 16), (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 16),
+    (torch.float16, torch.float16, 32), (torch.float32, torch.float32, 16),
+)  # fmt: skip
+
+
+def adapted(
+    wide: int, deep: int, rank: int, dtype: torch.dtype, own: torch.dtype | None = None, dropout: float = 0
+) -> tigon.LoRA:
+    sizes = (rank, deep), (wide, rank)
+    a, b = (torch.empty(*size, dtype=own or dtype, requires_grad=True) for size in sizes)
+    return tigon.LoRA(torch.empty(wide, deep, dtype=dtype), a, b, 2.0, None, dropout)
 
 
 def kernels() -> list[str]:

@@ -16,6 +16,8 @@ import transformers
 from small_llama import batch, llama
 
 import tigon
+from tigon.memory.recompute import LEVELS
+from tigon.ops.lora_dropout import draw_masks, keep_mask
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -563,11 +565,104 @@ def test_compiled_models_run_peft_s_code(device):
     torch._dynamo.reset()
 
 
+# ----------------------------------------------------------------------------------------------------------- dropout
+
+
+class Replayed(nn.Module):
+    """A layer's dropout on PEFT's side, with the masks that the fused layers draw: one seed for a group."""
+
+    groups = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    drawn = None  # of the group that is running
+
+    def __init__(self, name, p):
+        super().__init__()
+        (self.group,) = (group for group in self.groups if name in group)
+        self.place, self.p = self.group.index(name), p
+
+    def forward(self, x):
+        if not self.place:
+            Replayed.drawn = draw_masks([self.p] * len(self.group), x.device)
+        keep = keep_mask(Replayed.drawn, self.place, x.shape[:-1].numel(), x.shape[-1])
+        return x * keep.view(x.shape) / (1 - self.p)
+
+
+def replaying(model, p):
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_dropout"):
+            layer.lora_dropout["default"] = Replayed(name.rpartition(".")[2], p)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("recompute", "checkpointing"),
+    [*((level, None) for level in LEVELS), ("cheap", False), ("cheap", True), ("mlp", False)],
+)
+def test_dropout_is_peft_s_but_for_the_masks(recompute, checkpointing, backend, device):
+    """Loss and gradients of a whole model, where PEFT is given the masks that were drawn: in every pass the same."""
+    plain, model = (adapted(device=device, lora_dropout=0.25) for _ in range(2))
+    fusion = tigon.fuse(model, recompute=recompute)
+    replaying(plain, 0.25)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    inputs = batch(rows=1, length=9)
+    torch.manual_seed(11)
+    loss, grads = step(model, inputs, device=device)
+    assert ran(fusion) >= 14
+    assert not [what for what in rows_of(fusion, fused=False) if "drops" in what]
+    torch.manual_seed(11)
+    with tigon.use_backend("auto"):
+        expected, theirs = step(plain, inputs, device=device)
+    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
+    assert grads.keys() == theirs.keys()
+    largest = max(g.abs().max() for g in theirs.values())
+    for name, g in theirs.items():
+        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
+
+
+def test_dropout_is_for_training(device):
+    plain, model = (adapted(device=device, lora_dropout=0.25) for _ in range(2))
+    fusion = tigon.fuse(model)
+    inputs = {k: v.to(device) for k, v in batch().items()}
+    losses = [model(**inputs).loss.item() for _ in range(2)]
+    assert losses[0] != losses[1]
+    for m in (plain, model):
+        m.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss, rtol=3e-6, atol=0)
+    assert ran(fusion) == 14
+
+
+def test_dropout_that_changes_after_fuse(pair):
+    """The module is read at each call: its probability, its mode, and whether it is torch's own."""
+    plain, model, fusion = pair
+    for layer in model.modules():
+        if hasattr(layer, "lora_dropout"):
+            layer.lora_dropout["default"] = nn.Dropout(0.5)
+    first, second = (step(model, batch())[0] for _ in range(2))
+    assert first != second
+    assert ran(fusion) == 14
+    for layer in model.modules():
+        if hasattr(layer, "lora_dropout"):
+            layer.lora_dropout["default"].p = 0.0
+    assert_same_loss(plain, model)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    layer.lora_dropout["default"].register_forward_hook(lambda *_: None)
+    assert_same_loss(plain, model)
+    assert ran(fusion) == 13
+    layer.lora_dropout["default"] = nn.AlphaDropout(0.5)
+    step(model, batch())
+    assert ran(fusion) == 13
+    layer.lora_dropout["default"] = nn.Dropout(1.0)
+    step(model, batch())
+    assert ran(fusion) == 13
+    assert "drops every element" in fusion.report().last_step()
+
+
 # ------------------------------------------------------------------------------------------------ what is left to PEFT
 
 
 LEFT = {
-    "dropout": ({"lora_dropout": 0.1}, "drops elements"),
     "DoRA": ({"use_dora": True}, "variant of LoRA"),
     "a bias of the adapter": ({"lora_bias": True}, "has a bias"),
 }

@@ -37,7 +37,7 @@ def as_peft(*tensors, scales):
     """What PEFT computes: x widened to the adapter's dtype, and the sum narrowed to the base layer's."""
     x, layers = unflat(tensors, scales)
     results = []
-    for weight, a, b, scale, bias in layers:
+    for weight, a, b, scale, bias, _ in layers:
         y = F.linear(x, weight, bias)
         low = F.linear(F.linear(x.to(a.dtype), a), b) * scale
         results.append((y + low).to(y.dtype))

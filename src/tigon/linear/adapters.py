@@ -14,6 +14,9 @@ again in the backward pass.
 Adapters in fp32 beside x in bf16, outside of autocast, compute as if x were widened: each skinny factor stands as the
 sum of two bf16 numbers, 16 bits together, and no copy of x is made.
 
+With dropout each adapter has an x of its own, mᵢ ⊙ x / (1-p). The three products of A then go through the kernels of
+tigon.ops.lora_dropout, which compute the masks mᵢ again where they read x, and 1/(1-p) is part of sᵢ.
+
 Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
 """
 
@@ -28,6 +31,15 @@ from torch import Tensor
 
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
+from tigon.ops.lora_dropout import (
+    Masks,
+    draw_masks,
+    dropped_gradient,
+    dropped_outer,
+    dropped_product,
+    keep_mask,
+    kept_share,
+)
 from tigon.runtime import autocast_device, autocast_dtype, first_order, graph_is_kept, keep, kept, use_triton, way_back
 from tigon.runtime.dispatch import DTYPES, torch_is_forced
 
@@ -46,7 +58,7 @@ class Frozen(Protocol):
 
 
 class LoRA(NamedTuple):
-    """A frozen linear layer and its adapter: x ↦ x Wᵀ + bias + scale · (x Aᵀ) Bᵀ.
+    """A frozen linear layer and its adapter: x ↦ x Wᵀ + bias + scale · (dropped(x) Aᵀ) Bᵀ.
 
     Args:
         weight: W (N, H), x's dtype, without a gradient; or a `tigon.FourBit`, or any object with `shape`,
@@ -54,6 +66,10 @@ class LoRA(NamedTuple):
         a: A (r, H) in x's dtype, a narrower one or fp32. b: B (N, r), the same.
         scale: of the adapter, such as alpha / r.
         bias: (N,), x's dtype, or None.
+        dropout: the probability p with which an element of the adapter's input is dropped, the others being divided by
+            1-p; in [0, 1), and rounded to a multiple of 2⁻¹⁶. It holds at every call: pass 0 in evaluation. Each layer
+            and each call has a mask of its own, from a seed that torch's generator of x's device draws. The masks are
+            not those of `torch.nn.Dropout`.
     """
 
     weight: Tensor | Frozen
@@ -61,6 +77,7 @@ class LoRA(NamedTuple):
     b: Tensor
     scale: float = 1.0
     bias: Tensor | None = None
+    dropout: float = 0  # an int: torch.compile makes a number of a float, and would look at the function twice
 
 
 def lora_linear(
@@ -82,6 +99,8 @@ def lora_linear(
     Replaces, for each layer::
 
         y = F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a), b)
+
+    With a dropout of p, `F.dropout(x, p)` stands before a, with masks of another generator.
     """
     layers = tuple(layers)
     dtype, autocast = checked_layers("lora_linear", x, layers)
@@ -153,12 +172,21 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
             ]
             return lora_linear_reference(x, cast)
     results = []
-    for layer in layers:
+    masks = draw_masks([layer.dropout for layer in layers], x.device)
+    for i, layer in enumerate(layers):
         y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
         wide = torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
-        low = F.linear(F.linear(x.to(wide), layer.a.to(wide)), layer.b.to(wide))
-        results.append((y + low * layer.scale).to(x.dtype))
+        results.append((y + adapter_reference(x, i, layer, masks, wide)).to(x.dtype))
     return tuple(results)
+
+
+def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype: torch.dtype) -> Tensor:
+    """scale · (dropped(x) Aᵀ) Bᵀ, in torch's operations in dtype; i: the layer's place in its group."""
+    scale = layer.scale
+    if masks is not None:
+        x = torch.where(keep_mask(masks, i, x.shape[:-1].numel(), x.shape[-1]).view(x.shape), x, 0.0)
+        scale = scale / kept_share(layer.dropout)
+    return F.linear(F.linear(x.to(dtype), layer.a.to(dtype)), layer.b.to(dtype)) * scale
 
 
 def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
@@ -188,7 +216,7 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
             t = getattr(layer, field)
             if not isinstance(t, Tensor) and not (t is None and field == "bias"):
                 raise ValueError(f"{name}: {where}.{field} must be a tensor, got {type(t).__name__}.")
-        weight, a, b, _, bias = layer
+        weight, a, b, _, bias, dropout = layer
         if isinstance(weight, torch.nn.Module) or not hasattr(weight, "shape"):
             advice = ": pass its weight" if isinstance(getattr(weight, "weight", None), Tensor) else ""
             raise ValueError(
@@ -213,6 +241,8 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
         for field, t in (("a", a), ("b", b)):
             if not t.dtype.is_floating_point:
                 raise ValueError(f"{name}: {where}.{field} must have a float dtype, got {t.dtype}.")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"{name}: {where}.dropout must be a number, at least 0 and below 1, got {dropout!r}.")
     return cast or x.dtype, cast is not None
 
 
@@ -223,7 +253,7 @@ def runs_by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     if not use_triton(x, *tensors) and (torch_is_forced() or not all(map(_is_plain, (x, *tensors)))):
         return False
-    widest = _widest(layers, dtype)
+    widest = widest_dtype(layers, dtype)
     # Two halves of fp16 lack the range of fp32: small gradients would be lost.
     return dtype in DTYPES and (autocast or widest == dtype or (dtype, widest) == (torch.bfloat16, torch.float32))
 
@@ -233,7 +263,7 @@ def _is_plain(t: Tensor) -> bool:
     return plain and t.layout is torch.strided and t.dtype in DTYPES and not t.is_meta
 
 
-def _widest(layers: Sequence[LoRA], dtype: torch.dtype) -> torch.dtype:
+def widest_dtype(layers: Sequence[LoRA], dtype: torch.dtype) -> torch.dtype:
     for layer in layers:
         dtype = torch.promote_types(dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
     return dtype
@@ -292,10 +322,15 @@ class Group:
 
     def __init__(self, layers: tuple[LoRA, ...], dtype: torch.dtype, wide: bool) -> None:
         self.dtype, self.count = dtype, len(layers)
-        self.thin = _widest(layers, dtype) if wide else dtype
-        self.scales = [float(layer.scale) for layer in layers]
+        self.thin = widest_dtype(layers, dtype) if wide else dtype
+        self.scales = [float(layer.scale) / kept_share(layer.dropout) for layer in layers]
         self.ranks = [layer.a.shape[0] for layer in layers]
         self.frozen = [None if isinstance(layer.weight, Tensor) else layer.weight for layer in layers]
+        self.masks = None
+        if any(layer.dropout for layer in layers):
+            like = layers[0].a
+            kernels = use_triton(like.new_empty(0, dtype=dtype))
+            self.masks = draw_masks([layer.dropout for layer in layers], like.device, kernels)
 
     def tensors(self, layers: tuple[LoRA, ...]) -> list[Tensor | None]:
         """A…, B…, biases…, weights…"""
@@ -314,8 +349,11 @@ class Group:
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def thin_products(self, rows: Tensor, a: Sequence[Tensor]) -> Tensor:
-        """t (M, Σr) = x [A…]ᵀ."""
+    def thin_products(self, rows: Tensor, a: Sequence[Tensor], first: int = 0) -> Tensor:
+        """t (M, Σr) = x [A…]ᵀ of a tile of rows that begins at the row `first`."""
+        if self.masks is not None:
+            masks = self.masks.of(range(self.count), first)
+            return dropped_product(rows, _joined(a, self.thin), self.ranks, masks, self.thin)
         return _skinny(rows, _joined(a, self.thin).t(), self.thin)
 
     def results(
@@ -340,17 +378,26 @@ class Group:
 
     def input_gradient(
         self, dys: Sequence[Tensor | None], us: Sequence[Tensor | None], a: Sequence[Tensor],
-        weights: Sequence[Tensor | None],
+        weights: Sequence[Tensor | None], first: int = 0,
     ) -> Tensor:  # fmt: skip
         present = [i for i, u in enumerate(us) if u is not None]
-        u = _joined([t for t in us if t is not None], self.thin, 1)
-        dx = _outer(u, _joined([a[i] for i in present], self.thin), self.dtype)
+        u, joined = _joined([t for t in us if t is not None], self.thin, 1), _joined([a[i] for i in present], self.thin)
+        if self.masks is None:
+            dx = _outer(u, joined, self.dtype)
+        else:
+            dx = self.dropped_outer(u, joined, present, first)
         for i in present:
             dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
         return dx
 
+    def dropped_outer(self, u: Tensor, a: Tensor, present: Sequence[int], first: int = 0) -> Tensor:
+        """Σ mᵢ ⊙ (uᵢ Aᵢ) of these layers' u (M, Σr) and A (Σr, H)."""
+        assert self.masks is not None
+        ranks = [self.ranks[i] for i in present]
+        return dropped_outer(u, a, ranks, self.masks.of(present, first), self.dtype)
+
     def a_gradients(
-        self, us: Sequence[Tensor | None], rows: Tensor, a: Sequence[Tensor], needs: Sequence[bool]
+        self, us: Sequence[Tensor | None], rows: Tensor, a: Sequence[Tensor], needs: Sequence[bool], first: int = 0
     ) -> list[Tensor | None]:
         """d[A…] = [u…]ᵀ x, in one product."""
         wanted = [i for i, u in enumerate(us) if u is not None and needs[i]]
@@ -361,7 +408,9 @@ class Group:
         widest = a[wanted[0]].dtype
         for i in wanted:
             widest = torch.promote_types(widest, a[i].dtype)
-        if u.dtype == rows.dtype:
+        if self.masks is not None:
+            da = dropped_gradient(u, rows, [self.ranks[i] for i in wanted], self.masks.of(wanted, first), widest)
+        elif u.dtype == rows.dtype:
             da = _product(u.t(), rows, widest)
         else:
             both = _product(torch.cat(_halves(u, rows.dtype), 1).t(), rows, u.dtype)

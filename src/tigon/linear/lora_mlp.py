@@ -25,6 +25,7 @@ from tigon.linear.adapters import (
     gated_lora_linear,
     lora_linear,
     runs_by_hand,
+    widest_dtype,
 )
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated_lora import WIDEST, Added, gated_lora_backward, gated_lora_forward
@@ -49,9 +50,9 @@ def lora_mlp(
 
     Replaces::
 
-        g, u = (F.linear(x, w) + s * F.linear(F.linear(x, a), b) for w, a, b, s, _ in layers[:2])
+        g, u = (F.linear(x, w) + s * F.linear(F.linear(x, a), b) for w, a, b, s, *_ in layers[:2])
         h = F.silu(g) * u
-        w, a, b, s, _ = layers[2]
+        w, a, b, s, *_ = layers[2]
         y = F.linear(h, w) + s * F.linear(F.linear(h, a), b)
     """
     checked_act("lora_mlp", act)
@@ -70,12 +71,14 @@ def lora_mlp(
         and gate.bias is None
         and up.bias is None
         and max(layer.a.shape[0] for layer in layers) <= WIDEST
+        and (autocast or widest_dtype(layers, dtype) == dtype)
     )
-    x = x if x.dtype == dtype or not one_pass else x.to(dtype)
-    plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
-    if not one_pass or any(plan.thin != dtype for plan in plans):
+    if not one_pass:
         g, u = lora_linear(x, (gate, up), saved_by=saved_by)
         return gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
+    x = x if x.dtype == dtype else x.to(dtype)
+    # A group draws its masks when it is made: none is made where another operator makes it.
+    plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
     y = _LoraMLP.apply(x, plans, act, inplace, saved_by, *own)
     return y[0]  # type: ignore[no-any-return]
@@ -124,13 +127,18 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     )
     rows = dy.reshape(-1, dy.shape[-1])
     ud = last.upstream([rows], (bd,))[0]
-    # The frozen layer's part alone; the kernel adds ud A, and then writes h over it, if an adapter needs h.
-    dh = torch.mm(rows, last.weight(0, (wd,)))
+    behind = None
+    if last.masks is None:
+        # The frozen layer's part alone: the kernel adds ud A.
+        dh, behind = torch.mm(rows, last.weight(0, (wd,))), Added(ud, ad)
+    else:
+        dh = last.input_gradient([rows], [ud], (ad,), (wd,))
+    # The kernel writes h over dh, if an adapter needs h.
     if ctx.inplace and not graph_is_kept():
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
-    added = (*_added(first, t, (bg, bu)), Added(ud, ad))
+    added = (*_added(first, t, (bg, bu)), behind)
     h = dh if need_ad or (need_bd and td is None) else None
     gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
     dad = last.a_gradients([ud], h, (ad,), (True,))[0] if need_ad else None

@@ -22,10 +22,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.linear.adapters import Group, LoRA, _halves, _joined, _outer, _skinny, checked_layers, runs_by_hand
+from tigon.linear.adapters import (
+    Group,
+    LoRA,
+    _halves,
+    _joined,
+    _outer,
+    _skinny,
+    adapter_reference,
+    checked_layers,
+    runs_by_hand,
+)
+from tigon.ops.lora_dropout import Masks, draw_masks
 from tigon.runtime import autocast_device, autocast_dtype, first_order, keep, kept, way_back
 
 
@@ -79,7 +89,8 @@ def opaque_lora_linear(
     dtype, autocast = checked_layers("opaque_lora_linear", x, layers)
     bases: list[Opaque] = [layer.weight for layer in layers]  # type: ignore[misc]
     if not runs_by_hand(dtype, autocast, layers, x):
-        return tuple(_reference(x, layer, base) for layer, base in zip(layers, bases, strict=True))
+        masks = draw_masks([layer.dropout for layer in layers], x.device)
+        return tuple(_reference(x, i, layers[i], base, masks) for i, base in enumerate(bases))
     saved_by = saved_by if torch.is_grad_enabled() else None
     group = Group(layers, dtype, wide=not autocast)
     # The adapters' gradient of x is added to the layers' where x needs no cast. Else autograd adds the two.
@@ -92,15 +103,15 @@ def opaque_lora_linear(
     # Saved before the layers run: a checkpoint computes again up to the last tensor that was saved.
     early = [_Early(saved_by, t, layer.b) for t, layer in zip(ts, layers, strict=False)]
     results = []
-    for layer, base, t, held in zip(layers, bases, ts, early, strict=False):
+    for layer, base, t, scale, held in zip(layers, bases, ts, group.scales, early, strict=False):
         y = base.product(rows if base.flat else given)
-        y = _sum(y, x, layer, base, t, group, held)
+        y = _sum(y, x, layer._replace(scale=scale), base, t, group, held)
         results.append(y.view(*x.shape[:-1], y.shape[-1]) if base.flat else y)
     return tuple(results)
 
 
 def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Group, early: _Early) -> Tensor:
-    """y plus the adapter's part."""
+    """y plus the adapter's part; of the layer's scale 1/(1-p) is a part here."""
     fits = type(y) is Tensor and y.dtype == group.dtype and y.device == x.device and y.layout is torch.strided
     if fits and y.dim() and y.numel() == t.shape[0] * base.shape[0] and y.shape[-1] == base.shape[0]:
         # Autograd forbids to write to a view that was made inside of a Function.
@@ -111,15 +122,14 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
     return _narrowed(total, y, base)
 
 
-def _reference(x: Tensor, layer: LoRA, base: Opaque) -> Tensor:
+def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None) -> Tensor:
     """In torch's operations: the adapter in its dtype where that is wider than x's."""
     y = base.product(x)
     device = x.device.type
     cast = autocast_dtype(device) if x.dtype != torch.float64 else None
     dtype = cast or torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
     with torch.autocast(autocast_device(device), enabled=False):
-        low = F.linear(F.linear(x.to(dtype), layer.a.to(dtype)), layer.b.to(dtype))
-        total = y + low * layer.scale
+        total = y + adapter_reference(x, i, layer, masks, dtype)
     return _narrowed(total, y, base)
 
 
@@ -152,7 +162,7 @@ class _ThinProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.group, ctx.passes, ctx.fresh, ctx.shape = True, group, passes, fresh, x.shape
-        t = _skinny(x.reshape(-1, x.shape[-1]), _joined(a, group.thin).t(), group.thin)
+        t = group.thin_products(x.reshape(-1, x.shape[-1]), a)
         needed = any(ctx.needs_input_grad[5:])
         keep(ctx, saved_by, x if needed else None, *a)
         way: tuple[Tensor, ...] = ()
@@ -176,11 +186,13 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0] and present:
         u = _joined([us[i] for i in present], group.thin, 1)  # type: ignore[misc]
         own = _joined([a[i] for i in present], group.thin)
-        if dx is None:
-            dx = _outer(u, own, group.dtype)
+        over = dx is not None and ctx.fresh and dx.is_contiguous() and not dx.requires_grad
+        rows = None if dx is None else dx.reshape(-1, dx.shape[-1])
+        if group.masks is not None:
+            low = group.dropped_outer(u, own, present)
+            dx = low if rows is None else rows.add_(low) if over else low.add_(rows)
         else:
-            over = ctx.fresh and dx.is_contiguous() and not dx.requires_grad
-            dx = _plus(dx.reshape(-1, dx.shape[-1]), u, own, over=over)
+            dx = _outer(u, own, group.dtype) if rows is None else _plus(rows, u, own, over=over)
         dx = dx.view(ctx.shape)
     needs = ctx.needs_input_grad[5 : 5 + n]
     da: list[Tensor | None] = [None] * n

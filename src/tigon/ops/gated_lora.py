@@ -93,20 +93,23 @@ def _gated_lora_bwd_kernel(
     kind = g_ptr.dtype.element_ty
     tg = tl.load(tg_ptr + rows[:, None] * stride_tgm + r[None, :], mask=here & (r < RG)[None, :], other=0.0)
     tu = tl.load(tu_ptr + rows[:, None] * stride_tum + r[None, :], mask=here & (r < RU)[None, :], other=0.0)
-    td = tl.load(td_ptr + rows[:, None] * stride_tdm + r[None, :], mask=here & (r < RD)[None, :], other=0.0)
+    if td_ptr is not None:
+        td = tl.load(td_ptr + rows[:, None] * stride_tdm + r[None, :], mask=here & (r < RD)[None, :], other=0.0)
     bg = tl.load(bg_ptr + cols[:, None] * RG + r[None, :], mask=within & (r < RG)[None, :], other=0.0)
     bu = tl.load(bu_ptr + cols[:, None] * RU + r[None, :], mask=within & (r < RU)[None, :], other=0.0)
-    # A of the layer behind lies with its rank first: (r, N).
-    ad = tl.load(
-        ad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :], mask=(r < RD)[:, None] & (cols < N)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    if td_ptr is not None:
+        # A of the layer behind lies with its rank first: (r, N).
+        ad = tl.load(
+            ad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :], mask=(r < RD)[:, None] & (cols < N)[None, :],
+            other=0.0,
+        )  # fmt: skip
     g = tl.load(g_ptr + rows[:, None] * stride_gm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + rows[:, None] * stride_um + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     g = tl.dot(tg, (bg.to(tl.float32) * scale_g).to(kind).T, g, input_precision="ieee")
     u = tl.dot(tu, (bu.to(tl.float32) * scale_u).to(kind).T, u, input_precision="ieee")
-    dy = tl.dot(td, (ad.to(tl.float32) * scale_d).to(kind), dy, input_precision="ieee")
+    if td_ptr is not None:
+        dy = tl.dot(td, (ad.to(tl.float32) * scale_d).to(kind), dy, input_precision="ieee")
     a, da = ACT(g)
     # y may lie over dy, dgate over gate and dup over up: all of a tile was read before any of it is written.
     if y_ptr is not None:
@@ -135,20 +138,21 @@ def gated_lora_forward(gate: Tensor, up: Tensor, added: tuple[Added, Added], act
 
 
 def gated_lora_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, added: tuple[Added, Added, Added], act: str, into: tuple[Tensor, Tensor],
-    y: Tensor | None,
+    dy: Tensor, gate: Tensor, up: Tensor, added: tuple[Added, Added, Added | None], act: str,
+    into: tuple[Tensor, Tensor], y: Tensor | None,
 ) -> None:  # fmt: skip
     """Write dgate and dup into the tensors given, which may be gate and up, and the unit's result into y, if any.
 
-    dy: (M, N), the gradient of the unit's result but for its adapter's part, the third of `added`, whose b is (r, N).
-        y may be dy.
+    dy: (M, N), the gradient of the unit's result but for its adapter's part, the third of `added`, whose b is (r, N);
+        the whole gradient where that is None. y may be dy.
     """
     M, N = gate.shape
     if not gate.numel():
         return
-    (tg, bg, scale_g), (tu, bu, scale_u), (td, ad, scale_d) = added
-    bg, bu, ad = bg.contiguous(), bu.contiguous(), ad.contiguous()
-    ranks = bg.shape[1], bu.shape[1], ad.shape[0]
+    (tg, bg, scale_g), (tu, bu, scale_u), behind = added
+    td, ad, scale_d = (None, None, 1.0) if behind is None else (behind.t, behind.b.contiguous(), behind.scale)
+    bg, bu = bg.contiguous(), bu.contiguous()
+    ranks = bg.shape[1], bu.shape[1], 1 if ad is None else ad.shape[0]
     tensors = dy, gate, up, *into, y, tg, tu, td, bg, bu, ad
     strides = tuple(None if t is None else t.stride(0) for t in tensors[:9])
     scales = scale_g, scale_u, scale_d
@@ -159,7 +163,7 @@ def gated_lora_backward(
         arguments = (M, N, *strides, *scales, *ranks, ACTS[act].tile, R, rows, cols)
         return cdiv(M, rows) * cdiv(N, cols), arguments, {"num_warps": warps}
 
-    key = (M, N, strides, scales, ranks, act, gate.dtype, bg.dtype, bu.dtype, ad.dtype)
+    key = (M, N, strides, scales, ranks, act, gate.dtype, bg.dtype, bu.dtype, None if ad is None else ad.dtype)
     launch(_gated_lora_bwd_kernel, key, tensors, plan)
 
 

@@ -25,11 +25,11 @@ NOT_PEFT = Reason("its class is not PEFT's own, and may compute something else")
 NO_ADAPTER = Reason("no adapter is active on it")
 SEVERAL = Reason("several adapters are active on it at once")
 SWITCHED_OFF = Reason("its adapters are switched off or merged")
-DROPOUT = Reason("its adapter drops elements of its own copy of the input", "train with lora_dropout=0")
+DROPOUT = Reason("its adapter drops every element of its input", "train with lora_dropout below 1")
 VARIANT = Reason("its adapter is a variant of LoRA (DoRA, aLoRA and the like)")
 BIAS = Reason("its adapter has a bias (lora_bias)")
 RANK_ZERO = Reason("its adapter has rank 0", "delete the adapter, or load one that is whole")
-INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear")
+INSIDE = Reason("its adapter's own layers have hooks, or are not plain torch.nn.Linear and Dropout")
 ZERO3 = Reason("its weights are partitioned by DeepSpeed's ZeRO-3, which gathers them for PEFT's own layers alone")
 BASE_HOOKED = Reason("its base layer has hooks or a replaced forward")
 TRAINED = Reason("its base layer's weight is trained too")
@@ -57,8 +57,6 @@ def lasting_reason(layer: Any) -> Reason | None:
         return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
     if not known(layer):
         return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
-    if any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
-        return DROPOUT
     found = _adapter(layer)
     return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
@@ -67,8 +65,8 @@ def _is_elsewhere(layer: Any) -> bool:
     return bool(getattr(layer, "lora_embedding_A", None))
 
 
-def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float]:
-    """A, B and the scale of the one adapter that is active."""
+def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float, float]:
+    """A, B, the scale and the dropout of the one adapter that is active."""
     if layer.disable_adapters or layer.merged:
         return SWITCHED_OFF
     active = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -79,18 +77,19 @@ def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float]:
         return VARIANT
     if layer.lora_bias.get(name):
         return BIAS
-    dropout = dict(layer.lora_dropout).get(name)
-    if type(dropout) is nn.Dropout:
-        if dropout.training and dropout.p:
-            return DROPOUT
-    elif dropout is not None and type(dropout) is not nn.Identity:
-        return INSIDE
     a, b = layer.lora_A[name], layer.lora_B[name]
     if not (_is_plain(a) and _is_plain(b)):
         return ZERO3 if hasattr(getattr(a, "weight", None), "ds_id") else INSIDE
     if a.bias is not None or b.bias is not None:
         return BIAS
-    return a, b, float(layer.scaling[name])
+    dropout, p = dict(layer.lora_dropout).get(name), 0.0
+    if dropout is not None and (type(dropout) not in (nn.Dropout, nn.Identity) or not _calls_nothing_else(dropout)):
+        return INSIDE
+    if type(dropout) is nn.Dropout and dropout.training:
+        p = float(dropout.p)
+        if not p < 1:
+            return DROPOUT
+    return a, b, float(layer.scaling[name]), p
 
 
 def _is_plain(layer: Any) -> bool:
@@ -107,7 +106,7 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
     found = _adapter(layer)
     if isinstance(found, Reason):
         return found
-    first, second, scale = found
+    first, second, scale, dropout = found
     base = layer.base_layer
     hooked = not _calls_nothing_else(base)
     # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.
@@ -125,15 +124,15 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
         return DTYPES_DIFFER
     dtype = autocast_dtype(x.device.type) or x.dtype
     if is_plain(base):
-        return _of_linear(base, x, dtype, LoRA(base.weight, a, b, scale, base.bias))
+        return _of_linear(base, x, dtype, LoRA(base.weight, a, b, scale, base.bias, dropout))
     weight = _of_4bit(base, x, dtype) if is_4bit(base) else dequantised(base, x, dtype)
     if isinstance(weight, Reason):
         return weight
     bias = getattr(base, "bias", None)
     fits = bias is None or (type(bias) in _PLAIN and (bias.dtype, bias.device) == (dtype, x.device))
     if weight is None or not fits:
-        return LoRA(opaque(layer, b, x, hooked), a, b, scale)
-    return LoRA(weight, a, b, scale, bias)
+        return LoRA(opaque(layer, b, x, hooked), a, b, scale, None, dropout)
+    return LoRA(weight, a, b, scale, bias, dropout)
 
 
 def _of_linear(base: Any, x: Tensor, dtype: torch.dtype, layer: LoRA) -> LoRA | Reason:

@@ -112,7 +112,8 @@ class _Held:
 
 def _same(one: LoRA, other: LoRA) -> bool:
     parameters = one.a is other.a and one.b is other.b and one.bias is other.bias
-    return parameters and one.scale == other.scale and source(one.weight) is source(other.weight)
+    numbers = (one.scale, one.dropout) == (other.scale, other.dropout)
+    return parameters and numbers and source(one.weight) is source(other.weight)
 
 
 def _version(x: Tensor) -> int:
