@@ -66,9 +66,9 @@ class Draw:
     def loss_grads(self, tokens: int) -> tuple[Tensor, ...] | None:
         """1, as in `loss.backward()`; in fp16 scaled as in training, or most gradients would round to 0.
 
-        Of a few tokens each gradient is large, and the scaler of a training run would have come down.
+        Of a few tokens each gradient is large: eager code overflows, and the scaler of a training run would come down.
         """
-        scale = min(2.0**15, 2.0**12 * tokens)
+        scale = min(2.0**15, 2.0**10 * tokens)
         return (torch.full((), scale, device=self.device),) if self.dtype == torch.float16 else None
 
     def uniform(self, *shape: int) -> Tensor:

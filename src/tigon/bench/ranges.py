@@ -168,8 +168,8 @@ def logits(dice: Dice) -> Drawn:
 
 
 def scores(dice: Dice) -> Drawn:
-    """Rows of a vocabulary, or of attention over a context."""
-    return Drawn((dice.tokens(), dice.tokens(16384))) if dice.share() < 0.5 else logits(dice)
+    """Rows of a vocabulary, or of attention over a context: of two tokens at least, or the gradient is zero."""
+    return Drawn((dice.tokens(), max(2, dice.tokens(16384)))) if dice.share() < 0.5 else logits(dice)
 
 
 def labelled_logits(dice: Dice) -> Drawn:

@@ -101,6 +101,11 @@ def verdicts(content: dict[str, Any], of: Callable[[By], Verdict | None] = verdi
     return [one for one in found if one is not None]
 
 
+def on_device(content: dict[str, Any]) -> list[Verdict]:
+    """Of the device alone; nothing of a CPU, which is the host."""
+    return verdicts(content, device_of) if content["environment"]["device_type"] == "cuda" else []
+
+
 def count(found: Sequence[Verdict]) -> dict[str, int]:
     return {word: sum(one.word == word for one in found) for word in WORDS}
 
@@ -118,7 +123,7 @@ def summary(content: dict[str, Any]) -> str:
     found = verdicts(content)
     times = count(found)
     lines = [_sentence(f"Of {len(found)} draws (seed {content['sweep']['seed']}) Tigon is first in", times)]
-    if device := verdicts(content, device_of):
+    if device := on_device(content):
         lines.append(_sentence("On the device alone, without the host's time, it is first in", count(device)))
     if memory := verdicts(content, memory_of):
         lines.append(_sentence("It needs the least memory in", count(memory)))
@@ -143,7 +148,7 @@ def by_operator(content: dict[str, Any]) -> Cells:
 
     As called, and on the device alone.
     """
-    called, device = _by_op(verdicts(content)), _by_op(verdicts(content, device_of))
+    called, device = _by_op(verdicts(content)), _by_op(on_device(content))
     lines = []
     for op in sorted(called):
         words = count(called[op])
@@ -175,7 +180,7 @@ def _ratios(found: Sequence[Verdict]) -> str:
 def behind(content: dict[str, Any]) -> Cells:
     """The draws in which Tigon is behind, as called or on the device, the worst first; then results that are wrong."""
     found = verdicts(content)
-    device = {one.row["draw"]: one for one in verdicts(content, device_of)}
+    device = {one.row["draw"]: one for one in on_device(content)}
     slow = []
     for one in found:
         both = [v for v in (one, device.get(one.row["draw"])) if v is not None and v.word == "behind"]
