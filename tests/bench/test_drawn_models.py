@@ -1,5 +1,8 @@
 """Small models of drawn families: what the draw replaces, and that a wrong gradient or a failing side is seen."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -141,3 +144,27 @@ def test_processes_say_what_they_have_run():
     options = {"start_s": 5.0, "count": 1, "say": said.append}
     assert ahead.compile_ahead(draws, CPU, ["eager"], deadline_s=100.0, **options) == 2
     assert ahead.compile_ahead(draws, CPU, ["eager"], deadline_s=0.0, **options) == 0
+
+
+def test_the_cache_is_of_the_run_alone(monkeypatch):
+    monkeypatch.setenv(ahead.CACHE, "before")
+    monkeypatch.delenv(ahead.TRITON_CACHE, raising=False)
+    with ahead.private_cache():
+        folder = Path(os.environ[ahead.CACHE])
+        assert Path(os.environ[ahead.TRITON_CACHE]).parent == folder
+        tuned, compiled = folder / "k" / "a.best_config", folder / "k" / "a.py"
+        tuned.parent.mkdir()
+        tuned.touch()
+        compiled.touch()
+        ahead._forget_tuning()
+        assert (tuned.exists(), compiled.exists()) == (False, True)
+    assert not folder.exists()
+    assert os.environ[ahead.CACHE] == "before"
+    assert ahead.TRITON_CACHE not in os.environ
+
+
+def test_autotuning_runs_each_configuration_once():
+    calls = []
+    assert ahead._once(lambda: calls.append(1), warmup=5, quantiles=(0.5, 0.2, 0.8)) == [1.0] * 3
+    assert ahead._once(lambda: calls.append(1)) == 1.0
+    assert len(calls) == 2

@@ -31,7 +31,7 @@ from tigon.bench.runner import choose, free, run_once, within
 
 DONE = "done"
 SLOWER = 3.0  # than alone on the machine
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # Of the device's memory, for all processes together, as if a third of them needed any at a time.
 MEMORY_SHARE = 0.85 * 3
 SPARE_CORES = 2
@@ -43,17 +43,21 @@ NOT_AHEAD = ("eager", "torch", "transformers", "trl", "quack", "cce")
 
 @contextlib.contextmanager
 def private_cache() -> Iterator[None]:
-    """A folder for what torch.compile compiles, of this run alone: nothing lies there that another run has tuned."""
-    before = os.environ.get(CACHE)
+    """A folder for what torch.compile and Triton compile, of this run alone: nothing lies there that another has tuned.
+
+    Named to both: torch.compile would tell Triton of a folder in its own, from its first kernel on, and what was
+    compiled before would lie elsewhere.
+    """
+    before = {name: os.environ.get(name) for name in (CACHE, TRITON_CACHE)}
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-", ignore_cleanup_errors=True) as folder:
-        os.environ[CACHE] = folder
+        os.environ |= {CACHE: folder, TRITON_CACHE: os.path.join(folder, "triton")}
         try:
             yield
         finally:
-            if before is None:
-                os.environ.pop(CACHE, None)
-            else:
-                os.environ[CACHE] = before
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _forget_tuning() -> None:
