@@ -104,7 +104,7 @@ def test_a_sweep_stands_on_the_page_once_it_is_recorded(hook, tmp_path):
     save(tmp_path / "h200-sweep.json", report.result("sweep", rows, sweep=about), "2026-01-01")
     shown = rendered(hook, text)
     assert "Of 3 draws (seed 4) Tigon is first in 1 of 3 (33 %), tie in 1, behind in 1." in shown
-    assert "| rope | 1×3×2×1×64 | bfloat16 | – | 1.00 | 0.800 | liger | +25.0 % | – |" in shown
+    assert "| rope | 1×3×2×1×64 | bfloat16 | 1.00 | 0.800 | liger | +25.0 % |" in shown
     assert "2026-01-01" in shown
 
 

@@ -153,7 +153,7 @@ def by_operator(content: dict[str, Any]) -> Cells:
     for op in sorted(called):
         words = count(called[op])
         other = sum(words[word] for word in ("alone", "wrong", "failed"))
-        alone = count(device.get(op, []))
+        alone = count(device[op]) if op in device else dict.fromkeys(WORDS, "–")
         lines.append([
             op, str(len(called[op])), *(str(words[w]) for w in WORDS[:3]), str(other), _ratios(called[op]),
             *(str(alone[w]) for w in WORDS[:3]), _ratios(device.get(op, [])),
@@ -233,8 +233,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], Cells]] = {
 
 
 def tables(content: dict[str, Any]) -> dict[str, Cells]:
-    """The tables of a sweep by title, without those that are empty."""
-    return {title: cells for title, make in TABLES.items() if (cells := make(content))[1]}
+    """The tables of a sweep by title, without those that are empty, and without columns that are."""
+    return {title: _filled(cells) for title, make in TABLES.items() if (cells := make(content))[1]}
+
+
+def _filled(cells: Cells) -> Cells:
+    header, rows = cells
+    kept = [i for i in range(len(header)) if any(row[i] != "–" for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def to_text(content: dict[str, Any]) -> str:

@@ -116,9 +116,13 @@ def show_sweep(content: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from tigon.cli.screen import screen, show
+    from tigon.cli.screen import screen
 
     console = screen()
+    if max(map(len, verdicts.to_text(content).splitlines()[1:-2]), default=0) > console.width:
+        # A line that wraps can be read; a column that is cut cannot.
+        console.print(verdicts.to_text(content), soft_wrap=True)
+        return
     console.print(report.headline(content), style="dim")
     for title, (header, rows) in verdicts.tables(content).items():
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -126,6 +130,6 @@ def show_sweep(content: dict[str, Any]) -> None:
             table.add_column(name, justify="left" if name in verdicts.LEFT else "right")
         for row in rows:
             table.add_row(*row)
-        show(console, table)
+        console.print(table)
     for line in (verdicts.summary(content), *content.get("notes", ())):
         console.print(line)
