@@ -7,13 +7,14 @@ from torch import Tensor
 import tigon
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.reference import rows_reference
+from tigon.ops.shard_statistics import columns, shard_statistics
 from tigon.runtime import HAS_TRITON, INTERPRET, jit, tl, uneven
 from tigon.tiles.edges import aligned, edges, split
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 # Every remainder of 8, of 4, and 16 bytes that are no multiple of 16 numbers.
-WIDTHS = [1001, 1003, 1006, 1008, 1016, 2055]
+WIDTHS = [1001, 1006, 1016, 2055]
 # Where the first row begins, and how many numbers lie between two rows.
 PLACES = [(0, 0), (1, 0), (3, 1), (8, 8), (7, 6)]
 
@@ -64,20 +65,16 @@ def test_which_rows_are_uneven():
     def at(N: int, offset: int = 0, gap: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return _placed(torch.zeros(3, N, dtype=dtype), offset, gap)[0]
 
-    assert not uneven(at(48))
-    assert not uneven(at(48), at(48, gap=16))
-    assert uneven(at(49))
-    assert uneven(at(40))
-    assert uneven(at(48, gap=1))
-    assert uneven(at(48, offset=1))
-    assert uneven(at(49, gap=15))
-    assert uneven(at(50, dtype=torch.float32))
+    even = [at(640), at(640, gap=16), at(640, offset=8)]
+    assert not any(uneven(x) for x in even)
+    odd = [at(641), at(648), at(640, gap=1), at(640, offset=1), at(641, gap=15), at(642, dtype=torch.float32)]
+    assert all(uneven(x) for x in odd)
     # All rows that are moved together must lie alike.
-    assert uneven(at(49), at(49))
-    assert uneven(at(49, 1), at(49, 1), at(49, 9))
-    assert not uneven(at(49), at(49, 1))
-    assert not uneven(at(49), at(49, gap=15))
-    assert not uneven(at(49), at(49).float())
+    assert uneven(at(641), at(641), at(641, 8))
+    assert uneven(at(641, 1), at(641, 9))
+    assert not any(uneven(at(641), x) for x in (at(641, 1), at(641, gap=15), at(641).float()))
+    # Narrow rows are left whole.
+    assert not uneven(at(511))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -120,6 +117,41 @@ def test_cross_entropy_in_place_writes_to_its_rows_alone(inplace, offset, gap, d
         torch.testing.assert_close(found.double(), loss, rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(x.detach().double(), wanted, **_rounded(torch.bfloat16))
         assert (_outside(x.detach(), storage) == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("offset", "gap"), PLACES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "temperature": 0.7}], ids=["plain", "options"])
+def test_logprob(options, offset, gap, dtype, device):
+    for N in WIDTHS:
+        target = torch.tensor([0, N - 1, N // 2, -100, 5], device=device)
+        x, _ = _placed(torch.randn(5, N, device=device).to(dtype) * 3, offset, gap)
+        exact = x.double().requires_grad_()
+        with tigon.use_backend("torch"):
+            wanted = tigon.logprob(exact, target, **options)
+        upstream = torch.randn(2, 5, device=device)
+        (wanted.logprob * upstream[0] + wanted.entropy * upstream[1]).sum().backward()
+        x = x.detach().requires_grad_()
+        with tigon.use_backend("triton"):
+            found = tigon.logprob(x, target, **options)
+            (dx,) = torch.autograd.grad((found.logprob * upstream[0] + found.entropy * upstream[1]).sum(), x)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=1e-5, atol=2e-5)
+        # Its terms may cancel: then their digits in fp32 count.
+        torch.testing.assert_close(dx.double(), exact.grad, rtol=_rounded(dtype)["rtol"], atol=3e-6)
+
+
+@pytest.mark.parametrize(("offset", "gap"), PLACES)
+def test_statistics_of_a_shard(offset, gap, device):
+    for N in WIDTHS:
+        labels = torch.tensor([0, N - 1, N // 2], device=device)
+        x, _ = _placed(torch.randn(3, N, device=device).bfloat16() * 3, offset, gap)
+        found = []
+        for backend in ("torch", "triton"):
+            found.append(torch.empty(3, columns(True, True), device=device))
+            with tigon.use_backend(backend):
+                shard_statistics(x, labels, found[-1], 1.0, 0.0, 1.0, along=True, total=True)
+        torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

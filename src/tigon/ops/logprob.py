@@ -19,6 +19,7 @@ from torch import Tensor
 from tigon.ops.targets import checked_target
 from tigon.runtime import (
     Plan,
+    cdiv,
     differentiable,
     do_not_specialize,
     jit,
@@ -27,10 +28,12 @@ from tigon.runtime import (
     next_power_of_2,
     rows_of,
     tl,
+    uneven,
     use_triton,
 )
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2
+from tigon.tiles.edges import aligned, edges, split
 from tigon.tiles.moments import row_moments
 
 
@@ -161,9 +164,12 @@ def _gradient_reference(
 def _logprob_fwd_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
     V, stride_m, ignore_index, softcap, unit, k,
-    SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2."""
+    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2.
+
+    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it.
+    """
     row = tl.program_id(0).to(tl.int64)
     # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
     logits_ptr += row * stride_m
@@ -187,7 +193,7 @@ def _logprob_fwd_kernel(
     ENTROPY: tl.constexpr = entropy_ptr is not None
     MEAN: tl.constexpr = mean_ptr is not None
     row_top, row_total, along, sum_z = row_moments(
-        logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, DEPTH, BLOCK
+        logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, EDGES, DEPTH, BLOCK
     )
     log2_sum = tl.log2(row_total)
     # A target out of range reads nothing and turns results and gradient of its row into NaN.
@@ -222,19 +228,12 @@ def _logprob_fwd_kernel(
 
 
 @jit
-@do_not_specialize("ignore_index")
-def _logprob_bwd_kernel(
-    logits_ptr, target_ptr, dlogprob_ptr, dentropy_ptr, stats_ptr, dlogits_ptr,
-    V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+def _write_gradient(
+    logits_ptr, dlogits_ptr, first, cols, here, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
+    row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: the thread that writes an element has read it."""
-    blocks = tl.cdiv(V, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + row)
-    counts = target != ignore_index
-    mask = (cols < V) & counts
+    """The gradient of some columns of a row, whose classes are first + cols. here: columns of the row."""
+    mask = here & counts
     # Three numbers a row stand for all of its logits: each element of the gradient is independent of the others.
     top = tl.load(stats_ptr + 3 * row)
     log2_sum = tl.load(stats_ptr + 3 * row + 1)
@@ -246,11 +245,11 @@ def _logprob_bwd_kernel(
         slope = slope * steep
     log2_p = (z - top) * k - log2_sum
     p = tl.exp2(log2_p)
-    dz = tl.zeros((BLOCK,), tl.float32)
+    dz = tl.zeros(cols.shape, tl.float32)
     if dlogprob_ptr is not None:
         # stride_p is 0 where all rows have one upstream gradient: it is read without a copy.
         dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
-        dz += dlogprob * (tl.where(cols == target, 1.0, 0.0) - p)
+        dz += dlogprob * (tl.where(first + cols == target, 1.0, 0.0) - p)
     if dentropy_ptr is not None:
         dentropy = tl.load(dentropy_ptr + row * stride_e).to(tl.float32)
         entropy = tl.load(stats_ptr + 3 * row + 2)
@@ -258,7 +257,42 @@ def _logprob_bwd_kernel(
         dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
     # A select: an ignored row's upstream gradient may be NaN.
     dx = tl.where(counts, dz * slope, 0.0)
-    tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=cols < V)
+    tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=here)
+
+
+@jit
+@do_not_specialize("ignore_index")
+def _logprob_bwd_kernel(
+    logits_ptr, target_ptr, dlogprob_ptr, dentropy_ptr, stats_ptr, dlogits_ptr,
+    V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,
+    SOFTCAP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dlogits may be logits: the thread that writes an element has read it."""
+    blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    counts = target != ignore_index
+    first, width = 0, V
+    if EDGES:
+        logits_ptr += row * stride_m
+        dlogits_ptr += row * stride_dm
+        first, width = split(logits_ptr, V)
+        if tl.program_id(0) % blocks == 0:
+            # The first program of a row has its edges, too.
+            edge, real = edges(logits_ptr, first, width, V)
+            _write_gradient(
+                logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
+                row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
+            )  # fmt: skip
+        logits_ptr = aligned(logits_ptr, first)
+        dlogits_ptr = aligned(dlogits_ptr, first)
+        # The pointers are the row's already.
+        stride_m, stride_dm = 0, 0
+    _write_gradient(
+        logits_ptr, dlogits_ptr, first, cols, cols < width, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
+        row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -301,7 +335,14 @@ def logprob_rows(
     if values[3] is not None:
         # The kernel stores bytes of 0 and 1, which is what torch.bool is made of.
         values[3] = values[3].view(torch.int8)
-    arguments = (V, logits.stride(0), ignore_index, *_units(temperature, softcap, scale), softcap != 0.0)
+    arguments = (
+        V,
+        logits.stride(0),
+        ignore_index,
+        *_units(temperature, softcap, scale),
+        softcap != 0.0,
+        uneven(logits),
+    )
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
 
     def plan() -> Plan:
@@ -332,13 +373,15 @@ def logprob_gradient_rows(
     # A reduced loss expands one number over all rows: its stride of 0 goes to the kernel, and no copy is made.
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
-    arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0)
+    apart = uneven(logits, dlogits)
+    arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0, apart)
     dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
     key = (M, arguments, logits.dtype, target.dtype, *dtypes)
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        return M * -(-V // block), (*arguments, block), {"num_warps": warps}
+        # The edges of a row are its first program's: the others share what is left of it.
+        return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
 

@@ -28,7 +28,7 @@ from tigon.ops.cross_entropy.kernels import HEAD
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _units
-from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
+from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, uneven, use_triton
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2, LOWEST
 from tigon.tiles.loss import row_loss
@@ -110,10 +110,10 @@ def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total
 @jit
 def _shard_statistics_kernel(
     logits_ptr, label_ptr, out_ptr, V, stride_m, softcap, unit, k,
-    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, IGNORED: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, IGNORED: tl.constexpr, EDGES: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     # Three numbers, and one for each further sum that is wanted: what is sent is as small as the call allows.
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
@@ -125,7 +125,7 @@ def _shard_statistics_kernel(
             tl.store(out_ptr + i, 0.0)
         return
     logits_ptr += row * stride_m
-    top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, DEPTH, BLOCK)
+    top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, EDGES, DEPTH, BLOCK)
     # 0 where the class is another device's: the sum over devices is then the logit, without asking who has it.
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
@@ -273,7 +273,7 @@ def shard_statistics(
             out[part] = _statistics_reference(*here, temperature, softcap, scale, along, total)
         return
     sizes = V, logits.stride(0), *_units(temperature, softcap, scale)
-    branches = softcap != 0.0, along, total, IGNORED
+    branches = softcap != 0.0, along, total, IGNORED, uneven(logits)
     key = (M, sizes, branches, logits.dtype)
 
     def plan() -> Plan:

@@ -32,9 +32,6 @@ from tigon.tiles.edges import aligned, edges, split
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
 MAX_TILE = 32768
-# A row that begins or ends between 16-byte boundaries and is wider than this is read twice, too: the second time from
-# the L1 cache, if it fits there. Its edges would not fit into the tile that holds the rest.
-APART = 512
 # Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
 # are so many programs for each multiprocessor. 0: never.
 PART, PARTED = 4096, 8
@@ -447,6 +444,7 @@ def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
 def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
     """Columns that a program of a whole row takes at a time, and Triton's options.
 
+    Narrower rows than MAX_TILE are read twice as well if their edges would not fit into the tile that holds the rest.
     Rows of up to 64 KiB come from the L1 cache the second time: the wider the row, the fewer share a multiprocessor.
     """
     warps = 32 if N > 16384 else 16 if N > 8192 else 8 if N > 2048 else 4
@@ -518,7 +516,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     M, N = x.shape
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
-    edges = N > APART and mask is None and uneven(x, y.view(M, N))
+    edges = mask is None and uneven(x, y.view(M, N))
     if N > MAX_TILE or edges:
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
     else:
@@ -549,7 +547,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     M, N = y.shape
     arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
     key = (M, arguments, dy.dtype, y.dtype)
-    edges = N > APART and uneven(dy, y, dx.view(M, N))
+    edges = uneven(dy, y, dx.view(M, N))
     if N > MAX_TILE or edges:
         _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1, edges)
     else:

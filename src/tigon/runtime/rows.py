@@ -28,12 +28,18 @@ def rows_of(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, n) if n else x.new_empty(0, 0)
 
 
+# Rows of no more numbers are not worth taking apart: their edges would be too much of them.
+WHOLE = 512
+
+
 def uneven(x: Tensor, *others: Tensor) -> bool:
     """Whether rows of x (M, N) begin or end between 16-byte boundaries, and `tigon.tiles.edges` helps.
 
-    Triton lets a thread move 16 bytes at once where 16 divides address, stride and width. Elsewhere a kernel that takes
-    the edges of a row apart can, if the rows of the other tensors, which it moves along, lie like those of x.
+    Triton lets a thread move 16 bytes at once where 16 divides address, stride and width. Elsewhere a kernel can that
+    takes the edges of a row apart, if the rows of the others, which it moves as well, lie like those of x.
     """
+    if x.shape[1] <= WHOLE:
+        return False
     size, address, stride = x.element_size(), x.data_ptr(), x.stride(0)
     for t in others:
         if t.element_size() != size or (t.data_ptr() - address) % 16 or (t.stride(0) - stride) * size % 16:

@@ -5,18 +5,47 @@ from __future__ import annotations
 from tigon.runtime import jit, tl
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LOWEST
+from tigon.tiles.edges import aligned, edges, split
+
+
+@jit
+def fold_moments(
+    z, mask, top, total, along, sum_z, softcap, unit, k,
+    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile (DEPTH, lanes) of logits into the running sums of `row_moments`, of which every lane has its own."""
+    if SOFTCAP:
+        z, _ = cap(z, unit, softcap)
+        # The tanh of a masked -inf is -1, a logit like any other.
+        z = tl.where(mask, z, float("-inf"))
+    if SUM:
+        # Masked logits are -inf, which no sum may have as a term.
+        sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+    new = tl.maximum(top, tl.max(z, 0))
+    # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
+    step = tl.maximum((top - new) * k, -1000.0)
+    shrink = tl.exp2(step)
+    power = (z - new[None, :]) * k
+    e = tl.exp2(power)
+    if ALONG:
+        # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
+        along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
+    total = total * shrink + tl.sum(e, 0)
+    return new, total, along, sum_z
 
 
 @jit
 def row_moments(
     logits_ptr, V, softcap, unit, k,
-    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's max z, Σ e, Σ e · log₂ e with e = 2^((z − max) k), and Σ z: four fp32 scalars, from one reading.
 
     z is the logit as stored, or with SOFTCAP the capped one (unit: the scale before the cap). k: from z to powers of 2.
     ALONG and SUM say whether the third and the fourth are wanted; an unwanted one is 0 and costs nothing. DEPTH blocks
-    are folded at a time. A row of -inf alone gives a maximum of LOWEST and a sum of 0.
+    are folded at a time. A row of -inf alone gives a maximum of LOWEST and a sum of 0. EDGES: the row begins or ends
+    between 16-byte boundaries.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
@@ -25,29 +54,28 @@ def row_moments(
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, DEPTH * BLOCK):
-        mask = start + tile < V
-        z = tl.load(logits_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            z, _ = cap(z, unit, softcap)
-            # The tanh of a masked -inf is -1, a logit like any other.
-            z = tl.where(mask, z, float("-inf"))
-        if SUM:
-            # Masked logits are -inf, which no sum may have as a term.
-            sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-        new = tl.maximum(top, tl.max(z, 0))
-        # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
-        step = tl.maximum((top - new) * k, -1000.0)
-        shrink = tl.exp2(step)
-        power = (z - new[None, :]) * k
-        e = tl.exp2(power)
-        if ALONG:
-            # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
-            along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
-        total = total * shrink + tl.sum(e, 0)
-        top = new
+    first, width = 0, V
+    body_ptr = logits_ptr
+    if EDGES:
+        first, width = split(logits_ptr, V)
+        body_ptr = aligned(logits_ptr, first)
+    for start in range(0, width, DEPTH * BLOCK):
+        mask = start + tile < width
+        z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
+        top, total, along, sum_z = fold_moments(
+            z, mask, top, total, along, sum_z, softcap, unit, k, SOFTCAP, ALONG, SUM
+        )
     # Lanes meet only here.
     row_top = tl.max(top, 0)
+    if EDGES:
+        edge, real = edges(logits_ptr, first, width, V)
+        z = tl.load(logits_ptr + edge, mask=real, other=float("-inf")).to(tl.float32)
+        nothing = tl.zeros(edge.shape, tl.float32)
+        edge_top, edge_total, edge_along, edge_z = fold_moments(
+            z[None, :], real[None, :], nothing + LOWEST, nothing, nothing, nothing, softcap, unit, k,
+            SOFTCAP, ALONG, SUM,
+        )  # fmt: skip
+        row_top = tl.maximum(row_top, tl.max(edge_top, 0))
     step = tl.maximum((top - row_top) * k, -1000.0)
     shrink = tl.exp2(step)
     row_along = 0.0
@@ -56,4 +84,13 @@ def row_moments(
         row_along = tl.sum(shrink * (along + total * step), 0)
     if SUM:
         row_z = tl.sum(sum_z, 0)
-    return row_top, tl.sum(total * shrink, 0), row_along, row_z
+    row_total = tl.sum(total * shrink, 0)
+    if EDGES:
+        step = tl.maximum((edge_top - row_top) * k, -1000.0)
+        shrink = tl.exp2(step)
+        row_total += tl.sum(edge_total * shrink, 0)
+        if ALONG:
+            row_along += tl.sum(shrink * (edge_along + edge_total * step), 0)
+        if SUM:
+            row_z += tl.sum(edge_z, 0)
+    return row_top, row_total, row_along, row_z

@@ -138,7 +138,7 @@ def _launch_rows(
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
     # Constants of the kernel: an option that is off leaves no instruction behind.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
-    edges = V > NARROW and uneven(logits)
+    edges = uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
@@ -293,7 +293,7 @@ def _launch_gradient(
     M, V = x.shape
     # No statistic is computed here: the tile is chosen for wide loads alone.
     warps, block_m, block_n = _bwd_tile(V)
-    between = V > NARROW and uneven(x, dx)
+    between = uneven(x, dx)
     # The edges of a row are its first program's: the others share what is left of it.
     block_m, body = (1, V // 4 * 4) if between else (block_m, V)
     arguments = (
