@@ -229,6 +229,47 @@ def test_classes_of_peft_that_are_not_known_are_left_and_named():
     assert ran(fusion) == 0
 
 
+# ---------------------------------------------------------------- layers' own forward, and their dense weight backward
+
+
+@pytest.fixture
+def dense_backward(monkeypatch):
+    """Int8 as the 8-bit layers of bitsandbytes."""
+    monkeypatch.setitem(bases.FRESH, bases.name_of(Int8), True)
+    weight = lambda base: lambda dtype: base.qweight.to(dtype) * base.scale.to(dtype)  # noqa: E731
+    monkeypatch.setitem(bases.WEIGHTS, bases.name_of(Int8), weight)
+
+
+@pytest.mark.usefixtures("dense_backward")
+@pytest.mark.parametrize("recompute", ["none", "product", "cheap", "mlp"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_dense_weight_backward(checkpointed, recompute, backend, device):
+    plain, model = (quantised(device=device) for _ in range(2))
+    for m in (plain, model) if checkpointed else ():
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        m.enable_input_require_grads()
+    with tigon.use_backend("auto"):
+        expected = step(plain, batch(rows=1, length=9), device=device)
+    fusion = tigon.fuse(model, recompute=recompute)
+    Int8.calls = 0
+    got = step(model, batch(rows=1, length=9), device=device)
+    assert ran(fusion) >= 14
+    assert Int8.calls >= 14
+    assert_same_step(got, expected)
+
+
+@pytest.mark.usefixtures("dense_backward")
+@pytest.mark.parametrize("mode", ["bf16 under autocast", "fp32 under autocast", "bf16, adapters in fp32", "fp16"])
+def test_a_dense_weight_backward_in_lower_precision(mode, device):
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[mode[:4]]
+    plain, model, wide = (quantised(dtype=dtype, device=device) for _ in range(3))
+    fusion = tigon.fuse(model)
+    autocast = "autocast" in mode
+    fused = step(model, batch(), autocast, device)
+    assert ran(fusion) == 14
+    assert_as_right(fused, step(plain, batch(), autocast, device), step(wide.float(), batch(), device=device))
+
+
 # --------------------------------------------------------------------------------------------- what is done, counted
 
 

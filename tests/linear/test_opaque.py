@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from numerics import check, evaluate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.linear.adapters import LoRA
+from tigon.linear.adapters import LoRA, lora_linear
+from tigon.linear.lora_mlp import lora_mlp
 from tigon.linear.opaque import Opaque, opaque_lora_linear
+from tigon.linear.tiled_lora_mlp import tiled_lora_mlp
 from tigon.runtime.dispatch import meta_as_gpu
 
 
@@ -168,6 +170,24 @@ def test_autocast(kind, x_dtype, device):
     check(
         under(group), as_peft, lambda g: make(g, device), eager=under(as_peft), scales=SCALES, kind=kind, draws=4,
         grad=WANTED,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adapter", [None, torch.float32])
+def test_lora_linear_takes_layers_with_a_dense_weight(dtype, adapter, backend, device):
+    """Their own product forward, the weight backward; in fp32 beside an ordinary layer."""
+
+    def joined(*tensors, scales, kind):
+        x, layers = unflat(tensors, scales, kind)
+        if dtype == torch.float32:
+            layers[1] = layers[1]._replace(weight=tensors[4])
+        return lora_linear(x, layers)
+
+    make = made(rows=(40,), dtype=dtype, adapter=adapter)
+    check(
+        joined, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, draws=4,
+        kind="rows with a dense weight, fresh", roundings=2**8 if dtype == torch.bfloat16 and adapter else 4,
     )  # fmt: skip
 
 
@@ -432,3 +452,31 @@ def test_bad_input_gets_a_sentence():
     ):
         with pytest.raises(ValueError, match=message):
             opaque_lora_linear(x, [layer])
+
+
+@pytest.mark.parametrize("saved_first", [False, True])
+def test_a_gated_mlp_of_layers_with_a_dense_weight(saved_first, device, triton_backend):
+    """One unit, as with weights that are tensors; each layer multiplies once."""
+    generator, runs = torch.Generator().manual_seed(0), []
+    draw = made(rows=(2, 20), widths=(48, 48), ranks=(4, 3), H=32)(generator, device)
+    down = made(rows=(1,), widths=(32,), ranks=(2,), H=48)(generator, device)[1:]
+    x, *weights = (t.requires_grad_(i == 0 or i % 3 != 1) for i, t in enumerate([*draw, *down]))
+
+    def layers(own):
+        for i in range(0, 9, 3):
+            w, a, b = weights[i : i + 3]
+            weight = Opaque(
+                lambda x, w=w: runs.append(x.shape) or F.linear(x, w), tuple(w.shape), w.device, True, True, weight=w.to
+            )  # fmt: skip
+            yield LoRA(weight if own else w, a, b, 1.5)
+
+    results = []
+    for own in (False, True):
+        kept = (lambda t: t, lambda t: t) if saved_first else None
+        y = lora_mlp(x, tuple(layers(own)), saved_by=kept)
+        leaves = [t for t in (x, *weights) if t.requires_grad]
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+        assert len(runs) == (3 if own else 0)
+    for one, other in zip(*results, strict=True):
+        assert (one - other).float().norm() <= 0.01 * other.float().norm()
+    assert tiled_lora_mlp(x, tuple(layers(True))) is None

@@ -22,7 +22,7 @@ Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -174,7 +174,10 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
     results = []
     masks = draw_masks([layer.dropout for layer in layers], x.device)
     for i, layer in enumerate(layers):
-        y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
+        if multiplier(layer.weight) is None:
+            y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
+        else:
+            y = layer.weight.product(x)  # type: ignore[union-attr]
         wide = torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
         results.append((y + adapter_reference(x, i, layer, masks, wide)).to(x.dtype))
     return tuple(results)
@@ -187,6 +190,11 @@ def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype
         x = torch.where(keep_mask(masks, i, x.shape[:-1].numel(), x.shape[-1]).view(x.shape), x, 0.0)
         scale = scale / kept_share(layer.dropout)
     return F.linear(F.linear(x.to(dtype), layer.a.to(dtype)), layer.b.to(dtype)) * scale
+
+
+def multiplier(weight: Any) -> Callable[[Tensor], Tensor] | None:
+    """The forward product of a frozen weight that multiplies rows in a way of its own, bias included; else None."""
+    return getattr(weight, "own_product", None)
 
 
 def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
@@ -309,6 +317,16 @@ def _outer(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, 
     return _product(left, right, dtype, scale)
 
 
+def _plus(
+    out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, over: bool = False
+) -> Tensor:  # fmt: skip
+    """out + scale · left right over r inner numbers, written to out or not; the factors may be in fp32."""
+    if left.dtype != out.dtype:
+        (high, low), (upper, lower) = _halves(left, out.dtype), _halves(right, out.dtype)
+        left, right = torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
+    return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
+
+
 def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, dim: int = 0) -> Tensor:
     return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)).to(dtype)
 
@@ -363,9 +381,18 @@ class Group:
         """The adapter's part comes first: the wide product adds to it, and nothing of y's size is written twice."""
         results = []
         for i, own in enumerate(t.split(self.ranks, 1)):
-            y = _outer(own, b[i].to(self.thin).t(), self.dtype, self.scales[i], biases[i])
-            results.append(y.addmm_(rows, self.weight(i, weights).t()))
+            factors = own, b[i].to(self.thin).t()
+            if multiplier(self.frozen[i]) is None:
+                y = _outer(*factors, self.dtype, self.scales[i], biases[i])
+                results.append(y.addmm_(rows, self.weight(i, weights).t()))
+            else:
+                results.append(_plus(self.product(i, rows, weights), *factors, self.scales[i], over=True))
         return results
+
+    def product(self, i: int, rows: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        """The frozen layer's part alone."""
+        multiply = multiplier(self.frozen[i])
+        return torch.mm(rows, self.weight(i, weights).t()) if multiply is None else multiply(rows)
 
     # ----------------------------------------------------------------------------------------------------- backward
 

@@ -97,7 +97,7 @@ class _LoraMLP(torch.autograd.Function):
         ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
         rows = x.reshape(-1, x.shape[-1])
         t = first.thin_products(rows, (ag, au))
-        g, u = (torch.mm(rows, first.weight(i, (wg, wu)).t()) for i in (0, 1))
+        g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
         if saved_by is not None:
             keep(ctx, saved_by, x, t, g, u, None, *tensors)
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)

@@ -27,9 +27,9 @@ from torch import Tensor
 from tigon.linear.adapters import (
     Group,
     LoRA,
-    _halves,
     _joined,
     _outer,
+    _plus,
     _skinny,
     adapter_reference,
     checked_layers,
@@ -53,7 +53,8 @@ class Opaque:
             that the result is written to, and rows need no reshaping.
         narrows: the sum has the dtype of the layer's result, where the adapter's part is wider.
         weight: the weight (N, H) as a plain tensor of a dtype, for the gradient of the layer's input. The layer then
-            runs without autograd, and what its own autograd Function would keep is not kept.
+            runs without autograd, and what its own autograd Function would keep is not kept. If the layer is fresh and
+            flat too, `lora_linear` and its like take it for a weight.
     """
 
     layer: Callable[[Tensor], Tensor]
@@ -68,6 +69,11 @@ class Opaque:
         if self.weight is None:
             raise TypeError("lora_linear: a layer that multiplies by itself has no dense weight.")
         return self.weight(dtype)
+
+    @property
+    def own_product(self) -> Callable[[Tensor], Tensor] | None:
+        """The product alone, of rows, where `lora_linear` may do the rest: it multiplies by the weight backward."""
+        return self.layer if self.weight is not None and self.fresh and self.flat else None
 
     def product(self, x: Tensor) -> Tensor:
         return self.layer(x) if self.weight is None else _Multiplied.apply(x, self)[0]
@@ -135,19 +141,6 @@ def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None
 
 def _narrowed(total: Tensor, y: Tensor, base: Opaque) -> Tensor:
     return total.to(y.dtype) if base.narrows else total
-
-
-# --------------------------------------------------------------------------------------------------------- products
-
-
-def _plus(
-    out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, over: bool = False
-) -> Tensor:  # fmt: skip
-    """out + scale · left right over r inner numbers, written to out or not; the factors may be in fp32."""
-    if left.dtype != out.dtype:
-        (high, low), (upper, lower) = _halves(left, out.dtype), _halves(right, out.dtype)
-        left, right = torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
-    return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import Group, LoRA, checked_layers, runs_by_hand
+from tigon.linear.adapters import Group, LoRA, checked_layers, multiplier, runs_by_hand
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.linear.gated_mlp import HELD
 from tigon.ops.acts import Act, checked_act
@@ -24,7 +24,7 @@ from tigon.runtime import first_order, use_triton
 def tiled_lora_mlp(
     x: Tensor, layers: tuple[LoRA, LoRA, LoRA], *, act: Act = "silu", tile_bytes: int | None = None
 ) -> Tensor | None:
-    """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x alone; None where no kernel runs.
+    """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x alone; None where it cannot be done.
 
     Args:
         x: (..., H).
@@ -41,6 +41,8 @@ def tiled_lora_mlp(
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     if not use_triton(x, *tensors) or not runs_by_hand(dtype, autocast, layers, x):
         return None
+    if any(multiplier(layer.weight) is not None for layer in layers):
+        return None  # int8 products choose the columns of outliers by all tokens
     x = x if x.dtype == dtype else x.to(dtype)
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     budget = chunk_budget(x.device, tile_bytes)

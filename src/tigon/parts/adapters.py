@@ -67,11 +67,22 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
-    apart = [layer for layer in layers if isinstance(layer.weight, Opaque)]
-    whole = [layer for layer in layers if not isinstance(layer.weight, Opaque)]
-    beside = iter(opaque_lora_linear(x, apart, saved_by=saved_by) if apart else ())
-    ys = iter(lora_linear(x, whole, saved_by=saved_by) if whole else ())
-    return tuple(next(beside) if isinstance(layer.weight, Opaque) else _as_came(x, layer, next(ys)) for layer in layers)
+    apart = [_is_apart(x, layer) for layer in layers]
+    own = [layer for layer, alone in zip(layers, apart, strict=True) if alone]
+    joined = [layer for layer, alone in zip(layers, apart, strict=True) if not alone]
+    beside = iter(opaque_lora_linear(x, own, saved_by=saved_by) if own else ())
+    ys = iter(lora_linear(x, joined, saved_by=saved_by) if joined else ())
+    return tuple(
+        next(beside) if alone else _as_came(x, layer, next(ys)) for layer, alone in zip(layers, apart, strict=True)
+    )
+
+
+def _is_apart(x: Tensor, layer: LoRA) -> bool:
+    """Whether the base layer runs under autograd, and `lora_linear` cannot take it."""
+    if not isinstance(layer.weight, Opaque):
+        return False
+    # A layer that is given x in another dtype than the adapters multiply in makes casts of its own.
+    return layer.weight.own_product is None or (autocast_dtype(x.device.type) or x.dtype) != x.dtype
 
 
 def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
@@ -85,7 +96,7 @@ def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_all_of(layer):
         return None
     found = lora_of(layer, x)
-    if isinstance(found, Reason) or isinstance(found.weight, Opaque):
+    if isinstance(found, Reason) or _is_apart(x, found):
         return None
     # What bitsandbytes would widen again is left to the module.
     return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None

@@ -4,10 +4,10 @@
     4-bit layers of bitsandbytes               `FourBit`: made dense for one product at a time
     weight-only tensor classes of torchao      `Dequantised`: the same. Their own forward leaves the dense weight in the
                                                graph until the backward pass
-    every other layer of PEFT's known classes  `Opaque`: the layer's own forward, and the adapters beside it. The
-                                               input's gradient is the layer's own as well, but for 8-bit layers of
-                                               bitsandbytes: their Function keeps its input out of all hooks' sight,
-                                               also where a checkpoint means to drop the input, and never reads it
+    8-bit layers of bitsandbytes               `Opaque` with a dense weight backward: their own Function keeps its
+                                               input out of all hooks' sight, also where a checkpoint means to drop
+                                               the input, and never reads it
+    every other layer of PEFT's known classes  `Opaque`: the layer's own forward under autograd, the adapters beside it
 
 A tensor class that also quantises the layer's input is opaque: a dense weight would leave that step out.
 """
@@ -60,6 +60,23 @@ FRESH = {
     "bitsandbytes.Linear4bit": True,
     "transformers.Conv1D": False,
 }
+
+
+def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
+    """The weight of an 8-bit layer of bitsandbytes, in the steps of its own backward pass; None where it is trained."""
+    state = base.state
+    if state.has_fp16_weights or any(p.requires_grad for p in base.parameters()):
+        return None
+
+    def weight(dtype: torch.dtype) -> Tensor:
+        codes: Tensor = state.CB.to(dtype, copy=True)
+        return codes.mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+
+    return weight
+
+
+# Base layers whose weight can be had dense for the gradient of the input, though not for the product.
+WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
 
 
 def name_of(kind: type) -> str:
@@ -140,22 +157,9 @@ def opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
     name = "" if hooked else name_of(type(base))
     shape = (b.shape[0], x.shape[-1])
     narrows = FORWARDS[_of_peft(layer)] or not torch.is_autocast_enabled()
-    weight = _of_8bit(base) if name == "bitsandbytes.Linear8bitLt" else None
+    weight = WEIGHTS[name](base) if name in WEIGHTS else None
     flat = FRESH.get(name, False)
     return Opaque(base, shape, x.device, fresh=name in FRESH, flat=flat, narrows=narrows, weight=weight)
-
-
-def _of_8bit(base: Any) -> Callable[[torch.dtype], Tensor] | None:
-    """The weight of an 8-bit layer of bitsandbytes, in the steps of its own backward pass; None where it is trained."""
-    state = base.state
-    if state.has_fp16_weights or any(p.requires_grad for p in base.parameters()):
-        return None
-
-    def weight(dtype: torch.dtype) -> Tensor:
-        codes: Tensor = state.CB.to(dtype, copy=True)
-        return codes.mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-
-    return weight
 
 
 def multiplies_itself(base: Any) -> bool:
