@@ -571,7 +571,14 @@ def test_compiled_models_run_peft_s_code(device):
 class Replayed(nn.Module):
     """A layer's dropout on PEFT's side, with the masks that the fused layers draw: one seed for a group."""
 
-    groups = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    groups = (
+        ("q_proj", "k_proj", "v_proj"),
+        ("o_proj",),
+        ("gate_proj", "up_proj"),
+        ("down_proj",),
+        ("c_attn",),
+        ("c_fc",),
+    )
     drawn = None  # of the group that is running
 
     def __init__(self, name, p):
@@ -615,6 +622,23 @@ def test_dropout_is_peft_s_but_for_the_masks(recompute, checkpointing, backend, 
         expected, theirs = step(plain, inputs, device=device)
     torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
     assert grads.keys() == theirs.keys()
+    largest = max(g.abs().max() for g in theirs.values())
+    for name, g in theirs.items():
+        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
+
+
+def test_dropout_beside_layers_that_multiply_by_themselves(backend, device):
+    options = {"targets": ["c_attn", "c_fc"], "fan_in_fan_out": True, "lora_dropout": 0.25}
+    plain, model = (adapted(gpt2, device=device, **options) for _ in range(2))
+    fusion = tigon.fuse(model)
+    replaying(plain, 0.25)
+    torch.manual_seed(11)
+    loss, grads = step(model, batch(), device=device)
+    assert ran(fusion) == 4
+    torch.manual_seed(11)
+    with tigon.use_backend("auto"):
+        expected, theirs = step(plain, batch(), device=device)
+    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
     largest = max(g.abs().max() for g in theirs.values())
     for name, g in theirs.items():
         assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name

@@ -102,6 +102,10 @@ def small(**options):
     model.config.use_cache = False
     if options.pop("checkpointing", False):
         checkpoint_activations(model)
+    if "dropout" in options:
+        peft = pytest.importorskip("peft")
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=options.pop("dropout"))
+        model = meta(lambda: peft.get_peft_model(model, adapters)).train()
     autocast = options.pop("autocast", None)
     if options.pop("fused", True):
         tigon.fuse(model, **options)
@@ -121,6 +125,16 @@ def test_levels_of_recompute_keep_less_and_less():
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == 4
     assert small(fused=False).kept.parts["activations"] > kept[0]
+
+
+def test_dropout_of_fused_adapters_keeps_nothing():
+    """PEFT keeps a dropped copy of x and a mask for each adapter."""
+    kept = {
+        (dropout, fused): small(dropout=dropout, fused=fused, autocast=torch.bfloat16).kept.parts["activations"]
+        for dropout in (0.0, 0.1) for fused in (False, True)
+    }  # fmt: skip
+    assert kept[0.1, False] > 1.1 * kept[0.0, False]
+    assert kept[0.1, True] <= 1.001 * kept[0.0, True]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
