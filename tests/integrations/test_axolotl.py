@@ -53,6 +53,14 @@ def configured(plugin, **given):
     return config(**given).model_dump(exclude_none=True)
 
 
+def auto_enable(data):
+    """What Axolotl 0.19 does with a configuration that says nothing of its kernels (check_auto_enable_lora_kernels)."""
+    names = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+    if data.get("adapter") in ("lora", "qlora") and all(data.get(name) is None for name in names):
+        data |= dict.fromkeys(names, True)
+    return data
+
+
 def train(plugin, cfg, model, adapt=lambda model: model, steps=2):
     plugin.register(cfg)
     plugin.pre_model_load(cfg)
@@ -91,6 +99,60 @@ def test_it_sees_what_adapters_have_put_on_the_layers(axolotl):
     assert_same_step(fused, step(adapt(llama()), batch(1)))
     (reason,) = [row.what for row in plugin.fusions[0].report().left if row.kind == "head"]
     assert reason == "an adapter is on the head: it runs as it is, with real logits"
+
+
+def lora(model, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False, **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**config)).train()
+
+
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_adapters_run_fused_unless_they_are_switched_off(axolotl, switched_off, caplog):
+    plugin = axolotl.TigonPlugin()
+    cfg = configured(plugin, adapter="lora", **({"tigon_adapters": False} if switched_off else {}))
+    with caplog.at_level(logging.INFO):
+        _, fused = train(plugin, cfg, llama(), lora)
+    assert_same_step(fused, step(lora(llama()), batch(1)))
+    (fusion,) = plugin.fusions
+    assert fusion.report().calls.get("adapters", 0) == (0 if switched_off else 14)
+    assert ran(fusion) == CALLS
+    assert ("LoRA: q_proj, k_proj, v_proj in one" in caplog.text) != switched_off
+
+
+def test_options_of_axolotl_s_adapters_are_named_where_they_stay_with_peft(axolotl):
+    """peft_use_dora and lora_dropout of Axolotl's configuration, as PEFT then has them."""
+    plugin = axolotl.TigonPlugin()
+    _, fused = train(plugin, configured(plugin, adapter="lora"), llama(), lambda model: lora(model, use_dora=True))
+    assert_same_step(fused, step(lora(llama(), use_dora=True), batch(1)))
+    (left,) = [row for row in plugin.fusions[0].report().left if row.kind == "adapters"]
+    assert left.count == 14
+    assert "DoRA" in left.what
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora", None])
+def test_axolotl_s_own_kernels_are_not_switched_on_behind_the_configuration(axolotl, adapter):
+    plugin = axolotl.TigonPlugin()
+    raw = {"adapter": adapter}
+    plugin.register(raw)
+    configured(plugin, **auto_enable(dict(raw)))
+    assert [raw.get(name) for name in axolotl.LORA_KERNELS] == [False if adapter else None] * 3
+    # Without adapters of Tigon's, Axolotl's kernels stay as they are.
+    other = {"adapter": adapter, "tigon_adapters": False}
+    plugin.register(other)
+    assert other == {"adapter": adapter, "tigon_adapters": False}
+    configured(plugin, **auto_enable(other))
+
+
+@pytest.mark.parametrize("kernel", ["lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"])
+def test_axolotl_s_own_kernels_where_they_are_asked_for(axolotl, kernel):
+    plugin = axolotl.TigonPlugin()
+    raw = {"adapter": "lora", kernel: True}
+    plugin.register(raw)
+    with pytest.raises(pydantic.ValidationError, match=f"TigonPlugin: {kernel} must be off"):
+        configured(plugin, **raw)
+    configured(plugin, **raw, tigon_adapters=False)
 
 
 @pytest.mark.parametrize("part", ["head", "norms", "mlp", "rotary"])
@@ -147,6 +209,39 @@ def test_with_axolotl_itself(monkeypatch):
     (plugin,) = manager.plugins.values()
     assert type(plugin) is module.TigonPlugin
     assert ran(plugin.fusions[0]) == CALLS
+
+
+def test_with_axolotl_s_own_validation(monkeypatch):
+    """What the configuration becomes, by the steps of axolotl.cli.config.load_cfg."""
+    pytest.importorskip("axolotl.integrations.base")
+    config = pytest.importorskip("axolotl.integrations.config")
+    dicts = pytest.importorskip("axolotl.utils.dict")
+    base = importlib.import_module("axolotl.integrations.base")
+    import_anew(monkeypatch, "tigon.integrations.axolotl")
+    manager = base.PluginManager.get_instance()
+    monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
+    manager.register("tigon.integrations.axolotl.TigonPlugin")
+    (plugin,) = manager.plugins.values()
+    kernels = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+
+    def validated(**given):
+        raw = dicts.DictDefault(
+            {
+                "base_model": "x", "datasets": [{"path": "x", "type": "alpaca"}], "micro_batch_size": 1,
+                "gradient_accumulation_steps": 1, "num_epochs": 1, "learning_rate": 1e-4, "adapter": "lora",
+                "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, **given,
+            }
+        )  # fmt: skip
+        plugin.register(raw)
+        with_capabilities, _ = config.merge_input_args()
+        gpu = {"capabilities": {"bf16": True, "n_gpu": 1, "compute_capability": "sm_90"},
+               "env_capabilities": {"torch_version": "2.11.0"}}  # fmt: skip
+        return with_capabilities(**raw.to_dict(), **gpu).model_dump(exclude_none=True)
+
+    assert [validated().get(name) for name in kernels] == [False] * 3
+    assert [validated(tigon_adapters=False).get(name) for name in kernels] == [True] * 3, "as Axolotl has it"
+    with pytest.raises(pydantic.ValidationError, match="lora_qkv_kernel must be off"):
+        validated(lora_qkv_kernel=True)
 
 
 def test_every_part_of_fuse_has_a_switch(axolotl):

@@ -20,8 +20,29 @@ import tigon
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_llama_factory(monkeypatch, tmp_path, capsys):
+def lora(model):
+    """As LLaMA-Factory sets adapters up for `finetuning_type: lora`, `lora_target: all`; B not zero."""
+    import peft
+
+    model.enable_input_require_grads()
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", inference_mode=False, r=4, lora_alpha=8, lora_dropout=0.0, target_modules=names,
+        init_lora_weights=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
+    return model
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_llama_factory(monkeypatch, tmp_path, capsys, adapters):
     pytest.importorskip("accelerate")
+    if adapters:
+        pytest.importorskip("peft")
     from transformers import Trainer, TrainingArguments
 
     losses = []
@@ -32,7 +53,8 @@ def test_llama_factory(monkeypatch, tmp_path, capsys):
             use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2,
         )  # fmt: skip
         rows = [{k: v[0] for k, v in batch(seed).items()} for seed in range(8)]
-        trainer = Trainer(model=llama(), args=arguments, train_dataset=rows, callbacks=callbacks or [])
+        model = lora(llama()) if adapters else llama()
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks or [])
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
@@ -41,6 +63,7 @@ def test_llama_factory(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 × Linear" in printed
     assert "Ran in the last step: head 1" in printed
+    assert ("adapters 14" in printed) == adapters
     run_exp()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert len(losses[0]) == 3

@@ -556,12 +556,17 @@ def test_hooks_on_layers_run(pair):
 def test_compiled_models_run_peft_s_code(device):
     torch._dynamo.reset()
     plain, model = adapted(device=device), adapted(device=device)
-    tigon.fuse(model)
+    fusion = tigon.fuse(model)
     compiled = torch.compile(model, backend="aot_eager")
     (loss, grads), (expected, theirs) = step(compiled, batch(), device=device), step(plain, batch(), device=device)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, g in theirs.items():
         torch.testing.assert_close(grads[f"_orig_mod.{name}"], g, rtol=1e-3, atol=1e-5)
+    assert fusion.report().steps == 0
+    assert "Under torch.compile adapters run in PEFT's own code." in fusion.report().last_step()
+    # The same model runs fused again outside of the compiled one.
+    step(model, batch(), device=device)
+    assert ran(fusion) == 14
     torch._dynamo.reset()
 
 
@@ -719,8 +724,38 @@ def test_experts_with_target_parameters_are_left():
     stacked = ["experts.gate_up_proj", "experts.down_proj"]
     plain, model = (adapted(mixtral, targets=["q_proj"], target_parameters=stacked) for _ in range(2))
     fusion = tigon.fuse(model)
-    assert_same_loss(plain, model)
+    (loss, grads), (expected, theirs) = step(model, batch()), step(plain, batch())
+    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
+    assert grads.keys() == theirs.keys()
+    largest = max(g.abs().max() for g in theirs.values())
+    for name, g in theirs.items():
+        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 1e-6 * largest, name
     assert rows_of(fusion)["LoRA: q_proj"] == 2
+    assert list(rows_of(fusion, fused=False).values()) == [4], "two stacks in each of two layers"
+    assert fusion.report().calls["experts"] == 2
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_of_the_base_layers_that_are_trained_get_their_gradients(bias):
+    def qwen2():
+        sizes = {k: v for k, v in SIZES.items() if k != "head_dim"}
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))  # biases in q, k and v
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith("bias"):
+                    p.normal_(std=0.3)
+        return model
+
+    plain, model = adapted(qwen2, bias=bias), adapted(qwen2, bias=bias)
+    fusion = tigon.fuse(model)
+    (loss, grads), (expected, theirs) = step(model, batch()), step(plain, batch())
+    assert ran(fusion) == 14
+    torch.testing.assert_close(loss, expected, rtol=3e-6, atol=0)
+    assert sum(name.endswith("base_layer.bias") for name in theirs) == 6
+    assert grads.keys() == theirs.keys()
+    largest = max(g.abs().max() for g in theirs.values())
+    for name, g in theirs.items():
+        assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 1e-6 * largest, name
 
 
 def test_a_trained_base_layer_gets_its_gradient():

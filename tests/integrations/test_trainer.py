@@ -164,3 +164,62 @@ def test_in_a_trainer_of_trl_it_names_what_does_more(tmp_path):
     trl.fuse(other)
     other.add_callback(TigonCallback())
     other.train()  # no warning
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+
+def adapted(**options):
+    peft = pytest.importorskip("peft")
+    config = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False, **options}
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), peft.LoraConfig(**config))
+
+
+ADAPTED = {
+    "LoRA": ({}, {}, 14),
+    "rsLoRA, accumulation": ({"use_rslora": True}, {"gradient_accumulation_steps": 2}, 14),
+    "a trained head and norms": ({"modules_to_save": ["lm_head", "norm"]}, {}, 14),
+    "gradient checkpointing": (
+        {}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, 14,
+    ),
+    "DoRA": ({"use_dora": True}, {}, 0),
+    "several kinds of layers": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, {}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters(kind, tmp_path):
+    """Losses, and the adapters that are saved, are those of the plain Trainer."""
+    from safetensors.torch import load_file
+
+    options, arguments, fused = ADAPTED[kind]
+    callback = TigonCallback(report=False)
+    made = [
+        trainer(tmp_path / name, adapted(**options), few, **arguments) for name, few in (("a", ()), ("b", [callback]))
+    ]
+    plain, found = (losses(one) for one in made)
+    assert found == pytest.approx(plain, rel=2e-5)
+    assert plain[-1] < plain[0]
+    report = callback.report()
+    assert report.calls.get("adapters", 0) >= fused
+    assert any(row.kind == "adapters" for row in report.left) == (kind in ("DoRA", "several kinds of layers"))
+    for name, one in zip("ab", made, strict=True):
+        one.save_model(tmp_path / name / "saved")
+    saved = [load_file(tmp_path / name / "saved" / "adapter_model.safetensors") for name in "ab"]
+    assert saved[0].keys() == saved[1].keys()
+    for name, weight in saved[0].items():
+        torch.testing.assert_close(saved[1][name], weight, rtol=2e-3, atol=2e-5)
+
+
+def test_a_stopped_run_with_adapters_goes_on(tmp_path):
+    """With the same losses as a run that was not stopped."""
+    every = {"save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path, adapted(), [TigonCallback(report=False)], **every)
+    expected = losses(whole)
+    callback = TigonCallback(report=False)
+    later = trainer(tmp_path, adapted(), [callback], **every)
+    later.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    found = [row["loss"] for row in later.state.log_history if "loss" in row]
+    assert found[-2:] == expected[-2:]
+    assert callback.report().calls["adapters"] == 14

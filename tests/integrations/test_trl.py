@@ -132,6 +132,33 @@ def test_peft_takes_the_reference_from_the_policy(tmp_path):
     assert fusion.report().calls == {"policy linear_logprob": 2}
 
 
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [("sft", {}), ("sft", {"gradient_checkpointing": True}), ("dpo", {}), ("grpo", {"beta": 0.1})],
+)
+def test_adapters_run_fused(task, options, tmp_path):
+    """In the policy's forward pass, in generation, and under TRL's gradient checkpointing; none in the reference's."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    trainers = []
+    for name in ("plain", "fused"):
+        torch.manual_seed(5)
+        make = getattr(cases, task)
+        trainers.append(make(tmp_path / name, cases.model(), peft_config=copy.deepcopy(config), **options))
+    fusion = trl.fuse(trainers[1])
+    assert_same(*map(cases.train, trainers))
+    (policy,) = fusion.report().models.values()
+    assert not policy.plain_adapters
+    if task == "dpo":  # the reference, which is the policy without its adapters, came last
+        assert "adapters" not in policy.calls
+        assert policy.adapters_off == policy.adapters_before == 14
+        assert "switched off or merged; in the last step with adapters 14 ran." in policy.last_step()
+    else:
+        # A checkpoint computes a layer again, but for its last product.
+        assert policy.calls["adapters"] == (26 if options.get("gradient_checkpointing") else 14)
+        assert not policy.adapters_off
+
+
 def test_a_reference_from_a_path_and_a_head_in_fp32(tmp_path):
     cases.model("llama").save_pretrained(tmp_path / "model")
     load = cases.transformers.AutoModelForCausalLM.from_pretrained

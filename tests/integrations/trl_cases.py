@@ -63,12 +63,14 @@ def reference(policy):
     return model(policy.config.model_type, seed=7)
 
 
-def sft(folder, policy, **options):
+def sft(folder, policy, peft_config=None, **options):
     from trl import SFTConfig, SFTTrainer
 
     args = SFTConfig(str(folder), **{**COMMON, "max_length": 24, **options})
     data = rows("text")
-    return SFTTrainer(policy, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    return SFTTrainer(
+        policy, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer(), peft_config=peft_config
+    )
 
 
 def dpo(folder, policy, peft_config=None, **options):
@@ -105,13 +107,14 @@ def reward(completions, **_):
     return [float(len(set(text))) for text in completions]
 
 
-def grpo(folder, policy, **options):
+def grpo(folder, policy, peft_config=None, **options):
     from trl import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(str(folder), **{**COMMON, "num_generations": 4, "max_completion_length": 8, **options})
     return GRPOTrainer(
-        policy, reward_funcs=reward, args=args, train_dataset=rows("prompt"), processing_class=tokenizer()
-    )
+        policy, reward_funcs=reward, args=args, train_dataset=rows("prompt"), processing_class=tokenizer(),
+        peft_config=peft_config,
+    )  # fmt: skip
 
 
 def rloo(folder, policy, **options):

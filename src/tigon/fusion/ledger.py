@@ -56,6 +56,8 @@ class Ledger:
         self.built_by: Counter[str] = Counter()
         self.plain_heads: Counter[str] = Counter()
         self.plain_adapters: Counter[str] = Counter()
+        self.adapters_off = 0
+        self.adapters_before = 0
         self._calls = _Calls()
         self.lock = threading.RLock()
         self._running = 0
@@ -122,8 +124,16 @@ class Ledger:
         if not torch.compiler.is_compiling():
             self.plain_adapters[why] += 1
 
+    def adapter_off(self) -> None:
+        """Count a layer whose adapters are switched off or merged, as in the forward pass of a reference."""
+        if not torch.compiler.is_compiling():
+            self.adapters_off += 1
+
     def new_step(self) -> None:
         if not torch.compiler.is_compiling():
+            ran = sum(count for (kind, _), count in self.calls.items() if kind == "adapters")
+            self.adapters_before = ran or self.adapters_before
+            self.adapters_off = 0
             self.steps += 1
             self.calls.clear()
             self.built_by.clear()

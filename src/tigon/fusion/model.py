@@ -148,6 +148,8 @@ class Fusion:
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
             plain_heads=dict(ledger.plain_heads),
             plain_adapters=dict(ledger.plain_adapters),
+            adapters_off=ledger.adapters_off,
+            adapters_before=ledger.adapters_before,
         )
 
     def remove(self) -> None:

@@ -29,6 +29,9 @@ class Row:
 class Report:
     """The parts that tigon.fuse replaced, the parts it left and why, and the parts that ran in the last step.
 
+    adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
+    adapters_before: layers with adapters that ran fused in the last of the steps before in which any did.
+
     str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
     """
 
@@ -44,6 +47,8 @@ class Report:
     bytes_offloaded: int = 0
     plain_heads: dict[str, int] = field(default_factory=dict)
     plain_adapters: dict[str, int] = field(default_factory=dict)
+    adapters_off: int = 0
+    adapters_before: int = 0
 
     @property
     def fused(self) -> list[Row]:
@@ -68,7 +73,10 @@ class Report:
         if not self.fused:
             return ""
         if not self.steps:
-            return "No step has run yet; what torch.compile runs is not counted."
+            text = "No step has run yet; what torch.compile runs is not counted."
+            if any(row.kind == "adapters" for row in self.fused):
+                text += " Under torch.compile adapters run in PEFT's own code."
+            return text
         kinds = {row.kind for row in self.fused}
         known = part.kinds()
         ordered = [kind for kind in known if kind in kinds] + sorted(kinds.difference(known))
@@ -80,6 +88,9 @@ class Report:
             text += " The head had real logits: " + "; ".join(self.plain_heads) + "."
         if self.plain_adapters:
             text += " Adapters ran in PEFT's own code: " + "; ".join(self.plain_adapters) + "."
+        if self.adapters_off:
+            text += f" The adapters of {self.adapters_off} layers were switched off or merged"
+            text += f"; in the last step with adapters {self.adapters_before} ran." if self.adapters_before else "."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
             text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."

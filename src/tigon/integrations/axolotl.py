@@ -4,7 +4,8 @@
       - tigon.integrations.axolotl.TigonPlugin
 
 The plugin fuses the model in `post_model_load`, after Axolotl has applied its patches and adapters, so that fuse sees
-them. It changes nothing else of Axolotl.
+them. It changes nothing else of Axolotl, but for one default: Axolotl's kernels for LoRA replace the same layers, and
+with `adapter: lora` or `qlora` Axolotl switches them on where the configuration says nothing of them.
 
 Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolotl.ai/docs/custom_integrations.html
 """
@@ -24,6 +25,9 @@ from tigon.fusion.model import Fusion, fuse
 
 PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters")
 MEMORY = ("recompute", "offload")
+# Axolotl's switches of kernels that replace attention's and the MLP's forward. lora_embedding_kernel is of a layer
+# that Tigon leaves to PEFT.
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 LOG = get_logger(__name__)
 
 
@@ -48,6 +52,8 @@ class TigonArgs(BaseModel):
         others = sorted(k for k, v in data.items() if k.startswith("liger_") and v)
         if data.get("cut_cross_entropy") and data.get("tigon_head") is not False:
             others.append("cut_cross_entropy")
+        if data.get("tigon_adapters") is not False:
+            others += [name for name in LORA_KERNELS if data.get(name)]
         if others:
             raise ValueError(
                 f"TigonPlugin: {', '.join(others)} must be off, since Tigon takes its place, got true; "
@@ -62,6 +68,13 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.fusions: list[Fusion] = []
+
+    def register(self, cfg: Any) -> None:
+        """Switch off Axolotl's own kernels for LoRA where the configuration, not validated yet, leaves them open."""
+        if cfg.get("adapter") in ("lora", "qlora") and cfg.get("tigon_adapters") is not False:
+            for name in LORA_KERNELS:
+                if cfg.get(name) is None:
+                    cfg[name] = False
 
     def get_input_args(self) -> str:
         return "tigon.integrations.axolotl.TigonArgs"

@@ -26,7 +26,7 @@ from tigon.fusion.reasons import Reason
 from tigon.fusion.site import Site
 from tigon.linear.adapters import LoRA, lora_linear
 from tigon.linear.opaque import Opaque, opaque_lora_linear
-from tigon.parts.adapted import is_adapted, lasting_reason, lora_of
+from tigon.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, lora_of
 from tigon.parts.bases import multiplies_itself, source
 from tigon.runtime import autocast_dtype
 
@@ -42,7 +42,7 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0]
     own = lora_of(self, x)
     if isinstance(own, Reason):
-        ledger.plain_adapter(str(own))
+        ledger.adapter_off() if own is SWITCHED_OFF else ledger.plain_adapter(str(own))
         return plain_forward(self, x)
     siblings: Siblings = patch.formula
     held = ledger.waiting.get(siblings)
