@@ -9,6 +9,7 @@ import torch
 from tigon.linear.chunks import (
     CHUNK_BYTES,
     CPU_CHUNK_BYTES,
+    FROZEN_CHUNK_BYTES,
     Chunks,
     Gradients,
     ValidCount,
@@ -47,6 +48,7 @@ def test_budget(monkeypatch):
     monkeypatch.delenv("TIGON_CHUNK_BYTES", raising=False)
     assert chunk_budget(CPU) == CPU_CHUNK_BYTES
     assert chunk_budget(torch.device("cuda")) == CHUNK_BYTES
+    assert chunk_budget(torch.device("cuda"), frozen=True) == FROZEN_CHUNK_BYTES
     monkeypatch.setenv("TIGON_CHUNK_BYTES", "12345")
     assert chunk_budget(CPU) == 12345
     assert chunk_budget(CPU, 99) == 99

@@ -29,12 +29,17 @@ from tigon.ops.targets import as_labels
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
+# Of a frozen head. What many rows spread is the cost of adding a chunk to dW, and a frozen head has no dW.
+FROZEN_CHUNK_BYTES = 2**29
 CPU_CHUNK_BYTES = 2**25
 
 
-def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0) -> int:
+def chunk_budget(
+    device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0, frozen: bool = False
+) -> int:
     """Bytes of logits a chunk may hold: the argument, else TIGON_CHUNK_BYTES, else 1 GiB (32 MiB on a CPU).
 
+    frozen: the head's weight gets no gradient: 512 MiB by default.
     If all logits (`whole` bytes) exceed the default budget by at most `spared` bytes, return `whole`, so that one chunk
     suffices.
     """
@@ -46,7 +51,7 @@ def chunk_budget(device: torch.device, chunk_bytes: int | None = None, *, whole:
             except ValueError:
                 raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
     if chunk_bytes is None:
-        budget = CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+        budget = CPU_CHUNK_BYTES if device.type == "cpu" else FROZEN_CHUNK_BYTES if frozen else CHUNK_BYTES
         return whole if spared and budget < whole <= budget + spared else budget
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")

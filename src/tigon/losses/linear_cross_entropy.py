@@ -115,7 +115,7 @@ def linear_cross_entropy(
         spared = spared_by_one_chunk(weight, compute, accumulate, widest)
     # Of the widest shard: every device has to come to the same chunks.
     whole = (rows.shape[0] if valid < 0 else valid) * widest * compute.itemsize
-    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared, frozen=not needs[1])
     options = ignore_index, label_smoothing, z_loss, softcap or 0.0, scale
     if main_grad is not None:
         grad, upstream_scale = main_grad if isinstance(main_grad, MainGrad) else MainGrad(main_grad)

@@ -303,7 +303,7 @@ def token_loss(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)]
     whole = (sum(known) if known else target.numel()) * widest * compute.itemsize
     spared = spared_by_one_chunk(weight, compute, accumulate, widest) if needs[1] else 0
-    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared, frozen=not needs[1])
     words, numbers = family.encoded()
     # Detached: a graph that hangs on advantages or a reference would live as long as the loss.
     tensors = [t.detach() for t in sides if t is not None]
