@@ -235,7 +235,7 @@ class Pass:
         return self._value(packed)
 
     def _stand_in(self, t: Tensor) -> _Kept | _Again:
-        if t.dim() > 1:
+        if t.dim() > 1 and type(t) is not torch.nn.Parameter:  # a parameter is nobody's result
             result = self._result_of(t)
             if result is not None:
                 return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())

@@ -65,11 +65,13 @@ def _is_elsewhere(layer: Any) -> bool:
     return bool(getattr(layer, "lora_embedding_A", None))
 
 
-def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float, float]:
+def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
     """A, B, the scale and the dropout of the one adapter that is active."""
     if layer.disable_adapters or layer.merged:
         return SWITCHED_OFF
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    modules = layer._modules  # nn.Module.__getattr__ takes longer, and this runs for every layer of every call
+    firsts, seconds = modules["lora_A"]._modules, modules["lora_B"]._modules
+    active = [name for name in layer.active_adapters if name in firsts]
     if len(active) != 1:
         return SEVERAL if active else NO_ADAPTER
     name = active[0]
@@ -77,12 +79,12 @@ def _adapter(layer: Any) -> Reason | tuple[nn.Linear, nn.Linear, float, float]:
         return VARIANT
     if layer.lora_bias.get(name):
         return BIAS
-    a, b = layer.lora_A[name], layer.lora_B[name]
+    a, b = firsts[name], seconds[name]
     if not (_is_plain(a) and _is_plain(b)):
         return ZERO3 if hasattr(getattr(a, "weight", None), "ds_id") else INSIDE
-    if a.bias is not None or b.bias is not None:
+    if a._parameters["bias"] is not None or b._parameters["bias"] is not None:
         return BIAS
-    dropout, p = dict(layer.lora_dropout).get(name), 0.0
+    dropout, p = modules["lora_dropout"]._modules.get(name), 0.0
     if dropout is not None and (type(dropout) not in (nn.Dropout, nn.Identity) or not _calls_nothing_else(dropout)):
         return INSIDE
     if type(dropout) is nn.Dropout and dropout.training:
@@ -98,7 +100,7 @@ def _is_plain(layer: Any) -> bool:
 
 def _calls_nothing_else(layer: nn.Module) -> bool:
     state = vars(layer)
-    return "forward" not in state and not any(state.get(name) for name in HOOKS)
+    return "forward" not in state and not any(map(state.get, HOOKS))
 
 
 def lora_of(layer: Any, x: Any) -> LoRA | Reason:
@@ -107,17 +109,17 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
     if isinstance(found, Reason):
         return found
     first, second, scale, dropout = found
-    base = layer.base_layer
+    base = layer._modules["base_layer"]
     hooked = not _calls_nothing_else(base)
     # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.
     if torch.nn.modules.module._has_any_global_hook() or (hooked and not multiplies_itself(base)):
         return BASE_HOOKED
-    a, b = first.weight, second.weight
+    a, b = first._parameters["weight"], second._parameters["weight"]
     if not isinstance(x, Tensor) or not x.dim() or not x.dtype.is_floating_point:
         return DTYPES_DIFFER
     if not a.shape[0]:
         return RANK_ZERO
-    if any(type(t) not in _PLAIN for t in (x, a, b)):
+    if type(x) not in _PLAIN or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return SHARDED
     floats = a.dtype.is_floating_point and b.dtype.is_floating_point
     if not floats or not a.device == b.device == x.device or x.shape[-1] != a.shape[1]:
