@@ -154,6 +154,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     # Meta tensors stand for tensors on the GPU.
     backend.why_not_triton = lambda *tensors: None
     device_facts.has_copy_engine = lambda device: target.backend == "cuda" and target.arch >= 90
+    device_facts.limits_registers = lambda device: target.backend == "cuda"
     with backend.use_backend("triton"), torch.device("meta"):
         for op in (*OPS, *OVER_SHARDS):
             for dtype, case, frozen in calls(op):
@@ -191,6 +192,8 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 sizes = (14336, 4096), (14336, 4096), (4096, 14336)
                 layers = [adapted(n, k, rank, dtype, dropout=dropout) for n, k in sizes]
                 lora_mlp(x, tuple(layers)).sum().backward()
+                # As a checkpoint computes again: what goes through down's A comes from the backward kernel.
+                lora_mlp(x, tuple(layers), saved_by=(lambda t: t, lambda t: t)).sum().backward()
         for dtype, own, rank in DROPPED:
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "lora_linear with dropout", "case": f"rank {rank}, {own}", "shape": (8192, 4096)}

@@ -131,14 +131,16 @@ def test_twice_differentiated_raises(triton_backend, device):
         g.square().sum().backward()
 
 
-@pytest.mark.parametrize("frozen", [(2,), (3, 6), (2, 3, 5, 6, 8), (0,)])
-def test_only_what_is_asked_is_computed(frozen, triton_backend, device):
+@pytest.mark.parametrize("hooks", [None, (lambda t: t, lambda t: t)], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 24, 8)], ids=["summed along", "summed apart"])
+@pytest.mark.parametrize("frozen", [(2,), (3, 6), (2, 3, 5, 6, 8), (0,), (8, 9)])
+def test_only_what_is_asked_is_computed(frozen, ranks, hooks, triton_backend, device):
     """Gradients of the others keep their bits."""
-    tensors = drawn(torch.Generator().manual_seed(0), 9, torch.bfloat16, device)
+    tensors = drawn(torch.Generator().manual_seed(0), 9, torch.bfloat16, device, ranks=ranks)
 
     def grads(left):
         leaves = [t.detach().requires_grad_(i in left) for i, t in enumerate(tensors)]
-        ours(*leaves).square().sum().backward()
+        lora_mlp(leaves[0], layers_of(leaves[1:]), saved_by=hooks).square().sum().backward()
         return {i: leaves[i].grad for i in left if i < len(leaves)}
 
     left = [i for i in TRAINED if i not in frozen]

@@ -280,9 +280,10 @@ def widest_dtype(layers: Sequence[LoRA], dtype: torch.dtype) -> torch.dtype:
 # --------------------------------------------------------------------------------------------------------- products
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """scale · left right, rounded once to dtype, which may be fp32 beside half-precision factors."""
-    out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+    if out is None:
+        out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
     if dtype == left.dtype:
         return torch.mm(left, right, out=out) if scale == 1.0 else out.addmm_(left, right, beta=0, alpha=scale)
     if left.is_meta:
@@ -298,13 +299,14 @@ def _halves(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return high, (t - high).to(dtype)
 
 
-def _skinny(wide: Tensor, narrow: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def _skinny(wide: Tensor, narrow: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """scale · wide narrow, where `wide` has the tokens' numbers and `narrow` r columns, which may be in fp32."""
     if narrow.dtype == wide.dtype:
-        return _product(wide, narrow, dtype, scale)
+        return _product(wide, narrow, dtype, scale, out)
     both = _product(wide, torch.cat(_halves(narrow, wide.dtype), 1), narrow.dtype, scale)
     r = narrow.shape[1]
-    return (both[:, :r] + both[:, r:]).to(dtype)
+    total = (both[:, :r] + both[:, r:]).to(dtype)
+    return total if out is None else out.copy_(total)
 
 
 def _outer(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
@@ -327,8 +329,22 @@ def _plus(
     return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
 
 
-def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, dim: int = 0) -> Tensor:
-    return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)).to(dtype)
+def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Each stack of matrices as one, in this dtype; all that is copied for it is copied by one launch."""
+    made: list[Tensor] = []
+    into: list[Tensor] = []
+    out_of: list[Tensor] = []
+    for stack in stacks:
+        whole = stack[0]
+        if len(stack) > 1 or whole.dtype != dtype:
+            sizes = [t.shape[0] for t in stack]
+            whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
+            into += whole.split(sizes)
+            out_of += stack
+        made.append(whole)
+    if into:
+        torch._foreach_copy_(into, out_of)
+    return made
 
 
 class Group:
@@ -365,14 +381,18 @@ class Group:
         assert found is not None
         return dense(found, self.dtype)
 
+    def factors(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """[A…] (Σr, H) and every B, as they are multiplied."""
+        joined, *each = stacked(self.thin, a, *((own,) for own in b))
+        return joined, each
+
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def thin_products(self, rows: Tensor, a: Sequence[Tensor], first: int = 0) -> Tensor:
+    def thin_products(self, rows: Tensor, a: Tensor, first: int = 0) -> Tensor:
         """t (M, Σr) = x [A…]ᵀ of a tile of rows that begins at the row `first`."""
         if self.masks is not None:
-            masks = self.masks.of(range(self.count), first)
-            return dropped_product(rows, _joined(a, self.thin), self.ranks, masks, self.thin)
-        return _skinny(rows, _joined(a, self.thin).t(), self.thin)
+            return dropped_product(rows, a, self.ranks, self.masks.of(range(self.count), first), self.thin)
+        return _skinny(rows, a.t(), self.thin)
 
     def results(
         self, rows: Tensor, t: Tensor, b: Sequence[Tensor], biases: Sequence[Tensor | None],
@@ -381,7 +401,7 @@ class Group:
         """The adapter's part comes first: the wide product adds to it, and nothing of y's size is written twice."""
         results = []
         for i, own in enumerate(t.split(self.ranks, 1)):
-            factors = own, b[i].to(self.thin).t()
+            factors = own, b[i].t()
             if multiplier(self.frozen[i]) is None:
                 y = _outer(*factors, self.dtype, self.scales[i], biases[i])
                 results.append(y.addmm_(rows, self.weight(i, weights).t()))
@@ -396,23 +416,25 @@ class Group:
 
     # ----------------------------------------------------------------------------------------------------- backward
 
-    def upstream(self, dys: Sequence[Tensor | None], b: Sequence[Tensor]) -> list[Tensor | None]:
-        """uᵢ (M, r) = sᵢ dyᵢ Bᵢ."""
-        return [
-            None if dy is None else _skinny(dy, own.to(self.thin), self.thin, scale)
-            for dy, own, scale in zip(dys, b, self.scales, strict=True)
-        ]
+    def upstream(self, dys: Sequence[Tensor | None], b: Sequence[Tensor]) -> Tensor:
+        """u (M, Σr) = [sᵢ dyᵢ Bᵢ…], the columns of layers that have a gradient."""
+        present = [i for i, dy in enumerate(dys) if dy is not None]
+        if len(present) == 1:
+            (i,) = present
+            return _skinny(dys[i], b[i], self.thin, self.scales[i])  # type: ignore[arg-type]
+        ranks = [self.ranks[i] for i in present]
+        u = b[0].new_empty(dys[present[0]].shape[0], sum(ranks))  # type: ignore[union-attr]
+        for i, own in zip(present, u.split(ranks, 1), strict=True):
+            _skinny(dys[i], b[i], self.thin, self.scales[i], own)  # type: ignore[arg-type]
+        return u
 
     def input_gradient(
-        self, dys: Sequence[Tensor | None], us: Sequence[Tensor | None], a: Sequence[Tensor],
-        weights: Sequence[Tensor | None], first: int = 0,
-    ) -> Tensor:  # fmt: skip
-        present = [i for i, u in enumerate(us) if u is not None]
-        u, joined = _joined([t for t in us if t is not None], self.thin, 1), _joined([a[i] for i in present], self.thin)
-        if self.masks is None:
-            dx = _outer(u, joined, self.dtype)
-        else:
-            dx = self.dropped_outer(u, joined, present, first)
+        self, dys: Sequence[Tensor | None], u: Tensor, a: Tensor, weights: Sequence[Tensor | None], first: int = 0
+    ) -> Tensor:
+        """dx = u [A…] + Σ dyᵢ Wᵢ, over the layers that have a gradient."""
+        present = [i for i, dy in enumerate(dys) if dy is not None]
+        joined = self._of(present, a, 0)
+        dx = _outer(u, joined, self.dtype) if self.masks is None else self.dropped_outer(u, joined, present, first)
         for i in present:
             dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
         return dx
@@ -423,15 +445,30 @@ class Group:
         ranks = [self.ranks[i] for i in present]
         return dropped_outer(u, a, ranks, self.masks.of(present, first), self.dtype)
 
+    def _of(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
+        """The parts of some layers in a tensor that joins those of `among`, by default all."""
+        among = range(self.count) if among is None else among
+        if len(layers) == len(among):
+            return joined
+        parts = dict(zip(among, joined.split([self.ranks[i] for i in among], dim), strict=True))
+        return torch.cat([parts[i] for i in layers], dim)
+
     def a_gradients(
-        self, us: Sequence[Tensor | None], rows: Tensor, a: Sequence[Tensor], needs: Sequence[bool], first: int = 0
+        self,
+        dys: Sequence[Tensor | None],
+        u: Tensor,
+        rows: Tensor,
+        a: Sequence[Tensor],
+        needs: Sequence[bool],
+        first: int = 0,
     ) -> list[Tensor | None]:
         """d[A…] = [u…]ᵀ x, in one product."""
-        wanted = [i for i, u in enumerate(us) if u is not None and needs[i]]
+        present = [i for i, dy in enumerate(dys) if dy is not None]
+        wanted = [i for i in present if needs[i]]
         found: list[Tensor | None] = [None] * self.count
         if not wanted:
             return found
-        u = _joined([us[i] for i in wanted], self.thin, 1)  # type: ignore[misc]
+        u = self._of(wanted, u, 1, present)
         widest = a[wanted[0]].dtype
         for i in wanted:
             widest = torch.promote_types(widest, a[i].dtype)
@@ -471,10 +508,11 @@ class _LoraLinear(torch.autograd.Function):
         a, b, biases, weights = plan.split(tensors)
         need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
         rows = x.reshape(-1, x.shape[-1])
-        t = plan.thin_products(rows, a)
+        joined, thin = plan.factors(a, b)
+        t = plan.thin_products(rows, joined)
         own_x = x if any(need_a) else None
         keep(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
-        ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, b, biases, weights)]
+        ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, thin, biases, weights)]
         # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
         unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
         way = (
@@ -498,12 +536,16 @@ def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
     if all(dy is None for dy in dys):
         return (None,) * len(ctx.needs_input_grad)
-    us = plan.upstream(dys, b) if need_x or any(needs[0]) else [None] * n
-    dx = None
-    if need_x:
-        dx = plan.input_gradient(dys, us, a, weights)
-        dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
-    da = plan.a_gradients(us, x.reshape(-1, x.shape[-1]), a, needs[0]) if any(needs[0]) else [None] * n
+    dx: Tensor | None = None
+    da: list[Tensor | None] = [None] * n
+    if need_x or any(needs[0]):
+        joined, thin = plan.factors(a, b)
+        u = plan.upstream(dys, thin)
+        if need_x:
+            dx = plan.input_gradient(dys, u, joined, weights)
+            dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
+        if any(needs[0]):
+            da = plan.a_gradients(dys, u, x.reshape(-1, x.shape[-1]), a, needs[0])
     db = plan.b_gradients(dys, t, b, needs[1]) if any(needs[1]) else [None] * n
     return dx, None, None, *da, *db, *_bias_gradients(dys, needs[2], plan.dtype), *[None] * n
 
@@ -525,10 +567,11 @@ class _GatedLoraLinear(torch.autograd.Function):
             # A checkpoint computes no further than here: t takes the product, which the backward pass makes anyway.
             keep(ctx, saved_by, gate, up, None, *a, *b, *weights)
         product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
-        t = plan.thin_products(product, a)
+        joined, thin = plan.factors(a, b)
+        t = plan.thin_products(product, joined)
         if saved_by is None:
             keep(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
-        y = plan.results(product, t, b, biases, weights)[0]
+        y = plan.results(product, t, thin, biases, weights)[0]
         y = y.view(*gate.shape[:-1], y.shape[1])
         way: tuple[Tensor, ...] = ()
         if saved_by is None and biases[0] is not None:
@@ -550,12 +593,13 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     a, b, weights = (rest[i : i + 1] for i in range(3))
     need_gate, need_up, *_, need_a, need_b, need_bias, _ = ctx.needs_input_grad
     rows = dy.reshape(-1, dy.shape[-1])
-    us = plan.upstream([rows], b)
+    joined, thin = plan.factors(a, b)
+    u = plan.upstream([rows], thin)
     dgate = dup = da = db = None
     recomputed = need_a or (need_b and t is None)
     if need_gate or need_up:
         # scratch is first the product's gradient. The kernel overwrites it by the product, which dA needs.
-        scratch = plan.input_gradient([rows], us, a, weights)
+        scratch = plan.input_gradient([rows], u, joined, weights)
         over = ctx.inplace and not graph_is_kept()
         if need_gate:
             dgate = gate.detach() if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -569,7 +613,7 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     elif recomputed:
         scratch = _gated_fwd(gate, up, ctx.act, 1.0, 1.0).view(-1, a[0].shape[1])
     if need_b:
-        db = plan.b_gradients([rows], plan.thin_products(scratch, a) if t is None else t, b, [True])[0]
+        db = plan.b_gradients([rows], plan.thin_products(scratch, joined) if t is None else t, b, [True])[0]
     if need_a:
-        da = plan.a_gradients(us, scratch, a, [True])[0]
+        da = plan.a_gradients([rows], u, scratch, a, [True])[0]
     return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None, None

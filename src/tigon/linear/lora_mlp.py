@@ -25,10 +25,18 @@ from tigon.linear.adapters import (
     gated_lora_linear,
     lora_linear,
     runs_by_hand,
+    stacked,
     widest_dtype,
 )
 from tigon.ops.acts import Act, checked_act
-from tigon.ops.gated_lora import WIDEST, Added, gated_lora_backward, gated_lora_forward
+from tigon.ops.gated_lora import (
+    WIDEST,
+    Added,
+    gated_lora_backward,
+    gated_lora_forward,
+    gated_lora_gradients,
+    sums_along,
+)
 from tigon.runtime import first_order, graph_is_kept, keep, kept, use_triton
 
 
@@ -96,15 +104,16 @@ class _LoraMLP(torch.autograd.Function):
         first, last = plans
         ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
         rows = x.reshape(-1, x.shape[-1])
-        t = first.thin_products(rows, (ag, au))
+        joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
+        t = first.thin_products(rows, joined)
         g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
         if saved_by is not None:
             keep(ctx, saved_by, x, t, g, u, None, *tensors)
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
-        td = last.thin_products(h, (ad,))
+        td = last.thin_products(h, own_ad)
         if saved_by is None:
             keep(ctx, saved_by, x, t, g, u, td, *tensors)
-        y = last.results(h, td, (bd,), (bias,), (wd,))[0]
+        y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
         return (y.view(*x.shape[:-1], y.shape[1]),)
 
     @staticmethod
@@ -126,31 +135,46 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         ctx.needs_input_grad[i] for i in (0, *range(5, 15))
     )
     rows = dy.reshape(-1, dy.shape[-1])
-    ud = last.upstream([rows], (bd,))[0]
+    joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
+    ud = last.upstream([rows], (own_bd,))
     behind = None
     if last.masks is None:
         # The frozen layer's part alone: the kernel adds ud A.
         dh, behind = torch.mm(rows, last.weight(0, (wd,))), Added(ud, ad)
     else:
-        dh = last.input_gradient([rows], [ud], (ad,), (wd,))
-    # The kernel writes h over dh, if an adapter needs h.
+        dh = last.input_gradient([rows], ud, own_ad, (wd,))
     if ctx.inplace and not graph_is_kept():
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
     added = (*_added(first, t, (bg, bu)), behind)
-    h = dh if need_ad or (need_bd and td is None) else None
-    gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
-    dad = last.a_gradients([ud], h, (ad,), (True,))[0] if need_ad else None
-    dbd = None
-    if need_bd:
-        dbd = last.b_gradients([rows], last.thin_products(h, (ad,)) if td is None else td, (bd,), (True,))[0]
+    recomputes = need_bd and td is None
+    along = sums_along(g, (*first.ranks, *last.ranks))
+    # The kernel writes h over dh where down's adapter needs h and the kernel cannot serve it: masks may lie between.
+    h = dh if (need_ad or recomputes) and (behind is None or not along) else None
+    if along:
+        found = gated_lora_gradients(
+            dh, g, u, added, ctx.act, (dg, du), h, b=need_bg or need_bu, a=need_ad and h is None,
+            t=recomputes and h is None,
+        )  # fmt: skip
+        up_stream, td = found.u, td if found.t is None else found.t
+        dad, dbg, dbu = (
+            None if not need or d is None else d.to(like.dtype)
+            for d, need, like in ((found.da, need_ad, ad), (found.db_gate, need_bg, bg), (found.db_up, need_bu, bu))
+        )
+    else:
+        gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
+        up_stream = first.upstream((dg, du), stacked(first.dtype, (bg,), (bu,)))
+        dbg, dbu = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
+        dad = None
+    if h is not None:
+        dad = last.a_gradients([rows], ud, h, (ad,), (need_ad,))[0]
+        td = last.thin_products(h, own_ad) if recomputes else td
     del dh, h
-    us = first.upstream((dg, du), (bg, bu))
+    dbd = last.b_gradients([rows], td, (bd,), (True,))[0] if need_bd else None
     dx = None
     if need_x:
-        dx = first.input_gradient((dg, du), us, (ag, au), (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
-    dags = first.a_gradients(us, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
-    dbs = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
+        dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
+    dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None
-    return dx, None, None, None, None, *dags, *dbs, None, None, dad, dbd, dbias, None
+    return dx, None, None, None, None, *dags, dbg, dbu, None, None, dad, dbd, dbias, None

@@ -27,13 +27,13 @@ from torch import Tensor
 from tigon.linear.adapters import (
     Group,
     LoRA,
-    _joined,
     _outer,
     _plus,
     _skinny,
     adapter_reference,
     checked_layers,
     runs_by_hand,
+    stacked,
 )
 from tigon.ops.lora_dropout import Masks, draw_masks
 from tigon.runtime import autocast_device, autocast_dtype, first_order, keep, kept, way_back
@@ -155,7 +155,7 @@ class _ThinProducts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.group, ctx.passes, ctx.fresh, ctx.shape = True, group, passes, fresh, x.shape
-        t = group.thin_products(x.reshape(-1, x.shape[-1]), a)
+        t = group.thin_products(x.reshape(-1, x.shape[-1]), stacked(group.thin, a)[0])
         needed = any(ctx.needs_input_grad[5:])
         keep(ctx, saved_by, x if needed else None, *a)
         way: tuple[Tensor, ...] = ()
@@ -176,9 +176,14 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     dx, us = (given[0], given[1 : 1 + n]) if ctx.passes else (None, given[:n])
     x, *a = kept(ctx)[: 1 + n]
     present = [i for i, u in enumerate(us) if u is not None]
-    if ctx.needs_input_grad[0] and present:
-        u = _joined([us[i] for i in present], group.thin, 1)  # type: ignore[misc]
-        own = _joined([a[i] for i in present], group.thin)
+    needs = ctx.needs_input_grad[5 : 5 + n]
+    da: list[Tensor | None] = [None] * n
+    if not present:
+        return dx, None, None, None, None, *da
+    found = [u for u in us if u is not None]
+    u = found[0] if len(found) == 1 else torch.cat(found, 1)
+    if ctx.needs_input_grad[0]:
+        (own,) = stacked(group.thin, [a[i] for i in present])
         over = dx is not None and ctx.fresh and dx.is_contiguous() and not dx.requires_grad
         rows = None if dx is None else dx.reshape(-1, dx.shape[-1])
         if group.masks is not None:
@@ -187,10 +192,8 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         else:
             dx = _outer(u, own, group.dtype) if rows is None else _plus(rows, u, own, over=over)
         dx = dx.view(ctx.shape)
-    needs = ctx.needs_input_grad[5 : 5 + n]
-    da: list[Tensor | None] = [None] * n
-    if any(needs) and present:
-        da = group.a_gradients(us, x.reshape(-1, x.shape[-1]), a, needs)
+    if any(needs):
+        da = group.a_gradients(us, u, x.reshape(-1, x.shape[-1]), a, needs)
     return dx, None, None, None, None, *da
 
 

@@ -6,14 +6,19 @@ tensors anyway: here it adds the adapters' parts to the tiles that it has loaded
 inner numbers on the tensor cores.
 
     forward     reads gate, up; writes y
-    backward    reads dy, gate, up; writes dgate, dup, and y again over dy, which the adapter behind y needs
+    backward    reads dy, gate, up; writes dgate and dup
     dy          of the frozen layer behind alone: the part of its adapter, u A, is added to the tile as well
+
+The adapters' own gradients are products of dgate, dup and y with r other columns. Up to rank 16 the backward pass makes
+these products from the tiles that it holds, and y is not written at all; `gated_lora_gradients` returns them. Beyond,
+`gated_lora_backward` writes y as well, over dy, and leaves the products to its caller.
 
 Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +26,25 @@ from torch import Tensor
 
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import gated_reference
-from tigon.runtime import cdiv, jit, launch, launcher, next_power_of_2, tl
+from tigon.runtime import (
+    cdiv,
+    jit,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    register_limit,
+    tl,
+)
 
 # Ranks up to here. Beyond, the adapters' tiles cost more to read again than their parts to write once: at rank 64 and
 # 8192 x 14336 on an H100 the backward pass took 0.90 ms, one of its own and torch's sums 0.61.
 WIDEST = 32
+# Ranks up to which the backward pass makes the products too. On an H100, 8192 x 14336: 0.68 ms for 1.02 at rank 16, and
+# 1.16 for 1.10 at rank 32, where the sums take the registers that a second program would need.
+SUMMED = 16
+# A thread of that pass: 228 would fit no third program into a multiprocessor, and take 0.87 ms for 0.68.
+REGISTERS = 168
 
 
 class Added(NamedTuple):
@@ -38,6 +57,9 @@ class Added(NamedTuple):
     t: Tensor
     b: Tensor
     scale: float = 1.0
+
+
+Adapters = tuple[Added, Added, "Added | None"]  # of gate, of up, and of the gradient that comes from the layer behind
 
 
 def gated_lora_reference(gate: Tensor, up: Tensor, added: tuple[Added, Added], act: str) -> Tensor:
@@ -79,43 +101,127 @@ def _gated_lora_fwd_kernel(
 
 @jit
 def _gated_lora_bwd_kernel(
-    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, tg_ptr, tu_ptr, td_ptr, bg_ptr, bu_ptr, ad_ptr, M, N, stride_dym,
-    stride_gm, stride_um, stride_dgm, stride_dum, stride_ym, stride_tgm, stride_tum, stride_tdm, scale_g, scale_u,
-    scale_d, RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr, ACT: tl.constexpr, R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, y_ptr, thin_ptr, wide_ptr, tg_ptr, tu_ptr, td_ptr, bg_ptr, bu_ptr, ad_ptr,
+    M, N, ROWS, stride_tgm, stride_tum, stride_tdm, scale_g, scale_u, scale_d, RG: tl.constexpr, RU: tl.constexpr,
+    RD: tl.constexpr, ACT: tl.constexpr, R: tl.constexpr, WITH_B: tl.constexpr, WITH_A: tl.constexpr,
+    WITH_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # A program owns BLOCK_N columns and walks down ROWS rows: sums over rows stay in registers, sums over columns are
+    # written once for each block of columns. Neighbours in the grid share their rows, so t comes from the cache.
     blocks = tl.cdiv(N, BLOCK_N)
-    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, R)
-    here, within = (rows < M)[:, None], (cols < N)[:, None]
-    mask = here & (cols < N)[None, :]
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    cols, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    inside, within = (cols < N)[None, :], (cols < N)[:, None]
     kind = g_ptr.dtype.element_ty
-    tg = tl.load(tg_ptr + rows[:, None] * stride_tgm + r[None, :], mask=here & (r < RG)[None, :], other=0.0)
-    tu = tl.load(tu_ptr + rows[:, None] * stride_tum + r[None, :], mask=here & (r < RU)[None, :], other=0.0)
-    if td_ptr is not None:
-        td = tl.load(td_ptr + rows[:, None] * stride_tdm + r[None, :], mask=here & (r < RD)[None, :], other=0.0)
     bg = tl.load(bg_ptr + cols[:, None] * RG + r[None, :], mask=within & (r < RG)[None, :], other=0.0)
     bu = tl.load(bu_ptr + cols[:, None] * RU + r[None, :], mask=within & (r < RU)[None, :], other=0.0)
+    bg, bu = (bg.to(tl.float32) * scale_g).to(kind), (bu.to(tl.float32) * scale_u).to(kind)
     if td_ptr is not None:
         # A of the layer behind lies with its rank first: (r, N).
-        ad = tl.load(
-            ad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :], mask=(r < RD)[:, None] & (cols < N)[None, :],
-            other=0.0,
-        )  # fmt: skip
-    g = tl.load(g_ptr + rows[:, None] * stride_gm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + rows[:, None] * stride_um + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = tl.dot(tg, (bg.to(tl.float32) * scale_g).to(kind).T, g, input_precision="ieee")
-    u = tl.dot(tu, (bu.to(tl.float32) * scale_u).to(kind).T, u, input_precision="ieee")
-    if td_ptr is not None:
-        dy = tl.dot(td, (ad.to(tl.float32) * scale_d).to(kind), dy, input_precision="ieee")
-    a, da = ACT(g)
-    # y may lie over dy, dgate over gate and dup over up: all of a tile was read before any of it is written.
-    if y_ptr is not None:
-        tl.store(y_ptr + rows[:, None] * stride_ym + cols[None, :], (a * u).to(kind), mask=mask)
-    tl.store(dg_ptr + rows[:, None] * stride_dgm + cols[None, :], (dy * u * da).to(kind), mask=mask)
-    tl.store(du_ptr + rows[:, None] * stride_dum + cols[None, :], (dy * a).to(kind), mask=mask)
+        first_ad = ad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :]
+        ad = (tl.load(first_ad, mask=(r < RD)[:, None] & inside, other=0.0).to(tl.float32) * scale_d).to(kind)
+    dbg = tl.zeros((R, BLOCK_N), tl.float32)
+    dbu = tl.zeros((R, BLOCK_N), tl.float32)
+    dad = tl.zeros((R, BLOCK_N), tl.float32)
+    THIN: tl.constexpr = 3 * R if WITH_T else 2 * R
+    for first in tl.range(part * ROWS, min(part * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
+        rows = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
+        here = (rows < M)[:, None]
+        mask, at = here & inside, rows[:, None] * N + cols[None, :]
+        tg = tl.load(tg_ptr + rows[:, None] * stride_tgm + r[None, :], mask=here & (r < RG)[None, :], other=0.0)
+        tu = tl.load(tu_ptr + rows[:, None] * stride_tum + r[None, :], mask=here & (r < RU)[None, :], other=0.0)
+        if td_ptr is not None:
+            td = tl.load(td_ptr + rows[:, None] * stride_tdm + r[None, :], mask=here & (r < RD)[None, :], other=0.0)
+        g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        g = tl.dot(tg, bg.T, g)
+        u = tl.dot(tu, bu.T, u)
+        if td_ptr is not None:
+            dy = tl.dot(td, ad, dy)
+        a, da = ACT(g)
+        # One result after the other, so that few are held at a time. y may lie over dy, dgate over gate, dup over up:
+        # a tile is read whole before any of it is written.
+        y = (a * u).to(kind)
+        if y_ptr is not None:
+            tl.store(y_ptr + at, y, mask=mask)
+        if WITH_T:
+            own = thin_ptr + (block * tl.cast(M, tl.int64) + rows)[:, None] * THIN + 2 * R + r[None, :]
+            tl.store(own, tl.dot(y, ad.T), mask=here)
+        # r rows, not r columns: products of 64 rows and more would go to larger instructions of the tensor cores, whose
+        # operands take shared memory.
+        if WITH_A:
+            dad = tl.dot(td.T, y, dad)
+        du = (dy * a).to(kind)
+        tl.store(du_ptr + at, du, mask=mask)
+        if thin_ptr is not None:
+            own = thin_ptr + (block * tl.cast(M, tl.int64) + rows)[:, None] * THIN + R + r[None, :]
+            tl.store(own, tl.dot(du, bu), mask=here)
+        if WITH_B:
+            dbu = tl.dot(tu.T, du, dbu)
+        dg = (dy * u * da).to(kind)
+        tl.store(dg_ptr + at, dg, mask=mask)
+        if thin_ptr is not None:
+            own = thin_ptr + (block * tl.cast(M, tl.int64) + rows)[:, None] * THIN + r[None, :]
+            tl.store(own, tl.dot(dg, bg), mask=here)
+        if WITH_B:
+            dbg = tl.dot(tg.T, dg, dbg)
+    if wide_ptr is not None:
+        total = wide_ptr + (part * 3 * R + r)[:, None] * tl.cast(N, tl.int64) + cols[None, :]
+        if WITH_B:
+            tl.store(total, dbg * scale_g, mask=inside)
+            tl.store(total + R * tl.cast(N, tl.int64), dbu * scale_u, mask=inside)
+        if WITH_A:
+            tl.store(total + 2 * R * tl.cast(N, tl.int64), dad * scale_d, mask=inside)
+
+
+@jit
+def _thin_sums_kernel(
+    thin_ptr, u_ptr, t_ptr, M, BLOCKS, RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr, R: tl.constexpr,
+    KINDS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # u (M, RG + RU) and t (M, RD) from the sums of each block of columns, in the order of the blocks.
+    rows = (tl.program_id(0) // KINDS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    r, which = tl.arange(0, R), tl.program_id(0) % KINDS
+    here = (rows < M)[:, None]
+    THIN: tl.constexpr = R * KINDS
+    total = tl.zeros((BLOCK_M, R), tl.float32)
+    for block in range(BLOCKS):
+        at = thin_ptr + (block * tl.cast(M, tl.int64) + rows)[:, None] * THIN + which * R + r[None, :]
+        total += tl.load(at, mask=here, other=0.0)
+    if which == 2:
+        if t_ptr is not None:
+            at = t_ptr + rows[:, None] * RD + r[None, :]
+            tl.store(at, total.to(t_ptr.dtype.element_ty), mask=here & (r < RD)[None, :])
+    else:
+        own = tl.where(which == 0, RG, RU)
+        at = u_ptr + rows[:, None] * (RG + RU) + which * RG + r[None, :]
+        tl.store(at, total.to(u_ptr.dtype.element_ty), mask=here & (r < own)[None, :])
+
+
+@jit
+def _wide_sums_kernel(
+    wide_ptr, dbg_ptr, dbu_ptr, dad_ptr, N, PARTS, RG: tl.constexpr, RU: tl.constexpr, RD: tl.constexpr,
+    R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # dBg (N, RG), dBu (N, RU) and dAd (RD, N) from the sums of each part of the rows, in the order of the parts.
+    cols = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r, which = tl.arange(0, R), tl.program_id(0) % 3
+    inside = (cols < N)[None, :]
+    total = tl.zeros((R, BLOCK_N), tl.float32)
+    for part in range(PARTS):
+        at = wide_ptr + ((part * 3 + which) * R + r)[:, None] * tl.cast(N, tl.int64) + cols[None, :]
+        total += tl.load(at, mask=inside, other=0.0)
+    if which == 0:
+        if dbg_ptr is not None:
+            tl.store(dbg_ptr + cols[None, :] * RG + r[:, None], total, mask=inside & (r < RG)[:, None])
+    elif which == 1:
+        if dbu_ptr is not None:
+            tl.store(dbu_ptr + cols[None, :] * RU + r[:, None], total, mask=inside & (r < RU)[:, None])
+    else:
+        if dad_ptr is not None:
+            at = dad_ptr + r[:, None] * tl.cast(N, tl.int64) + cols[None, :]
+            tl.store(at, total, mask=inside & (r < RD)[:, None])
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -138,32 +244,117 @@ def gated_lora_forward(gate: Tensor, up: Tensor, added: tuple[Added, Added], act
 
 
 def gated_lora_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, added: tuple[Added, Added, Added | None], act: str,
+    dy: Tensor, gate: Tensor, up: Tensor, added: Adapters, act: str,
     into: tuple[Tensor, Tensor], y: Tensor | None,
 ) -> None:  # fmt: skip
     """Write dgate and dup into the tensors given, which may be gate and up, and the unit's result into y, if any.
 
     dy: (M, N), the gradient of the unit's result but for its adapter's part, the third of `added`, whose b is (r, N);
-        the whole gradient where that is None. y may be dy.
+        the whole gradient where that is None. y may be dy. All tensors of (M, N) are contiguous.
     """
+    block_m, block_n, warps = _tile(_padded(added))
+    _backward(dy, gate, up, added, act, into, y, None, (block_m, block_n, block_m, 1), {"num_warps": warps})
+
+
+class Gradients(NamedTuple):
+    """Products of the adapters with dgate, dup and the unit's result y.
+
+    u: (M, rg + ru), the gradients of tg and tu beside each other, in the tensors' dtype.
+    db_gate, db_up: (N, rg), (N, ru). da: (rd, N), of the layer behind. All in fp32; None where not asked for.
+    t: (M, rd), y Aᵀ of the layer behind, in the tensors' dtype; None where not asked for.
+    """
+
+    u: Tensor
+    db_gate: Tensor | None
+    db_up: Tensor | None
+    da: Tensor | None
+    t: Tensor | None
+
+
+def gated_lora_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, added: Adapters, act: str, into: tuple[Tensor, Tensor],
+    y: Tensor | None, *, b: bool, a: bool, t: bool,
+) -> Gradients:  # fmt: skip
+    """As `gated_lora_backward`, and all products that the adapters' gradients need; for ranks up to SUMMED.
+
+    b, a, t: which of the gradients are wanted. a and t are of the layer behind, the third of `added`.
+    The same call gives the same bits: sums over columns and over rows are added up in a second launch, in one order.
+    """
+    M, N = gate.shape
+    ranks = rg, ru, rd = _ranks(added)
+    u, seen = gate.new_empty(M, rg + ru), gate.new_empty(M, rd) if t else None
+    db_gate, db_up, da = (
+        gate.new_empty(*shape, dtype=torch.float32) if want else None
+        for shape, want in (((N, rg), b), ((N, ru), b), ((rd, N), a))
+    )
+    found = Gradients(u, db_gate, db_up, da, seen)
+    if not gate.numel():
+        for empty in found:
+            if empty is not None:
+                empty.zero_()
+        return found
+    R, block_m, block_n = _padded(added), 16, 128
+    blocks, steps = cdiv(N, block_n), cdiv(M, block_m)
+    # Six programs for each multiprocessor: three run at a time, and the second half evens out how long they take.
+    rows = cdiv(steps, max(1, min(steps, 6 * multiprocessors(gate.device) // blocks))) * block_m
+    parts, kinds = cdiv(M, rows), 3 if t else 2
+    thin = gate.new_empty(blocks, M, kinds, R, dtype=torch.float32)
+    wide = gate.new_empty(parts, 3, R, N, dtype=torch.float32)
+    options = {"num_warps": 4, **register_limit(gate.device, REGISTERS)}
+    _backward(dy, gate, up, added, act, into, y, (thin, wide, b, a, t), (block_m, block_n, rows, 2), options)
+    launch(
+        _thin_sums_kernel, (M, N, ranks, t, u.dtype), (thin, u, seen),
+        lambda: (cdiv(M, 64) * kinds, (M, blocks, *ranks, R, kinds, 64), {"num_warps": 4}),
+    )  # fmt: skip
+    if a or b:
+        launch(
+            _wide_sums_kernel, (M, N, ranks, a, b), (wide, db_gate, db_up, da),
+            lambda: (cdiv(N, 64) * 3, (N, parts, *ranks, R, 64), {"num_warps": 4}),
+        )  # fmt: skip
+    return found
+
+
+def sums_along(gate: Tensor, ranks: Sequence[int]) -> bool:
+    """Whether `gated_lora_gradients` is the faster way. AMD's compiler keeps a part of its sums in memory."""
+    return max(ranks) <= SUMMED and bool(register_limit(gate.device, REGISTERS))
+
+
+def _ranks(added: Adapters) -> tuple[int, int, int]:
+    gate, up, behind = added
+    return gate.b.shape[1], up.b.shape[1], 1 if behind is None else behind.b.shape[0]
+
+
+def _padded(added: Adapters) -> int:
+    """The rank that tiles have: tensor cores multiply 16 inner numbers."""
+    return max(16, next_power_of_2(max(_ranks(added))))
+
+
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor, added: Adapters, act: str, into: tuple[Tensor, Tensor],
+    y: Tensor | None, sums: tuple[Tensor, Tensor, bool, bool, bool] | None, tile: tuple[int, int, int, int],
+    options: dict[str, int],
+) -> None:  # fmt: skip
+    """The kernel that both backward functions launch. tile: rows and columns, rows of a program, stages."""
     M, N = gate.shape
     if not gate.numel():
         return
     (tg, bg, scale_g), (tu, bu, scale_u), behind = added
     td, ad, scale_d = (None, None, 1.0) if behind is None else (behind.t, behind.b.contiguous(), behind.scale)
     bg, bu = bg.contiguous(), bu.contiguous()
-    ranks = bg.shape[1], bu.shape[1], 1 if ad is None else ad.shape[0]
-    tensors = dy, gate, up, *into, y, tg, tu, td, bg, bu, ad
-    strides = tuple(None if t is None else t.stride(0) for t in tensors[:9])
-    scales = scale_g, scale_u, scale_d
+    thin, wide, b, a, t = sums if sums is not None else (None, None, False, False, False)
+    block_m, block_n, rows, stages = tile
+    tensors = dy, gate, up, *into, y, thin, wide, tg, tu, td, bg, bu, ad
+    strides = tg.stride(0), tu.stride(0), None if td is None else td.stride(0)
+    scales, ranks = (scale_g, scale_u, scale_d), _ranks(added)
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        R = max(16, next_power_of_2(max(ranks)))
-        rows, cols, warps = _tile(R)
-        arguments = (M, N, *strides, *scales, *ranks, ACTS[act].tile, R, rows, cols)
-        return cdiv(M, rows) * cdiv(N, cols), arguments, {"num_warps": warps}
+        arguments = (
+            M, N, rows, *strides, *scales, *ranks, ACTS[act].tile, _padded(added), b, a, t, block_m, block_n, stages
+        )  # fmt: skip
+        return cdiv(N, block_n) * cdiv(M, rows), arguments, options
 
-    key = (M, N, strides, scales, ranks, act, gate.dtype, bg.dtype, bu.dtype, None if ad is None else ad.dtype)
+    kinds = gate.dtype, bg.dtype, bu.dtype, None if ad is None else ad.dtype
+    key = (M, N, rows, strides, scales, ranks, act, b, a, t, y is None, kinds)
     launch(_gated_lora_bwd_kernel, key, tensors, plan)
 
 

@@ -25,7 +25,15 @@ from tigon.runtime.autograd import (
     launcher,
     way_back,
 )
-from tigon.runtime.device import can_describe, describe, has_copy_engine, is_hopper, multiprocessors, shared_memory
+from tigon.runtime.device import (
+    can_describe,
+    describe,
+    has_copy_engine,
+    is_hopper,
+    multiprocessors,
+    register_limit,
+    shared_memory,
+)
 from tigon.runtime.dispatch import (
     BACKENDS,
     DTYPES,
@@ -71,6 +79,7 @@ __all__ = [
     "memory_order",
     "multiprocessors",
     "next_power_of_2",
+    "register_limit",
     "row_groups",
     "rows_of",
     "shared_memory",

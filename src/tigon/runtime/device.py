@@ -41,6 +41,17 @@ def has_copy_engine(device: torch.device) -> bool:
     return True
 
 
+@functools.cache
+def limits_registers(device: torch.device) -> bool:
+    """Whether Triton's compiler for the device takes a limit of registers: NVIDIA's does."""
+    return device.type != "cuda" or torch.version.hip is None
+
+
+def register_limit(device: torch.device, count: int) -> dict[str, int]:
+    """Triton's option that limits the registers of a thread, so that more programs share a multiprocessor."""
+    return {"maxnreg": count} if limits_registers(device) else {}
+
+
 def can_describe(*tensors: Tensor) -> bool:
     """Whether tensors can be passed to a kernel as descriptors, from which the copy engine loads tiles."""
     return (
