@@ -141,6 +141,41 @@ def test_logprob(options, offset, gap, dtype, device):
         torch.testing.assert_close(dx.double(), exact.grad, rtol=_rounded(dtype)["rtol"], atol=3e-6)
 
 
+DIVERGENCES = [
+    (tigon.kl_div, {"temperature": 0.8}),
+    (tigon.jsd, {"temperature": 0.8, "beta": 0.3}),
+    (tigon.tvd, {"temperature": 2.0}),
+    (tigon.kl_div, {"log_target": True}),
+    (tigon.kl_div, {"log_target": False}),
+    (tigon.jsd, {"beta": 1.0}),
+    (tigon.tvd, {}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("offset", "gap"), PLACES)
+def test_divergences(offset, gap, dtype, device):
+    for op, options in DIVERGENCES:
+        for N in WIDTHS[::2]:
+            a, b = torch.randn(2, 5, N, device=device) * 3
+            if "temperature" not in options:
+                a, b = (z.log_softmax(-1) for z in (a, b))
+                a = a.exp() if op is tigon.tvd else a
+                b = b.exp() if op is tigon.tvd or options.get("log_target") is False else b
+            a, b = (_placed(z.to(dtype), offset, gap)[0] for z in (a, b))
+            exact = a.double().requires_grad_()
+            with tigon.use_backend("torch"):
+                wanted = op(exact, b.double(), reduction="rows", **options)
+            upstream = torch.randn(5, device=device)
+            (wanted * upstream).sum().backward()
+            a = a.detach().requires_grad_()
+            with tigon.use_backend("triton"):
+                found = op(a, b, reduction="rows", **options)
+                (da,) = torch.autograd.grad((found * upstream).sum(), a)
+            torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(da.double(), exact.grad, rtol=_rounded(dtype)["rtol"], atol=3e-6)
+
+
 @pytest.mark.parametrize(("offset", "gap"), PLACES)
 def test_statistics_of_a_shard(offset, gap, device):
     for N in WIDTHS:

@@ -28,11 +28,13 @@ from tigon.runtime import (
     next_power_of_2,
     rows_of,
     tl,
+    uneven,
     unknown_keyword,
     use_triton,
 )
 from tigon.tiles.constants import LN2, LOG2E, LOWEST
 from tigon.tiles.divergence import half_sign, sides
+from tigon.tiles.edges import aligned, edges, split
 from tigon.tiles.fold import fold
 
 Reduction = Literal["batchmean", "mean", "sum", "rows"]
@@ -221,10 +223,45 @@ def _split(top, log, k):
 
 
 @jit
+def _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND: tl.constexpr):
+    """Fold tiles (DEPTH, lanes) of both sides' logits into the running maxima and sums of every lane."""
+    top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
+    top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
+    if KIND == "kl":
+        # Σ e · (b − a), relative to the teacher's maximum as sum_b is: both are rescaled by the same factor.
+        difference = tl.fma(b - a, LITTLE, shift * -LITTLE)
+        value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * difference), 0)
+    return top_a, sum_a, top_b, sum_b, value
+
+
+@jit
+def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
+    """The terms of a divergence of probabilities or log-probabilities."""
+    if KIND == "tvd":
+        terms = 0.5 * tl.abs(b - a)
+    elif FORM == "probabilities":
+        # By a select: 0 · log 0 is 0 here, and NaN in arithmetic.
+        terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
+    else:
+        terms, _, _ = sides(a * k, b * k, beta, KIND)
+    return terms
+
+
+@jit
+def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
+    """Both sides' edges of a row, as tiles (1, lanes)."""
+    edge, real = edges(input_ptr, first, width, V)
+    a = tl.load(input_ptr + edge, mask=real, other=other).to(tl.float32)
+    b = tl.load(target_ptr + edge, mask=real, other=other).to(tl.float32)
+    return a[None, :], b[None, :]
+
+
+@jit
 def _divergence_fwd_kernel(
     input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, beta, k,
-    KIND: tl.constexpr, FORM: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     if mask_ptr is not None:
         counts = tl.load(mask_ptr + row)
@@ -238,6 +275,11 @@ def _divergence_fwd_kernel(
             return
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
+    width = V
+    input_body, target_body = input_ptr, target_ptr
+    if EDGES:
+        first, width = split(input_ptr, V)
+        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
     # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
     lane = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     # A sum for every lane: lanes meet once, at the end of the row.
@@ -253,21 +295,31 @@ def _divergence_fwd_kernel(
         shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
         # Where the first logits are a mask's -inf there is no such constant.
         shift = tl.where(tl.abs(shift) < 1e30, shift, 0.0)
-        for start in range(0, V, DEPTH * BLOCK):
-            mask = start + lane < V
-            a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-            b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-            top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
-            top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
-            if KIND == "kl":
-                # Σ e · (b − a), relative to the teacher's maximum as sum_b is: both are rescaled by the same factor.
-                difference = tl.fma(b - a, LITTLE, shift * -LITTLE)
-                value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * difference), 0)
+        for start in range(0, width, DEPTH * BLOCK):
+            mask = start + lane < width
+            a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+            b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+            top_a, sum_a, top_b, sum_b, value = _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND)
         row_a = tl.max(top_a, 0)
         row_b = tl.max(top_b, 0)
+        if EDGES:
+            a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
+            nothing = tl.zeros((a_edge.shape[1],), tl.float32)
+            least = nothing + LOWEST
+            edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
+                a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
+            )
+            row_a = tl.maximum(row_a, tl.max(edge_a, 0))
+            row_b = tl.maximum(row_b, tl.max(edge_b, 0))
         weight = tl.exp2((top_b - row_b) * k)
-        log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
+        whole_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
+        if EDGES:
+            whole_a += tl.sum(edge_sum_a * tl.exp2((edge_a - row_a) * k), 0)
+        log_a = tl.log2(whole_a)
         whole = tl.sum(sum_b * weight, 0)
+        if EDGES:
+            edge_weight = tl.exp2((edge_b - row_b) * k)
+            whole += tl.sum(edge_sum_b * edge_weight, 0)
         log_b = tl.log2(whole)
         high_a, low_a = _split(row_a, log_a, k)
         high_b, low_b = _split(row_b, log_b, k)
@@ -277,58 +329,59 @@ def _divergence_fwd_kernel(
         tl.store(stats_ptr + 5 * row + 3, low_b)
         if KIND == "kl":
             # KL = E_p[b − a] − (lse_b − lse_a): one reading gives both, without log-probabilities.
-            gap = tl.fma(tl.sum(value * weight, 0) / whole, 1.0 / LITTLE, shift - (row_b - row_a))
+            part = tl.sum(value * weight, 0)
+            if EDGES:
+                part += tl.sum(edge_value * edge_weight, 0)
+            gap = tl.fma(part / whole, 1.0 / LITTLE, shift - (row_b - row_a))
             tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
         else:
             # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
             mean_u = tl.zeros((BLOCK,), tl.float32)
-            blocks = tl.cdiv(V, DEPTH * BLOCK)
+            blocks = tl.cdiv(width, DEPTH * BLOCK)
             for i in range(blocks):
                 # From the end, which the first reading read last and the cache still holds.
                 start = (blocks - 1 - i) * (DEPTH * BLOCK)
-                mask = start + lane < V
-                a = tl.load(input_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-                b = tl.load(target_ptr + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+                mask = start + lane < width
+                a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+                b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
                 terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
                 value += tl.sum(terms, 0)
                 mean_u += tl.sum(q * u, 0)
-            tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
-            tl.store(stats_ptr + 5 * row + 4, tl.sum(mean_u, 0))
+            result_ptr = rows_ptr + row
+            all_terms = tl.sum(value, 0)
+            if EDGES:
+                a, b = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
+                terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+                all_terms += tl.sum(tl.sum(terms, 0), 0)
+            tl.store(result_ptr, all_terms * (1.0 if KIND == "tvd" else LN2))
+            mean_ptr = stats_ptr + 5 * row + 4
+            all_u = tl.sum(mean_u, 0)
+            if EDGES:
+                all_u += tl.sum(tl.sum(q * u, 0), 0)
+            tl.store(mean_ptr, all_u)
     else:
-        for start in range(0, V, DEPTH * BLOCK):
-            mask = start + lane < V
-            # What masked columns hold has no probability in either form: 0, or its logarithm.
-            other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
-            a = tl.load(input_ptr + start + lane, mask=mask, other=other).to(tl.float32)
-            b = tl.load(target_ptr + start + lane, mask=mask, other=other).to(tl.float32)
-            if KIND == "tvd":
-                terms = 0.5 * tl.abs(b - a)
-            elif FORM == "probabilities":
-                # By a select: 0 · log 0 is 0 here, and NaN in arithmetic.
-                terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
-            else:
-                terms, _, _ = sides(a * k, b * k, beta, KIND)
-            value += tl.sum(terms, 0)
-        tl.store(rows_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
+        # What masked columns hold has no probability in either form: 0, or its logarithm.
+        other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
+        for start in range(0, width, DEPTH * BLOCK):
+            mask = start + lane < width
+            a = tl.load(input_body + start + lane, mask=mask, other=other).to(tl.float32)
+            b = tl.load(target_body + start + lane, mask=mask, other=other).to(tl.float32)
+            value += tl.sum(_terms(a, b, beta, k, KIND, FORM), 0)
+        result_ptr = rows_ptr + row
+        all_terms = tl.sum(value, 0)
+        if EDGES:
+            a, b = _both_edges(input_ptr, target_ptr, first, width, V, other)
+            all_terms += tl.sum(tl.sum(_terms(a, b, beta, k, KIND, FORM), 0), 0)
+        tl.store(result_ptr, all_terms * (1.0 if KIND == "tvd" else LN2))
 
 
 @jit
-def _divergence_bwd_kernel(
-    drows_ptr, input_ptr, target_ptr, mask_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm, beta, k,
-    KIND: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
+def _write_gradient(
+    drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, here, valid, high_a, low_a,
+    stride_g, stride_im, stride_tm, stride_dm, beta, k, KIND: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(V, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    # A flat grid: with the row's statistics known an element depends on nothing else in its row.
-    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    valid = True
-    if FORM == "logits":
-        high_a = tl.load(stats_ptr + 5 * row)
-        low_a = tl.load(stats_ptr + 5 * row + 1)
-        valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
-    elif mask_ptr is not None:
-        valid = tl.load(mask_ptr + row) != 0
-    mask = (cols < V) & valid
+    """The gradient of some columns of a row. here: columns of the row. high_a, low_a: of logits, None for others."""
+    mask = here & valid
     # Ignored rows are not read: their mask is empty.
     b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
     if input_ptr is not None:
@@ -356,7 +409,49 @@ def _divergence_bwd_kernel(
         dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
     # A select, since an ignored row's upstream gradient may be NaN.
     dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
-    tl.store(dinput_ptr + row * V + cols, dx.to(dinput_ptr.dtype.element_ty), mask=cols < V)
+    tl.store(dinput_ptr + row * stride_dm + cols, dx.to(dinput_ptr.dtype.element_ty), mask=here)
+
+
+@jit
+def _divergence_bwd_kernel(
+    drows_ptr, input_ptr, target_ptr, mask_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm, beta, k,
+    KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    # A flat grid: with the row's statistics known an element depends on nothing else in its row.
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    valid = True
+    high_a, low_a = None, None
+    if FORM == "logits":
+        high_a = tl.load(stats_ptr + 5 * row)
+        low_a = tl.load(stats_ptr + 5 * row + 1)
+        valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
+    elif mask_ptr is not None:
+        valid = tl.load(mask_ptr + row) != 0
+    width, stride_dm = V, V
+    if EDGES:
+        target_ptr += row * stride_tm
+        if input_ptr is not None:
+            input_ptr += row * stride_im
+        dinput_ptr += row * V
+        first, width = split(target_ptr, V)
+        if tl.program_id(0) % blocks == 0:
+            # The first program of a row has its edges, too.
+            edge, real = edges(target_ptr, first, width, V)
+            _write_gradient(
+                drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, edge, real, valid, high_a, low_a,
+                stride_g, 0, 0, 0, beta, k, KIND, FORM,
+            )  # fmt: skip
+        target_ptr, dinput_ptr = aligned(target_ptr, first), aligned(dinput_ptr, first)
+        if input_ptr is not None:
+            input_ptr = aligned(input_ptr, first)
+        # The pointers are the row's already.
+        stride_im, stride_tm, stride_dm = 0, 0, 0
+    _write_gradient(
+        drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, cols < width, valid, high_a, low_a,
+        stride_g, stride_im, stride_tm, stride_dm, beta, k, KIND, FORM,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -395,7 +490,7 @@ def _divergence_fwd(
         return rows.zero_(), stats
     a, b = rows_of(input), rows_of(target)
     M, V = a.shape
-    arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form)
+    arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form, uneven(a, b))
     tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
     key = (M, arguments, a.dtype, b.dtype, mask is None)
 
@@ -432,13 +527,15 @@ def _divergence_bwd(
     a, b = None if input is None else rows_of(input), rows_of(target)
     M, V = b.shape
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
-    arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form)
+    apart = uneven(b, dinput.view(M, V), *(() if a is None else (a,)))
+    arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form, apart)
     tensors = (g, a, b, None if mask is None else mask.contiguous(), stats, dinput)
     key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, mask is None)
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        return M * cdiv(V, block), (*arguments, block), {"num_warps": warps}
+        # The edges of a row are its first program's: the others share what is left of it.
+        return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_divergence_bwd_kernel, key, tensors, plan)
     return dinput
