@@ -804,7 +804,7 @@ def quantised(layer, compute_dtype):
     return linear
 
 
-def qlora(dtype, device, move=True):
+def qlora(dtype, device, move=True, **options):
     """The small Llama in nf4, with adapters; bitsandbytes quantises when a layer moves to its device."""
     torch.manual_seed(0)
     base = llama().to(dtype).to(device)
@@ -815,7 +815,7 @@ def qlora(dtype, device, move=True):
                     linear = quantised(child.cpu(), dtype)
                     setattr(owner, name, linear.to(device) if move else linear)
     base.is_loaded_in_4bit = True
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL, task_type="CAUSAL_LM", **options)
     return settled(peft.get_peft_model(base.requires_grad_(False), config)).train()
 
 
@@ -832,6 +832,21 @@ def test_qlora(autocast, device):
     assert got[1].keys() == expected[1].keys()
     for name, g in expected[1].items():
         assert (got[1][name] - g).norm() <= (0.05 if autocast else 1e-5) * g.norm(), name
+
+
+def test_qlora_with_dropout(device):
+    pytest.importorskip("bitsandbytes")
+    plain, model = (qlora(torch.float32, device, lora_dropout=0.25) for _ in range(2))
+    fusion = tigon.fuse(model)
+    replaying(plain, 0.25)
+    torch.manual_seed(11)
+    got = step(model, batch(), device=device)
+    assert ran(fusion) == 14
+    torch.manual_seed(11)
+    expected = step(plain, batch(), device=device)
+    torch.testing.assert_close(got[0], expected[0], rtol=3e-6, atol=0)
+    for name, g in expected[1].items():
+        assert (got[1][name] - g).norm() <= 1e-5 * g.norm(), name
 
 
 def test_a_quantised_layer_without_state_is_named(device):
