@@ -185,6 +185,26 @@ def test_without_bitsandbytes_it_names_the_install_line(tmp_path):
     assert done.stderr == f"tigon: --quantize needs bitsandbytes: {install('quantize')}\n"
 
 
+def test_a_model_that_torchao_has_quantised(tigon, checkpoint, text, tmp_path):
+    """What is left whole is in bf16, as the weights: else these would stay dense until the backward pass."""
+    torchao = pytest.importorskip("torchao")
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    config = TorchAoConfig(torchao.quantization.Int8WeightOnlyConfig())
+    stored = tmp_path / "stored"
+    AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    ).save_pretrained(stored)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, stored)
+    done = tigon(
+        "train", "--model", stored, "--data", text, "--lora", 4, "--steps", 2, "--batch-size", 2, "--seq-len", 32,
+        "--precision", "bf16", "--device", "cpu", "--output", tmp_path / "run",
+    ).ok()  # fmt: skip
+    assert "torchao weights, the rest in bf16 and bf16 autocast on CPU" in done.out
+    assert "adapters 14" in done.out
+
+
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
 def test_a_stored_model_whose_library_is_missing_gets_a_sentence(method, checkpoint, text, tmp_path):
     pytest.importorskip("transformers")

@@ -173,11 +173,21 @@ def quantize_options(word: str, dtype: Any, device: Any) -> dict[str, Any]:
 
 def quantized_to(config: Any) -> str | None:
     """The word of --quantize for what bitsandbytes has made of the model of this configuration; else None."""
-    found = getattr(config, "quantization_config", None)
-    fields = found if isinstance(found, dict) or found is None else found.to_dict()
-    if not fields or not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
+    fields = _quantization(config)
+    if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         return None
     return str(fields.get("bnb_4bit_quant_type", "fp4")) if fields.get("load_in_4bit") else "int8"
+
+
+def stored_form(config: Any) -> str | None:
+    """What the frozen weights of a model of this configuration are stored as, in a word; None where they are whole."""
+    method = _quantization(config).get("quant_method")
+    return quantized_to(config) or (None if method is None else str(getattr(method, "value", method)))
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    found = getattr(config, "quantization_config", None)
+    return dict((found if isinstance(found, dict) else found.to_dict()) if found else {})
 
 
 def is_quantized(model: Any) -> bool:

@@ -38,9 +38,9 @@ from tigon.cli.model import (
     load_tokenizer,
     lora_config,
     quantize_options,
-    quantized_to,
     quiet_transformers,
     random_model,
+    stored_form,
     with_adapters,
 )
 from tigon.cli.options import TrainOptions
@@ -102,7 +102,7 @@ def run(
     pure = options.precision == "bf16-pure"
     model: Any
     dtype = torch.bfloat16 if pure else torch.float32
-    if options.quantize or quantized_to(source.config):
+    if options.quantize or stored_form(source.config):
         dtype = frozen_dtype(resolved(options, use_cpu))
     if options.quantize:
         loading |= quantize_options(options.quantize, dtype, state.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from tigon.cli.model import quantized_to
+from tigon.cli.model import stored_form
 from tigon.runtime import why_not_triton
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def start_line(
     whole = model.num_parameters()
     share = "all trained" if trained == whole else f"{count(trained)} trained"
     words = PRECISION[precision]
-    stored = quantized_to(model.config)
+    stored = stored_form(model.config)
     if stored:
         cast = "" if precision in ("fp32", "bf16-pure") else f" and {precision} autocast"
         kept = "fp32" if precision == "fp32" else "fp16" if precision == "fp16" else "bf16"
-        words = f"{stored} weights, {'the rest' if stored == 'int8' else 'products'} in {kept}{cast}"
+        words = f"{stored} weights, {'products' if stored in ('nf4', 'fp4') else 'the rest'} in {kept}{cast}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     per_step = options.batch_size * options.grad_accum * readers
     factors = [str(options.batch_size), f"{options.grad_accum} micro-batches" if options.grad_accum > 1 else "",
