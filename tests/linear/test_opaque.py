@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numerics import check, evaluate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.linear.adapters import LoRA, lora_linear
+from tigon.linear.adapters import LoRA, lora_linear, lora_linear_reference
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.linear.opaque import Opaque, opaque_lora_linear
 from tigon.linear.tiled_lora_mlp import tiled_lora_mlp
@@ -189,6 +189,30 @@ def test_lora_linear_takes_layers_with_a_dense_weight(dtype, adapter, backend, d
         joined, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, draws=4,
         kind="rows with a dense weight, fresh", roundings=2**8 if dtype == torch.bfloat16 and adapter else 4,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [opaque_lora_linear, lora_linear])
+@pytest.mark.parametrize("kind", ["plain", "plain, fresh, rows", "rows with a dense weight, fresh"])
+def test_dropout(kind, op, device):
+    """The masks are those of ordinary layers, and one layer has none."""
+    if op is lora_linear and len(KINDS[kind]) == 3:
+        pytest.skip("no dense weight")
+    tensors = made(rows=(40,), dtype=torch.float32)(torch.Generator().manual_seed(0), device)
+    leaves = [t.requires_grad_(i in WANTED) for i, t in enumerate(tensors)]
+    x, layers = unflat(leaves, SCALES, kind)
+    layers = [layer._replace(dropout=p) for layer, p in zip(layers, (0.5, 0.0, 0.25), strict=True)]
+    whole = [layer._replace(weight=leaves[1 + 3 * i]) for i, layer in enumerate(layers)]
+    found = []
+    for run, given in ((op, layers), (lora_linear_reference, whole)):
+        torch.manual_seed(3)
+        ys = run(x, given)
+        found.append([*ys, *torch.autograd.grad([y.square().sum() for y in ys], [leaves[i] for i in WANTED])])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.manual_seed(4)
+    others = op(x, layers)
+    assert not torch.allclose(others[0], found[0][0], atol=1e-2)
+    assert torch.equal(others[1], found[0][1])
 
 
 @pytest.mark.parametrize("narrows", [True, False])
