@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
 import json
 import math
@@ -186,15 +187,16 @@ class Worker:
     def run(self, arguments: list[str], limit_s: float) -> str:
         """What the command said. Raises RuntimeError if it failed."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its last line says why
+            self.process.stdin.write(json.dumps(arguments) + "\n")
+            self.process.stdin.close()
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.end()
             raise RuntimeError(f"took longer than {limit_s:.0f} s") from None
         if code:
-            raise RuntimeError(f"ended with status {code}: {(self.said().strip().splitlines() or [''])[-1][:300]}")
+            raise RuntimeError(f"ended with status {code}: {' '.join(self.said().strip().splitlines()[-2:])[-400:]}")
         return self.said()
 
     def said(self) -> str:
