@@ -149,7 +149,7 @@ def test_a_run_that_fails_says_why(sft, tmp_path):
     pytest.importorskip("peft")
     worker = sft.Worker(tmp_path, "wrong")
     worker.await_ready()
-    with pytest.raises(RuntimeError, match="ended with status 2: .*tigon: --data"):
+    with pytest.raises(RuntimeError, match=r"ended with status 2: .*tigon: --data"):
         worker.run(["train", "--model", "llama-tiny", "--data", "nowhere.txt"], 60)
     worker.end()
 

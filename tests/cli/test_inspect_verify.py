@@ -96,11 +96,15 @@ def test_a_narrow_terminal_shows_every_cell_and_names_are_no_markup(tigon, check
     }
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("gemma-2-2b", "float32"), ("qwen3-1.7b", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("gemma-2-2b", "float32"), ("qwen3-1.7b", "bfloat16"), ("qwen3-30b-a3b", "float32"), ("gpt-oss-20b", "bfloat16")],
+)
 def test_verify_a_preset(tigon, model, dtype):
     shown = tigon("verify", model, "--dtype", dtype).ok().out
     assert "plain and fused agree" in shown
     assert "q_proj" in shown
+    assert ("experts" in shown) == (model in ("qwen3-30b-a3b", "gpt-oss-20b"))
     # Without a GPU it says so: nobody may take this for a test of the kernels.
     assert ("No kernel was tested: the kernels run on CUDA" in shown) == (not torch.cuda.is_available())
 
