@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.acts import Act, checked_act
+from tigon.ops.cast_together import cast_together
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
 from tigon.ops.lora_dropout import (
     Masks,
@@ -331,20 +332,16 @@ def _plus(
 
 def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     """Each stack of matrices as one, in this dtype; all that is copied for it is copied by one launch."""
-    made: list[Tensor] = []
-    into: list[Tensor] = []
-    out_of: list[Tensor] = []
-    for stack in stacks:
-        whole = stack[0]
-        if len(stack) > 1 or whole.dtype != dtype:
-            sizes = [t.shape[0] for t in stack]
-            whole = whole.new_empty(sum(sizes), whole.shape[1], dtype=dtype)
-            into += whole.split(sizes)
-            out_of += stack
-        made.append(whole)
-    if into:
-        torch._foreach_copy_(into, out_of)
-    return made
+    copied = [stack for stack in stacks if len(stack) > 1 or stack[0].dtype != dtype]
+    if not copied:
+        return [stack[0] for stack in stacks]
+    parts = [t for stack in copied for t in stack]
+    flat = cast_together(parts, dtype)
+    wholes = iter(flat.split([sum(t.numel() for t in stack) for stack in copied]))
+    return [
+        next(wholes).view(-1, stack[0].shape[1]) if len(stack) > 1 or stack[0].dtype != dtype else stack[0]
+        for stack in stacks
+    ]
 
 
 class Group:
