@@ -104,7 +104,7 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
 def test_odd_rows_are_read_16_bytes_at_a_time():
     """But for their edges, in the operators that take rows apart."""
     found = [x for x in compiled("cuda:90")["launches"] if x["case"].startswith("odd width")]
-    assert {x["op"] for x in found} == {"softmax", "cross_entropy"}
+    assert {x["op"] for x in found} >= {"softmax", "cross_entropy"}
     narrow = [named(x) for x in found if "reduce" not in x["kernel"] and not x["wide_loads"]]
     assert not narrow, "\n".join(narrow)
 
