@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from tigon.cli.checkpoint import seal
 from tigon.cli.folder import record
+from tigon.cli.model import Source
+from tigon.cli.options import TrainOptions
 from tigon.cli.parallel import too_few
+from tigon.cli.problem import Problem
 from tigon.install import install
 
 SMALL = ("--batch-size", 2, "--seq-len", 32, "--log-every", 4, "--save-every", 2, "--eval-fraction", 0.01)
@@ -105,6 +108,28 @@ def test_a_sharded_run_resumes(together, sharded, tmp_path):
     together(1, "train", "--resume", "--output", output, "--steps", 8).problem("had 2 processes", "got 1")
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_adapters_on_shards(together, arguments, tmp_path):
+    """Losses and adapters of data parallel, fused; a run that is resumed has the same bits."""
+    right, whole = tmp_path / "ddp", tmp_path / "fsdp"
+    lora = (*arguments, "--lora", 4, "--lr", 1e-2)
+    together(2, *lora, "--output", right).ok()
+    done = together(2, *lora, "--output", whole, "--parallel", "fsdp").ok()
+    assert "adapters 14" in done.out
+    assert losses(whole) == pytest.approx(losses(right), rel=2e-5)
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, right))
+    assert one.keys() == other.keys()
+    for name, weight in other.items():
+        assert (one[name] - weight).abs().max() <= 1e-3 * weight.abs().max(), name
+    resumed = tmp_path / "run"
+    shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns(f"checkpoint-{STEPS}", "metrics.jsonl", "loss.png"))
+    (resumed / "adapter_model.safetensors").unlink()
+    together(2, "train", "--resume", "--output", resumed).ok()
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    again = load_file(resumed / "adapter_model.safetensors")
+    assert all((again[name] == weight).all() for name, weight in one.items())
+
+
 @pytest.mark.parametrize("other", ["step", "contents"])
 def test_processes_that_would_go_on_from_different_checkpoints(together, sharded, tmp_path, other):
     """Each on a disk of its own, under the same path."""
@@ -162,7 +187,9 @@ def test_processes_that_disagree(together, arguments, tmp_path, different, sente
         (1, "pp", (), ("--parallel must be ddp, fsdp",)),
         (1, "tp", (), ("--parallel tp=4",)),
         (1, "fsdp=2", (), ("--parallel must be",)),
-        (1, "fsdp", ("--lora", 4), ("--lora 4 goes with --parallel ddp",)),
+        (1, "hpz", ("--lora", 4), ("--lora 4 goes with --parallel ddp, fsdp and hsdp",)),
+        (1, "fsdp", ("--lora", 4, "--merge"), ("--merge goes with --parallel ddp",)),
+        (1, "fsdp", ("--lora", 4, "--quantize", "nf4"), ("--quantize nf4 goes with --parallel ddp",)),
         (1, "fsdp", ("--precision", "fp16"), ("--precision fp16 goes with --parallel ddp",)),
         pytest.param(
             2,
@@ -190,6 +217,15 @@ def test_what_cannot_be(together, arguments, checkpoint, tmp_path, world, parall
     done = together(world, *arguments, "--output", tmp_path / "run", "--overwrite", "--parallel", parallel, *more)
     done.problem(*words)
     assert before.exists()
+
+
+def test_a_quantised_model_is_not_sharded():
+    transformers = pytest.importorskip("transformers")
+    stored = transformers.LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
+    source = Source("gptq", "path", stored, weights=True)
+    TrainOptions(model="gptq", lora=4).check_model(source)
+    with pytest.raises(Problem, match="gptq is quantised, which goes with --parallel ddp, got --parallel fsdp"):
+        TrainOptions(model="gptq", lora=4, parallel="fsdp").check_model(source)
 
 
 def test_a_killed_process_is_started_again_and_the_run_goes_on(launched, arguments, sharded, tmp_path):

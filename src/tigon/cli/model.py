@@ -195,10 +195,15 @@ def is_quantized(model: Any) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 
 
-def with_adapters(model: Any, config: Any) -> Any:
-    """The model with LoRA adapters. Raises Problem for targets that it does not have."""
-    from peft import get_peft_model
+def with_adapters(model: Any, config: Any, saved: Path | None = None) -> Any:
+    """The model with LoRA adapters, new ones or those of a checkpoint.
 
+    Raises: Problem for targets that it does not have.
+    """
+    from peft import PeftModel, get_peft_model
+
+    if saved is not None:
+        return PeftModel.from_pretrained(model, str(saved), is_trainable=True)
     try:
         return get_peft_model(model, config)
     except ValueError as error:

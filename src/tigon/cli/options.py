@@ -22,6 +22,7 @@ TASKS = ("sft", "dpo", "grpo")
 QUANTIZE = ("nf4", "fp4", "int8")
 RECOMPUTE = ("none", "product", "cheap", "mlp")  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
+SHARDED = ("fsdp", "hsdp")  # those that train adapters too
 # Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 1e-6, "eval_fraction": 0.0}}
 # NumPy accepts no larger seed, and the libraries no larger number of steps, sequences or tokens.
@@ -134,10 +135,17 @@ class TrainOptions:
         kind, _ = parallel_of(self.parallel)
         if kind == "ddp":
             return
-        for name, wrong in (("lora", self.lora), ("compile", self.compile), ("task", self.task != "sft")):
+        if self.lora and kind in SHARDED:
+            for name in ("quantize", "merge"):
+                if getattr(self, name):
+                    value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
+                    raise Problem(f"{flag(name)}{value} goes with --parallel ddp, got --parallel {self.parallel}")
+        lora = self.lora and kind not in SHARDED
+        for name, wrong in (("lora", lora), ("compile", self.compile), ("task", self.task != "sft")):
             if wrong:
                 value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
-                raise Problem(f"{flag(name)}{value} goes with --parallel ddp, got --parallel {self.parallel}")
+                kinds = "ddp, fsdp and hsdp" if name == "lora" else "ddp"
+                raise Problem(f"{flag(name)}{value} goes with --parallel {kinds}, got --parallel {self.parallel}")
         if self.precision == "fp16":
             raise Problem(
                 f"--precision fp16 goes with --parallel ddp, got --parallel {self.parallel}; use bf16 or fp32"
@@ -186,6 +194,8 @@ class TrainOptions:
                 f"{self.model} is quantised, and quantised weights cannot be trained; train adapters on it, as in "
                 "--lora 16"
             )
+        if stored is not None and parallel_of(self.parallel)[0] != "ddp":
+            raise Problem(f"{self.model} is quantised, which goes with --parallel ddp, got --parallel {self.parallel}")
         if self.lora and not source.weights:
             raise Problem(f"--lora {self.lora} adapts trained weights, and {self.model} has none")
 

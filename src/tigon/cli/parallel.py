@@ -183,10 +183,16 @@ class SpreadTrainer(CheckpointedTrainer):
         return count if count is None else count * too_few(Trainer, self.layout.copies)
 
     def whole_weights(self) -> dict[str, Any]:
-        """The whole weights on the first process; the others must call too, for nothing. Tied weights have one name."""
+        """The whole weights on the first process; the others must call too, for nothing. Tied weights have one name.
+
+        With adapters only what is trained: the frozen model is not gathered.
+        """
         model: Any = self.model
-        names = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
-        return {name: t for name, t in get_model_state_dict(model, options=WHOLE).items() if name in names}
+        if _frozen(model):
+            names = {name for name, p in model.named_parameters() if p.requires_grad}
+        else:
+            names = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
+        return {name: t for name, t in get_model_state_dict(model, options=_whole(model)).items() if name in names}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         weights = self.whole_weights()
@@ -195,7 +201,8 @@ class SpreadTrainer(CheckpointedTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer: Any = self.optimizer
-        state = get_optimizer_state_dict(self.model, optimizer.optimizer, options=WHOLE)  # type: ignore[arg-type]
+        options = _whole(self.model)
+        state = get_optimizer_state_dict(self.model, optimizer.optimizer, options=options)  # type: ignore[arg-type]
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)  # type: ignore[union-attr]
@@ -205,13 +212,21 @@ class SpreadTrainer(CheckpointedTrainer):
             return
         optimizer: Any = self.optimizer
         state = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-        options = dataclasses.replace(WHOLE, cpu_offload=False)
+        options = dataclasses.replace(_whole(self.model), cpu_offload=False)
         set_optimizer_state_dict(self.model, optimizer.optimizer, state, options=options)  # type: ignore[arg-type]
         scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the weights were loaded before they were spread."""
+
+
+def _frozen(model: Any) -> bool:
+    return not all(p.requires_grad for p in model.parameters())
+
+
+def _whole(model: Any) -> StateDictOptions:
+    return dataclasses.replace(WHOLE, ignore_frozen_params=_frozen(model))
 
 
 def too_few(trainer: type, copies: int) -> float:

@@ -108,7 +108,9 @@ def run(
         loading |= quantize_options(options.quantize, dtype, state.device)
     with _spinner(console) as bar:
         bar.add_task("loading the model" if source.weights else "building the model", total=None)
-        if checkpoint and layout.sharded:  # every process loads the whole weights, and keeps its share in `spread`
+        if (
+            checkpoint and layout.sharded and not options.lora
+        ):  # every process loads the whole weights, and keeps its share in `spread`
             model = load_model(Source(str(checkpoint), "path", source.config, weights=True), dtype, **loading)
         elif source.weights:
             model = load_model(source, dtype, **loading)
@@ -123,7 +125,9 @@ def run(
     if options.lora:
         adapters = lora_config(options.lora, options.lora_targets, options.lora_alpha, options.lora_dropout)
         if task is None:
-            model = with_adapters(model, adapters)
+            # Before they are sharded the weights are whole: a resumed run reads them here.
+            saved = checkpoint if layout.sharded else None
+            model = with_adapters(model, adapters, saved)
     model.config.use_cache = False
     layout.check(model)
 
