@@ -71,7 +71,7 @@ def test_every_kernel_is_launched(target):
 
 @EVERY_PROMISED_TARGET
 def test_no_register_spills(target):
-    # Ten registers, so that three programs of the gated unit's backward pass share a multiprocessor (ops/gated_lora.py).
+    # Some registers, so that three programs of the gated unit's backward pass fit a multiprocessor (ops/gated_lora.py).
     allowed = {op.name: op.spills for op in (*OPS, *OVER_SHARDS)} | {"lora_mlp": 96}
     spilling = [
         f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"] > allowed.get(x["op"], 0)

@@ -185,10 +185,14 @@ def _thin_sums_kernel(
     r, which = tl.arange(0, R), tl.program_id(0) % KINDS
     here = (rows < M)[:, None]
     THIN: tl.constexpr = R * KINDS
+    # Sixteen blocks at a time: loads one after the other would wait for memory, not for its bandwidth.
     total = tl.zeros((BLOCK_M, R), tl.float32)
-    for block in range(BLOCKS):
-        at = thin_ptr + (block * tl.cast(M, tl.int64) + rows)[:, None] * THIN + which * R + r[None, :]
-        total += tl.load(at, mask=here, other=0.0)
+    for first in range(0, BLOCKS, 16):
+        block = first + tl.arange(0, 16)
+        row = block[:, None] * tl.cast(M, tl.int64) + rows[None, :]
+        at = thin_ptr + row[:, :, None] * THIN + which * R + r[None, None, :]
+        mask = (block < BLOCKS)[:, None, None] & (rows < M)[None, :, None]
+        total += tl.sum(tl.load(at, mask=mask, other=0.0), 0)
     if which == 2:
         if t_ptr is not None:
             at = t_ptr + rows[:, None] * RD + r[None, :]
@@ -304,7 +308,7 @@ def gated_lora_gradients(
     _backward(dy, gate, up, added, act, into, y, (thin, wide, b, a, t), (block_m, block_n, rows, 2), options)
     launch(
         _thin_sums_kernel, (M, N, ranks, t, u.dtype), (thin, u, seen),
-        lambda: (cdiv(M, 64) * kinds, (M, blocks, *ranks, R, kinds, 64), {"num_warps": 4}),
+        lambda: (cdiv(M, 16) * kinds, (M, blocks, *ranks, R, kinds, 16), {"num_warps": 4}),
     )  # fmt: skip
     if a or b:
         launch(
