@@ -74,29 +74,31 @@ def gated_lora_reference(gate: Tensor, up: Tensor, added: tuple[Added, Added], a
 
 @jit
 def _gated_lora_fwd_kernel(
-    g_ptr, u_ptr, y_ptr, tg_ptr, tu_ptr, bg_ptr, bu_ptr, M, N, stride_gm, stride_um, stride_ym, stride_tgm, stride_tum,
+    g_ptr, u_ptr, y_ptr, tg_ptr, tu_ptr, bg_ptr, bu_ptr, M, N, ROWS, stride_gm, stride_um, stride_tgm, stride_tum,
     scale_g, scale_u, RG: tl.constexpr, RU: tl.constexpr, ACT: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Neighbours in the grid share their rows: t is read once from memory, and B stays in the cache.
+    # A program owns BLOCK_N columns and walks down ROWS rows: it reads B once, which is larger than a tile of gate.
+    # Neighbours in the grid share their rows, so t comes from the cache.
     blocks = tl.cdiv(N, BLOCK_N)
-    rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, R)
-    here, within = (rows < M)[:, None], (cols < N)[:, None]
-    mask = here & (cols < N)[None, :]
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    cols, r = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    inside, within = (cols < N)[None, :], (cols < N)[:, None]
     kind = g_ptr.dtype.element_ty
-    tg = tl.load(tg_ptr + rows[:, None] * stride_tgm + r[None, :], mask=here & (r < RG)[None, :], other=0.0)
-    tu = tl.load(tu_ptr + rows[:, None] * stride_tum + r[None, :], mask=here & (r < RU)[None, :], other=0.0)
     bg = tl.load(bg_ptr + cols[:, None] * RG + r[None, :], mask=within & (r < RG)[None, :], other=0.0)
     bu = tl.load(bu_ptr + cols[:, None] * RU + r[None, :], mask=within & (r < RU)[None, :], other=0.0)
-    g = tl.load(g_ptr + rows[:, None] * stride_gm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + rows[:, None] * stride_um + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # The tensor cores add in fp32 to what was loaded. fp32 factors are multiplied as they are, without TF32.
-    g = tl.dot(tg, (bg.to(tl.float32) * scale_g).to(kind).T, g, input_precision="ieee")
-    u = tl.dot(tu, (bu.to(tl.float32) * scale_u).to(kind).T, u, input_precision="ieee")
-    a, _ = ACT(g)
-    tl.store(y_ptr + rows[:, None] * stride_ym + cols[None, :], (a * u).to(kind), mask=mask)
+    bg, bu = (bg.to(tl.float32) * scale_g).to(kind).T, (bu.to(tl.float32) * scale_u).to(kind).T
+    for first in tl.range(part * ROWS, min(part * ROWS + ROWS, M), BLOCK_M, num_stages=STAGES):
+        rows = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
+        here = (rows < M)[:, None]
+        mask = here & inside
+        tg = tl.load(tg_ptr + rows[:, None] * stride_tgm + r[None, :], mask=here & (r < RG)[None, :], other=0.0)
+        tu = tl.load(tu_ptr + rows[:, None] * stride_tum + r[None, :], mask=here & (r < RU)[None, :], other=0.0)
+        g = tl.load(g_ptr + rows[:, None] * stride_gm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + rows[:, None] * stride_um + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # The tensor cores add in fp32 to what was loaded.
+        a, _ = ACT(tl.dot(tg, bg, g))
+        tl.store(y_ptr + rows[:, None] * N + cols[None, :], (a * tl.dot(tu, bu, u)).to(kind), mask=mask)
 
 
 @jit
@@ -241,6 +243,11 @@ def _tile(R: int) -> tuple[int, int, int]:
     return (16, 128, 4) if R <= 16 else (32, 64, 4)
 
 
+def _forward_tile(R: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and warps of a program, stages, and programs for each multiprocessor."""
+    return (16, 128, 4, 2, 12)
+
+
 def gated_lora_forward(gate: Tensor, up: Tensor, added: tuple[Added, Added], act: str) -> Tensor:
     """act(gate + tg Bgᵀ) · (up + tu Buᵀ) of gate and up (M, N), with unit stride along N."""
     (tg, bg, scale_g), (tu, bu, scale_u) = added
@@ -379,19 +386,17 @@ def _gated_lora_fwd(
     if not y.numel():
         return y
     tensors = gate, up, y, tg, tu, bg, bu
-    strides = tuple(t.stride(0) for t in tensors[:5])
+    strides = gate.stride(0), up.stride(0), tg.stride(0), tu.stride(0)
     ranks = bg.shape[1], bu.shape[1]
+    R = max(16, next_power_of_2(max(ranks)))
+    block_m, block_n, warps, stages, waves = _forward_tile(R)
+    blocks, steps = cdiv(N, block_n), cdiv(M, block_m)
+    rows = cdiv(steps, max(1, min(steps, waves * multiprocessors(gate.device) // blocks))) * block_m
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        R = max(16, next_power_of_2(max(ranks)))
-        rows, cols, warps = _tile(R)
-        arguments = (M, N, *strides, scale_g, scale_u, *ranks, ACTS[act].tile, R, rows, cols)
-        return cdiv(M, rows) * cdiv(N, cols), arguments, {"num_warps": warps}
+        arguments = (M, N, rows, *strides, scale_g, scale_u, *ranks, ACTS[act].tile, R, block_m, block_n, stages)
+        return blocks * cdiv(M, rows), arguments, {"num_warps": warps}
 
-    launch(
-        _gated_lora_fwd_kernel,
-        (M, N, strides, scale_g, scale_u, ranks, act, gate.dtype, bg.dtype, bu.dtype),
-        tensors,
-        plan,
-    )
+    kinds = gate.dtype, bg.dtype, bu.dtype
+    launch(_gated_lora_fwd_kernel, (M, N, rows, strides, scale_g, scale_u, ranks, act, kinds), tensors, plan)
     return y
