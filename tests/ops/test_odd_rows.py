@@ -9,6 +9,7 @@ from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.reference import rows_reference
 from tigon.ops.shard_statistics import columns, shard_statistics
 from tigon.runtime import HAS_TRITON, INTERPRET, jit, tl, uneven
+from tigon.runtime import rows as row_module
 from tigon.tiles.edges import aligned, edges, split
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -17,6 +18,12 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 WIDTHS = [1001, 1006, 1016, 2055]
 # Where the first row begins, and how many numbers lie between two rows.
 PLACES = [(0, 0), (1, 0), (3, 1), (8, 8), (7, 6)]
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Rows of these widths are left whole where that is faster. Wider rows would tell no more, and take longer."""
+    monkeypatch.setattr(row_module, "WHOLE", 512)
 
 
 def _placed(rows: Tensor, offset: int, gap: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +68,7 @@ def test_every_column_is_in_the_body_or_at_an_edge_and_none_beyond(dtype, offset
         assert (_outside(rows, storage) == 7).all(), N
 
 
-def test_which_rows_are_uneven():
+def test_which_rows_are_uneven(monkeypatch):
     def at(N: int, offset: int = 0, gap: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return _placed(torch.zeros(3, N, dtype=dtype), offset, gap)[0]
 
@@ -74,7 +81,11 @@ def test_which_rows_are_uneven():
     assert uneven(at(641, 1), at(641, 9))
     assert not any(uneven(at(641), x) for x in (at(641, 1), at(641, gap=15), at(641).float()))
     # Narrow rows are left whole.
-    assert not uneven(at(511))
+    assert not any(uneven(x) for x in (at(511), at(511, gap=1)))
+    monkeypatch.undo()
+    assert uneven(at(4097))
+    assert uneven(at(641, gap=15))
+    assert not uneven(at(4095))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -187,6 +198,19 @@ def test_statistics_of_a_shard(offset, gap, device):
             with tigon.use_backend(backend):
                 shard_statistics(x, labels, found[-1], 1.0, 0.0, 1.0, along=True, total=True)
         torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-4)
+
+
+def test_cross_entropy_in_place_by_programs_that_take_several_rows(device):
+    """Rows beyond 64 KiB, more of them than programs in the interpreter."""
+    N = 32775
+    target = torch.tensor([0, N - 1, -100, 3, 8, 5, N - 9], device=device)
+    logits = torch.randn(7, N, device=device).bfloat16()
+    wanted_loss, wanted = rows_reference(logits.double(), target, None, True, -100, 0.0, 0.0, 0.0, 1.0)
+    loss = torch.empty(7, device=device)
+    with tigon.use_backend("triton"):
+        cross_entropy_rows(logits, target, loss, None, None, True, -100, 0.0, 0.0, 0.0, 1.0)
+    torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(logits.double(), wanted, **_rounded(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -92,10 +92,15 @@ def cross_entropy_rows(
         return
     M, V = logits.shape
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
+    edges = uneven(logits)
+    # Without a limit three rows would share a multiprocessor, where the kernel of even rows, by its registers, has two:
+    # of rows beyond 64 KiB, three are more than the L2 cache holds until they are read again.
+    if edges and V <= 65536 < V * logits.element_size():
+        programs = 2
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
-        label_smoothing != 0.0, softcap != 0.0, keep, drop, back, uneven(logits), depth, block,
+        label_smoothing != 0.0, softcap != 0.0, keep, drop, back, edges, depth, block,
     )  # fmt: skip
     key = (arguments, logits.dtype, target.dtype, factor is None)
     # Persistent if so many programs are given: as many rows are in flight as the L2 cache is to hold.
