@@ -34,9 +34,13 @@ def tile_of(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
 @jit
 def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
+    # fp32 at once: z − max is multiplied by k and becomes an exponent, so a rounding of the difference would be a
+    # relative error of the probability.
     x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
     slope = scale
     if SOFTCAP:
+        # The slope comes with z, since both are made of the same tanh. Passes that ignore it pay nothing: the compiler
+        # drops what is unused.
         z, slope = cap(x, scale, softcap)
         # The tanh of a masked -inf is -1, a logit like any other.
         z = tl.where(mask, z, other)
@@ -58,12 +62,15 @@ def weighted(soft_weight, hard_weight, factor_ptr):
 @jit
 def fold_at_one(z, before, top, total):
     """A lane's sum at temperature 1, relative to the maximum at the temperature, which went from before to top."""
+    # The old sum shrinks by e^(before − top), whatever the temperature is: both sums are relative to one maximum. From
+    # LOWEST the factor is 0, and the old sum is 0 as well.
     return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
 
 
 @jit
 def hard_loss(z_target, label, top, log2_sum, V):
     """A row's cross entropy, and log₂ Σ exp(z − max). Both are NaN for a label out of range, which reads no logit."""
+    # A label out of range was loaded as `other`, which is a plausible logit. Only NaN says that the label is wrong.
     log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
     return (top - z_target) + log2_sum * LN2, log2_sum
 
@@ -102,6 +109,8 @@ def values(
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
         a, _ = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        # lq = log₂ q = (z − max) · k − log₂ Σ. A masked lane has z = -inf on both sides, hence q = p = 0 and a term of
+        # 0.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
         # Of forward KL Σ q · u is not asked: its slope along the logits is q − p.
@@ -118,6 +127,8 @@ def gradients(
 ):  # fmt: skip
     """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
     none = float("-inf")
+    # From the front: `values`, which goes backwards, read that part last. Forward KL has had no such pass, and gains
+    # nothing from this order.
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
         a, slope = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
@@ -125,14 +136,20 @@ def gradients(
         lq = (a - row_a) * k - log_a
         terms, q, u = sides(lq, (b - row_b) * k - log_b, beta, KIND)
         if KIND == "kl":
+            # d KL / dz = q − p: Σ p = 1, so no sum over the row is needed first.
             value += tl.sum(terms, 0)
             dz = (q - u) * soft_weight
         else:
+            # q · u is the slope along log q. The softmax's Jacobian turns it into q_j · (u_j − Σ q · u), the slope
+            # along z_j.
             dz = q * (u - mean_u) * soft_weight
         if HARD:
             # At temperature 1 both losses have the same softmax.
             of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
+            # softmax − one-hot. A label of another device is negative and equals no column.
             dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
+        # Rounded once, from fp32 to the logits' dtype. The tile's loads of a and b come before its store, and no other
+        # program reads this row.
         dx = (dz * slope).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + at, dx, mask=at < V)
     return value
@@ -158,6 +175,8 @@ def products(
         a, _ = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         sum_aa += tl.sum(a * a, 0)
+        # One pass gives all three products, so each side is read from DRAM once. fp32: a sum of V squares of bf16 would
+        # stop growing.
         sum_ab += tl.sum(a * b, 0)
         sum_bb += tl.sum(b * b, 0)
         if HARD:
@@ -183,6 +202,7 @@ def cosine_gradients(
         a, slope = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
+        # d (1 − cos) / da = (a / |a| · cos − b / |b|) / |a|.
         dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
         if HARD:
             p = tl.exp2((a - row_top) * LOG2E - log_h)
@@ -199,6 +219,7 @@ def cosine_gradients(
 @jit
 def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
+    # One value, -inf, stands for a masked column and for a class that the teacher gave: neither belongs to the rest.
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     slope = scale
     if SOFTCAP:
@@ -224,6 +245,8 @@ def rest_sums(
             at = start + tile
             z, _ = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             before = top
+            # A lane may see nothing but -inf, if all its classes were given. Its maximum then stays LOWEST, which is
+            # finite, and its sum 0.
             top, total, _, _ = fold(z, top, total, k)
             # Both sums are relative to the same maximum, whatever the temperature: one maximum serves them.
             if HARD == 2:
@@ -251,6 +274,8 @@ def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
         lq = (z_k - top_k) * k - log_all
         lp = log_p - log2_sum(log_p)
     else:
+        # The softmax is over all V classes: K exponentials in registers, and the rest's sum brought from its own
+        # maximum to the row's.
         whole = tl.sum(tl.exp2((z_k - row_top) * k), 0) + tl.exp2((top_rest - row_top) * k + log_rest)
         log_all = tl.log2(whole)
         lq = (z_k - row_top) * k - log_all
@@ -278,11 +303,15 @@ def given_results(
 
     slope_k: dz/dx of the given classes, or None where it has to be told from z_k.
     """
+    # BLOCK_K lanes in registers, so no loop over the row. Lanes beyond K hold -inf on both sides, but for the rest's,
+    # and add 0.
     terms, q, u = sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
         # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
         if KIND == "kl":
+            # u = p, and the slope along log q is −p. Σ p is kept, and not taken as 1: with "drop" the given classes' p
+            # are no distribution.
             mean = -tl.sum(u, 0)
             d = -u - q * mean
         else:
@@ -297,6 +326,7 @@ def given_results(
         if REST == "tail":
             of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
         elif REST == "drop":
+            # With "drop" the rest has no term, yet its classes are in the normaliser: d = q_rest · (0 − mean).
             of_rest = -mean * tl.exp2(log_tail)
         soft_weight, hard_weight = weighted(soft_weight, hard_weight, factor_ptr)
         tile = tile_of(DEPTH, BLOCK)
@@ -310,11 +340,15 @@ def given_results(
             if REST != "renormalize":
                 # Without a rest log_rest is -inf, and the exponent NaN.
                 share = tl.where(z == float("-inf"), 0.0, tl.exp2((z - top_rest) * k - log_rest))
+                # share = exp(z − top_rest) / Σ of the rest, at the temperature: the class's probability among the
+                # classes not given.
                 dz = soft_weight * of_rest * share
             if HARD:
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
             dx = (dz * slope).to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + at, dx, mask=at < V)
+        # The given classes are written from registers: in memory their logits were marked before the row was first
+        # read.
         dz = d * soft_weight
         if HARD:
             dz += hard_weight * (tl.exp2((z_k - row_top) * LOG2E - log_h) - tl.where(ids == label, 1.0, 0.0))

@@ -68,18 +68,24 @@ class Call(NamedTuple):
         """The student's share of the budget: all of it beside a teacher's K classes."""
         if self.rest:
             return self.budget
+        # Both buffers have the same rows and V columns, so a row's bytes divide the budget. The student's bytes include
+        # the narrowed gradient of wide logits.
         own = logit_bytes(self.compute, self.logits)
         return max(1, self.budget * own // (own + self.teacher_logits.itemsize))
 
     @property
     def acc(self) -> torch.dtype:
+        # Half precision is summed in fp32. fp64 stays fp64, so that the torch path can be held against it.
         return torch.promote_types(self.compute, torch.float32)
 
     def factors(self, classes: Classes) -> Factors:
         unit = self.unit / classes.total if self.per_class else self.unit
+        # dz of a divergence of softmax(z / τ) is slope / τ. The cross entropy is taken at temperature 1 and has no such
+        # factor.
         soft = (1 - self.hard_weight) * unit / self.temperature
         if self.compute != torch.float16:
             return Factors(unit, Weights(soft, self.hard_weight))
+        # An element of cosine's gradient is about 1 / V: a / |a| has elements of 1 / √V, and |a| grows as √V.
         boost = 1 / max(soft / (classes.total if self.kind == "cosine" else 1), self.hard_weight)
         return Factors(unit, Weights(soft * boost, self.hard_weight * boost), boost)
 
@@ -119,9 +125,14 @@ def _fake(*arguments: Any, shards: Shards | None = None) -> Results:
     dx = call.x.new_empty((rows, H) if call.need_dx else (0,), dtype=call.compute)
     # One chunk with its divisor folded in is one product, which rounds once. A "sum" stays wide: its factor comes with
     # the upstream gradient and would round a second time.
+    # The rule by which `Chunks` leaves rows out: what it holds in one chunk has to be one product here. On a CPU the
+    # walk may count fewer rows later, and dW is then wider than it had to be.
     visited = rows if call.valid < 0 or call.valid > rows else call.valid
+    # The widest shard, as in `Chunks`, whose chunks have to be the same on all ranks.
     row_bytes = classes_of(call.weight, shards).widest * logit_bytes(call.compute, call.logits)
     several = call.inverse is None or visited * row_bytes > call.share
+    # Weights wider than the products (autocast) get a gradient as wide as theirs. fp16 gets its divisor in the backward
+    # pass alone, and its range need not hold the sum.
     wide = call.weight.dtype != call.compute or call.compute == torch.float16 or (call.fp32 and several)
     dw, more = weight_gradient.places(call.weight, call.compute, wide, call.budget, call.need_dw)
     return Results(loss, soft, hard, dx, dw, more, call.x.new_empty(V if call.need_db else 0, dtype=acc))
@@ -137,6 +148,7 @@ def _fake(*arguments: Any, shards: Shards | None = None) -> Results:
     _fake,
 )
 def _distill_fwd(*arguments: Any, shards: Shards | None = None) -> Results:
+    # The fake allocates the results, so a traced graph and a launch cannot disagree about shapes and dtypes.
     call, results, classes = Call(*arguments), _fake(*arguments, shards=shards), classes_of(arguments[1], shards)
     x, target, inverse, valid = call.x, call.target, call.inverse, call.valid
     if target is not None and valid < 0 and x.device.type == "cpu":
@@ -145,8 +157,11 @@ def _distill_fwd(*arguments: Any, shards: Shards | None = None) -> Results:
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
     # Rows are left out only where the host knows how many count: shapes may not depend on numbers of the device.
     known = None if target is None or valid < 0 else valid
+    # Casts of x and of the weight happen here, once a call, and not once a chunk.
     head = Projection.of(x, call.weight, call.bias, call.compute)
     chunks = Chunks(head, labels, call.ignore_index, known, call.share, shards, call.logits)
+    # Each program writes its row's loss to a place of its own. One sum at the end has one order, hence the same bits on
+    # every run; atomics would not.
     soft_rows = x.new_empty(chunks.visited, dtype=results.loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if call.hard_weight else None
     gradients = Gradients(
@@ -158,6 +173,8 @@ def _distill_fwd(*arguments: Any, shards: Shards | None = None) -> Results:
         call.kind, call.rest, call.beta, call.temperature, weights, call.ignore_index,
         Transform(call.softcap, call.scale), Transform(call.teacher_softcap, call.teacher_scale), bool(gradients),
     )  # fmt: skip
+    # In a split head every step of this loop exchanges numbers. All ranks have equal chunks, so they issue the same
+    # collectives in the same order.
     for chunk, theirs in _with_teacher(chunks, call):
         rows = Rows(
             chunk.logits, None if target is None else chunk.target, soft_rows[chunk.rows],
@@ -191,6 +208,7 @@ def _with_teacher(chunks: Chunks, call: Call) -> Iterator[tuple[Chunk, Tensor | 
     head = Projection.of(call.teacher_x, call.teacher_weight, call.teacher_bias, call.teacher_compute)
     buffer = empty_logits(chunks.size, call.teacher_weight.shape[0], head.x, call.teacher_logits)
     for chunk in chunks:
+        # Gathered by the student's index: where rows are left out, teacher and student have to see the same tokens.
         (theirs,) = chunks.rows_of(chunk.start, chunk.stop, head.x)
         yield chunk, head.logits(theirs, buffer[: chunk.stop - chunk.start])
 
@@ -202,6 +220,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     call, results = Call(*inputs), Results(*output)
     ctx.needs = call.need_dx, call.need_dw, call.need_db
     ctx.dtypes = call.x.dtype, call.weight.dtype, None if call.bias is None else call.bias.dtype
+    # `ctx.own` exists only where the call came through `differentiable_directly`, with shards that no schema can carry.
     ctx.boost = call.factors(classes_of(call.weight, getattr(ctx, "own", {}).get("shards"))).boost
     # The gradients are saved, not the inputs: backward has only to scale them. fp16 still lacks its divisor.
     inverse = call.inverse if call.compute == torch.float16 else None
@@ -212,6 +231,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is None:
         return (None,) * len(Call._fields)
     dx, dw, more, db, inverse, *_ = ctx.saved_tensors
+    # 0-d tensors on the device: the host reads neither of them. The metrics' gradients are ignored, as callers get the
+    # metrics detached.
     factor = dloss if inverse is None else dloss * inverse
     # On the factor, which is fp32, and not on the gradients: those would leave fp16's range again.
     factor = factor if ctx.boost == 1.0 else factor / ctx.boost

@@ -37,6 +37,8 @@ def columns(formula: Formula) -> int:
     """How many of the columns there are."""
     if formula.kind == "cosine":
         return 6 if formula.hard else 3
+    # One column more for the target's z, and another for a sum at temperature 1 where the temperature is another. A
+    # column that is left out spares 4 bytes a row and device on the wire.
     return 4 + formula.hard
 
 
@@ -47,10 +49,12 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
     """The columns, in their order."""
     z, _ = formula.student(rows.wide)
     t, _ = formula.teacher(teacher.to(z.dtype))
+    # Finite also where every class here is -inf: −inf − (−inf) would make the merge's sums NaN on all devices.
     top = z.amax(-1).clamp(min=shard_statistics.LEAST)
     power = z - top.unsqueeze(-1)
     target = [of_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
     if formula.kind == "cosine":
+        # Norms travel as squares: squares of parts add up, norms of parts do not.
         found = [z.square().sum(-1), (z * t).sum(-1), t.square().sum(-1), *target]
         found += [top, power.exp().sum(-1)] if formula.hard else []
     else:
@@ -58,11 +62,13 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
         found = [top, (power / formula.temperature).exp().sum(-1), top_t]
         found += [((t - top_t.unsqueeze(-1)) / formula.temperature).exp().sum(-1), *target]
         found += [power.exp().sum(-1)] if formula.hard is Hard.APART else []
+    # Rows that do not count travel as zeros, not as what their logits happen to be.
     return of_valid(torch.stack(found, -1), rows.labels)
 
 
 def of_target(z: Tensor, labels: Tensor) -> Tensor:
     """The target's z where this device has it, else 0: a sum over the devices is then the target's z."""
+    # A negative label may be another device's class, ignored, or out of range. None of them reads a logit here.
     here = labels >= 0
     return torch.where(here, z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1), 0.0)
 
@@ -78,6 +84,8 @@ def of_valid(values: Tensor, labels: Tensor | None) -> Tensor:
 def log_sum(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Of all devices the maximum, and the logarithm of the sum, given those of each."""
     top = tops.amax(0)
+    # Each part is brought to the common maximum first. A device's own maximum may lie far below, and its sum then
+    # vanishes, as it should.
     return top, (sums * ((tops - top) / temperature).exp()).sum(0).log()
 
 
@@ -85,6 +93,7 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
     said, cosine = parts.unbind(-1), formula.kind == "cosine"
     top = log_h = torch.zeros_like(said[0][0])
     if cosine:
+        # The square root only after the sum over the devices.
         over_a, over_b = (1 / said[square].sum(0).sqrt().clamp(min=1e-8) for square in (AA, BB))
         merged = [over_a, over_b, said[AB].sum(0) * over_a * over_b]
         if formula.hard:
@@ -94,11 +103,14 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
         top, log_a = log_sum(said[TOP], said[SUM], formula.temperature)
         merged = [top, log_a, *log_sum(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
         if formula.hard:
+            # At temperature 1 one sum serves both losses, and the column SUM_AT_ONE does not exist.
             log_h = log_a if formula.hard is Hard.SHARED else log_sum(said[TOP], said[SUM_AT_ONE], 1.0)[1]
     if formula.hard and rows.labels is not None:
+        # No device has that class, so all targets would add up to z = 0: a plausible and wrong loss.
         log_h = torch.where(rows.labels == shard_statistics.OUTSIDE, float("nan"), log_h)
         hard = (top - said[COSINE_TARGET if cosine else TARGET].sum(0)) + log_h
         rows.write(None, of_valid(hard, rows.labels), None)
+    # For a cosine: 1 / |a|, 1 / |b|, cos, top, log_h. LOG_H is the last column of both layouts.
     return torch.stack([*merged, log_h], -1)
 
 
@@ -116,6 +128,7 @@ def _distill_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
+    # The K columns of a row lie side by side: a program writes them as one short run of memory.
     out_ptr += row * COLUMNS
     label = 0
     if labels_ptr is not None:
@@ -131,6 +144,7 @@ def _distill_statistics_kernel(
             logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
             TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
+        # Plain sums, which the merge adds up over the devices without rescaling.
         tl.store(out_ptr + AA, tl.sum(sum_aa, 0))
         tl.store(out_ptr + AB, tl.sum(sum_ab, 0))
         tl.store(out_ptr + BB, tl.sum(sum_bb, 0))
@@ -144,6 +158,8 @@ def _distill_statistics_kernel(
             SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
     if HARD:
+        # 0 on all devices but the one that holds the target, so that a sum over the devices is the target's z. The
+        # logits are still whole: no launch has overwritten them.
         z_target, _steep = tiles.logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
         tl.store(out_ptr + (COSINE_TARGET if IS_COSINE else TARGET), z_target)
 
@@ -171,10 +187,13 @@ def _normalisers(
         top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
         if HARD == 2:
             sum_h = tiles.fold_at_one(a, before, top_a, sum_h)
+        # The teacher's tile is asked for when the student's is folded and out of the registers. Fewer loads are in
+        # flight: that is the price of the registers.
         b, _ = tiles.logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
+    # Sums, and not their logarithms: the merge rescales and adds them, and takes one logarithm of the total.
     tl.store(out_ptr + TOP, row_a)
     tl.store(out_ptr + SUM, tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
     tl.store(out_ptr + TEACHER_TOP, row_b)
@@ -190,7 +209,9 @@ def _log2_sums(
 ):  # fmt: skip
     """The maximum over all devices and log₂ of their sum, from each device's maximum and sum in columns TOP and SUM."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
+    # Adjacent lanes read adjacent rows, COLUMNS numbers apart.
     for part in range(world):
+        # Two passes over a row's few numbers: first the maximum, so that no sum has to be rescaled twice.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS + TOP, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
     # In the order of the devices: all of them get the same bits.
@@ -198,6 +219,7 @@ def _log2_sums(
         at = parts_ptr + (part * M + rows) * COLUMNS
         # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
         step = tl.maximum((tl.load(at + TOP, mask=inside, other=LOWEST) - top) * k, -1000.0)
+        # other is 1: lanes beyond M then take the logarithm of a positive number.
         total += tl.load(at + SUM, mask=inside, other=1.0) * tl.exp2(step)
     return top, tl.log2(total)
 
@@ -206,6 +228,7 @@ def _log2_sums(
 def _total(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
+        # Devices in order: the sums have the same bits everywhere, and no device's gradient departs from the others'.
         total += tl.load(parts_ptr + (part * M + rows) * COLUMNS + AT, mask=inside, other=0.0)
     return total
 
@@ -218,6 +241,7 @@ def _merge_distill_kernel(
 ):  # fmt: skip
     """Merge BLOCK rows, and write their hard losses. A row is a few numbers here, so each lane has a row."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Rows beyond M are masked. M is not specialised, since the last chunk's differs from the others'.
     inside = rows < M
     merged_ptr += rows * MERGED
     if IS_COSINE:
@@ -238,6 +262,7 @@ def _merge_distill_kernel(
         tl.store(merged_ptr + LOG_A, log_a, mask=inside)
         tl.store(merged_ptr + TOP_B, top_b, mask=inside)
         tl.store(merged_ptr + LOG_B, log_b, mask=inside)
+        # HARD 1: temperature 1, one softmax for both losses.
         log_h = log_a
         if HARD == 2:
             _, log_h = _log2_sums(parts_ptr, rows, inside, M, world, LOG2E, TOP, SUM_AT_ONE, COLUMNS, BLOCK)
@@ -248,6 +273,7 @@ def _merge_distill_kernel(
         # NaN also in the merged row, from which the gradient learns of it.
         log_h = tl.where(labels != OUTSIDE, log_h, float("nan"))
         hard = (top - z_target) + log_h * LN2
+        # Every device writes the same loss of the row, so the hard losses need no sum at the end of the walk.
         tl.store(hard_ptr + rows, tl.where(labels != IGNORED, hard, 0.0), mask=inside)
         tl.store(merged_ptr + LOG_H, log_h, mask=inside)
 
@@ -259,6 +285,7 @@ def of_rows(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
     """This device's statistics, (M, columns); V may be 0."""
     M, V = rows.logits.shape
     COLUMNS, cosine = columns(formula), formula.kind == "cosine"
+    # In the losses' dtype: fp32 on the wire, since statistics in bf16 would round every probability of the row.
     out = rows.soft.new_empty(M, COLUMNS)
     if V == 0:  # a device without classes: empty sums, and the least maxima
         out.zero_()
@@ -285,9 +312,12 @@ def merge(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
     if not use_triton(parts):
         return merge_reference(parts, rows, formula)
     world, M, COLUMNS = parts.shape
+    # With a cosine and no cross entropy the last two columns stay uninitialised. The gradient kernel reads them only
+    # with HARD.
     merged = parts.new_empty(M, MERGED)
     arguments = M, world, formula.k, formula.kind == "cosine", int(formula.hard), COLUMNS, ROWS
     plan = cdiv(M, ROWS), arguments, {"num_warps": 4}
+    # A missing pointer compiles to another kernel, so the key has to tell it apart.
     key = arguments, rows.labels is None
     launch(_merge_distill_kernel, key, (parts, rows.labels, rows.hard, merged), lambda: plan)
     return merged

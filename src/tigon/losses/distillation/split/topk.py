@@ -32,6 +32,7 @@ FIXED = tl.constexpr(4)
 
 def local_ids(teacher: TopK, V: int, first: int) -> tuple[Tensor, Tensor]:
     """Which places hold a class of this device, and its index there, else 0."""
+    # Ids are global, of any integer dtype. long() first: an unsigned id below `first` would wrap around.
     ids = teacher.ids.long() - first
     here = (teacher.logprobs != -torch.inf) & (ids >= 0) & (ids < V)
     return here, torch.where(here, ids, 0)
@@ -39,6 +40,7 @@ def local_ids(teacher: TopK, V: int, first: int) -> tuple[Tensor, Tensor]:
 
 def rest_of_row(z: Tensor, here: Tensor, at: Tensor) -> Tensor:
     """(M, V): the logits of classes that were not given, −inf elsewhere."""
+    # A sum and not a scatter of ones: places of other devices point at index 0, and must not mark it as given.
     others = torch.zeros_like(z).scatter_add_(-1, at, here.to(z.dtype)) == 0
     return torch.where(others, z, -torch.inf)
 
@@ -47,11 +49,13 @@ def statistics_reference(rows: Rows, teacher: TopK, formula: Formula, first: int
     z, _ = formula.student(rows.wide)
     here, at = local_ids(teacher, z.shape[1], first)
     rest = rest_of_row(z, here, at)
+    # Finite where every class here was given: the rest is then empty, and its sum 0.
     top = rest.amax(-1).clamp(min=shard_statistics.LEAST)
     power = rest - top.unsqueeze(-1)
     target = torch.zeros_like(top)
     if formula.hard and rows.labels is not None:
         target = of_target(z, rows.labels)
+    # Always four columns here. Beside K given logits, one more number a row hardly counts.
     fixed = torch.stack([top, (power / formula.temperature).exp().sum(-1), target, power.exp().sum(-1)], -1)
     return of_valid(torch.cat([fixed, torch.where(here, z.gather(-1, at), 0.0)], -1), rows.labels)
 
@@ -64,6 +68,7 @@ def rows_reference(
     labels, logprobs, temperature = rows.labels, teacher.logprobs, formula.temperature
     here, at = local_ids(teacher, V, first)
     given = logprobs != -torch.inf
+    # Each given logit is on one device, and 0 on the others: the sum restores it exactly, in any order.
     z_k = torch.where(given, parts[..., FIXED:].sum(0), -torch.inf)
     tops, sums, targets, sums_at_one = parts[..., :FIXED].unbind(-1)
     top_rest, log_rest = (v.unsqueeze(-1) for v in log_sum(tops, sums, temperature))
@@ -72,13 +77,16 @@ def rows_reference(
     log_tail = (top_rest - top) / temperature + log_rest
     lq = (z_k - top) / temperature
     whole = torch.logsumexp(torch.cat([lq, log_tail], -1), -1, keepdim=True)
+    # Counted over all devices' classes. Ids appear at most once a row, so a count says whether a rest exists.
     others = given.sum(-1, keepdim=True) < classes
     soft, d, of_rest = given_slopes(formula, lq - whole, logprobs.to(z.dtype), log_tail - whole, others)
     z_rest = rest_of_row(z, here, at)
+    # This device's classes as parts of the rest of all devices: the given ones, and -inf logits, have no share.
     share = torch.where(z_rest == -torch.inf, 0.0, ((z_rest - top_rest) / temperature - log_rest).exp())
     dz = (share * of_rest).scatter_add(-1, at, torch.where(here, d, 0.0)) * formula.weights.soft
     hard = None
     if formula.hard and labels is not None:
+        # All V classes of all devices: the K given ones and the rest, relative to one maximum.
         log_h = torch.logsumexp(torch.cat([z_k - top, top_rest - top + log_one], -1), -1, keepdim=True)
         log_h = torch.where((labels == shard_statistics.OUTSIDE).unsqueeze(-1), float("nan"), log_h)
         hard = of_valid((top - targets.sum(0).unsqueeze(-1) + log_h).squeeze(-1), labels)
@@ -96,6 +104,7 @@ def _topk_statistics_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics, and -inf over the given classes' logits, which marks them for the gradient."""
+    # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     out_ptr += row * (FIXED + K)
@@ -103,6 +112,7 @@ def _topk_statistics_kernel(
     label = 0
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
+        # IGNORED comes from the global target, so all devices skip the same rows.
         if label == IGNORED:
             # Written all the same: the numbers travel, and NaN from uninitialised memory would look like an error.
             for i in tl.static_range(FIXED):
@@ -112,15 +122,19 @@ def _topk_statistics_kernel(
     none = float("-inf")
     # int64: from unsigned ids of few bits `first` could not be subtracted.
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
+    # Every device is given all K places, and finds its own classes among them.
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
+    # Judged against all classes, before `first` is subtracted: every device comes to the same verdict.
     outside = (log_p != none) & ((ids < 0) | (ids >= classes))
     ids -= first
+    # The mask of both the load and the store below: neither touches a class of another device.
     here = (log_p != none) & (ids >= 0) & (ids < V)
     # 0 where another device has the class: a sum over the devices is then the logit.
     z_k, _steep = tiles.logit(logits_ptr, ids, here, scale, softcap, 0.0, SOFTCAP)
     z_k = tl.where(outside, float("nan"), z_k)  # an id out of range reads no logit, and makes the loss NaN
     z_target = 0.0
     if HARD:
+        # Before the marks are stored, since the target may be a given class. label ≥ 0: the class is on this device.
         z_target, _slope = tiles.logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
     # Any thread may read a logit that another overwrites: all loads, then -inf, then the sum.
     tl.debug_barrier()
@@ -131,6 +145,8 @@ def _topk_statistics_kernel(
     top, total, sum_h = tiles.rest_sums(logits_ptr, V, tile, k, softcap, scale, SUMS, HARD, SOFTCAP, DEPTH, BLOCK)
     row_top = tl.max(top, 0)
     row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
+    # At temperature 1 both sums are the same number. The column is written all the same, since the layout has no
+    # branches.
     at_one = row_total
     if HARD == 2:
         at_one = tl.sum(sum_h * tl.exp2((top - row_top) * LOG2E), 0)
@@ -138,6 +154,7 @@ def _topk_statistics_kernel(
     tl.store(out_ptr + SUM, row_total)
     tl.store(out_ptr + TARGET, z_target)
     tl.store(out_ptr + SUM_AT_ONE, at_one)
+    # NaN of an id out of range travels in its column, and every device's loss becomes NaN.
     tl.store(out_ptr + FIXED + at_k, z_k, mask=at_k < K)
 
 
@@ -150,6 +167,7 @@ def _topk_gradient_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the losses, the same on all devices, and the gradient over this device's logits."""
+    # int64, as in the kernel before.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     label = 0
@@ -162,6 +180,7 @@ def _topk_gradient_kernel(
     at_k = tl.arange(0, BLOCK_K)
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
+    # `given` counts the classes of all devices for the rest's probability; `here` is what this device may overwrite.
     given = (log_p != none) & (ids >= 0) & (ids < classes)
     ids -= first
     here = given & (ids >= 0) & (ids < V)
@@ -170,11 +189,13 @@ def _topk_gradient_kernel(
     top_rest = LOWEST
     for part in range(world):
         top_rest = tl.maximum(top_rest, tl.load(parts_ptr + (part * M + row) * (FIXED + K) + TOP))
+    # In fp32 and in the order of the devices: all of them get the same bits, and so the same loss.
     total = 0.0
     at_one = 0.0
     z_target = 0.0
     z_k = tl.zeros((BLOCK_K,), tl.float32)
     for part in range(world):
+        # row is int64, so world · M · (FIXED + K) may exceed 2³¹.
         own = parts_ptr + (part * M + row) * (FIXED + K)
         # Bounded: a device without a rest has the least maximum, and its 0 · inf would be NaN.
         step = tl.load(own + TOP) - top_rest
@@ -185,7 +206,10 @@ def _topk_gradient_kernel(
     # A place that holds no class added zeros.
     z_k = tl.where(log_p == none, none, z_k)
     log_p = log_p * LOG2E
+    # -inf for an empty rest, as in `whole.topk`.
     log_rest = tl.log2(total)
+    # BLOCK_K numbers a row: every device repeats this work, which is less than another exchange of its results.
+    # `classes`, not V: whether a rest exists is asked of all devices' classes together.
     lq, lp, row_top, log_all, log_tail = tiles.given_sides(
         z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
     )
@@ -193,9 +217,11 @@ def _topk_gradient_kernel(
     if HARD:
         step = (top_rest - row_top) * LOG2E
         log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + at_one * tl.exp2(step))
+        # The label's class is on no device, and z_target would be 0. NaN makes loss and gradient say so.
         log_h = tl.where(label != OUTSIDE, log_h, float("nan"))
         tl.store(hard_ptr + row, (row_top - z_target) + log_h * LN2)
 
+    # None for slope_k: the slopes of classes here were not kept across the exchange, and follow from z_k.
     tiles.given_results(
         logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, None, lq, lp, row_top, top_rest,
         log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND, REST, HARD, SOFTCAP,
@@ -212,6 +238,7 @@ def of_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards) -> Tens
     (M, V), K, first = rows.logits.shape, ids.shape[1], shards.first
     out = rows.soft.new_empty(M, FIXED + K)
     if V == 0:
+        # An empty rest: sum 0, and the least finite maximum, which loses against every other device's.
         out.zero_()
         out.select(-1, TOP).fill_(shard_statistics.LEAST)
         return out
@@ -220,6 +247,7 @@ def of_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards) -> Tens
             here = TopK(ids[part], logprobs[part])
             out[part] = statistics_reference(rows.at(part), here, formula, first)
         return out
+    # `first` and `classes` are part of the launch's key: a kernel may be compiled for their divisibility.
     sizes = V, K, first, shards.classes, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
     # Renormalised classes know nothing of the rest, unless a cross entropy over all classes does.
     sums = formula.rest != "renormalize" or formula.hard > 0
@@ -234,12 +262,16 @@ def write_rows(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, shard
     ids, logprobs = teacher
     (M, V), K, span = rows.logits.shape, ids.shape[1], (shards.first, shards.classes)
     if V == 0:  # every device computes all losses: here from rows of one class of no probability
+        # The buffer has no column to write to. This row of one class stands in for it, and its gradient is thrown away.
         rows = rows._replace(logits=rows.logits.new_full((M, 1), -torch.inf))
     if not use_triton(rows.logits):
+        # `parts` are cut along rows, their second dimension: each part of rows needs all devices' numbers of these
+        # rows.
         for part in _cache_sized(rows.logits):
             here = TopK(ids[part], logprobs[part])
             rows_reference(rows.at(part), here, parts[:, part], formula, span[0], V, span[1])
         return
+    # V of this device, also in the stand-in, so that no mask lets a store pass.
     sizes = V, K, M, parts.shape[0], *span, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
     numbers = formula.beta, formula.k, *formula.weights, *formula.student
     branches = formula.kind, formula.rest, int(formula.hard), formula.caps[0], formula.gradient, next_power_of_2(K + 1)

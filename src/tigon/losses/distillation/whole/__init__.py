@@ -20,11 +20,15 @@ class Whole(NamedTuple):
     def widest(self) -> int:
         return self.total
 
+    # A row needs no other device, so one launch reads the logits, writes the losses and overwrites the logits.
     def from_head(self, rows: Rows, teacher: Tensor, formula: Formula) -> None:
         heads.write_rows(rows, teacher, formula)
 
     def from_topk(self, rows: Rows, teacher: TopK, formula: Formula) -> None:
+        # The kernel marks the given classes in the logits, so the buffer is overwritten even where no gradient is
+        # wanted. The walk computes the next chunk's logits over it in any case.
         topk.write_rows(rows, teacher, formula)
 
     def over_all(self, soft: Tensor, formula: Formula) -> Tensor:
+        # The kernels have summed over all classes already; `Split` adds up the devices' parts here.
         return soft

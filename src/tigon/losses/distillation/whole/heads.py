@@ -21,6 +21,8 @@ from tigon.tiles.fold import fold
 
 def rows_reference(rows: Rows, teacher: Tensor, formula: Formula) -> None:
     """What the kernels compute, in plain PyTorch and without autograd."""
+    # In the dtype of the losses: fp32, or fp64 where the inputs are fp64, so that the path can serve as the tests'
+    # oracle.
     z, slope = formula.student(rows.wide)
     t, _ = formula.teacher(teacher.to(z.dtype))
     if formula.kind == "cosine":
@@ -30,6 +32,7 @@ def rows_reference(rows: Rows, teacher: Tensor, formula: Formula) -> None:
     else:
         lq, lp = (torch.log_softmax(side / formula.temperature, -1) for side in (z, t))
         terms, slopes = terms_and_slopes(formula, lq, lp)
+        # dz_j = s_j − q_j Σ s, with s the slopes along log q: the softmax's Jacobian.
         soft, dz = terms.sum(-1), slopes - lq.exp() * slopes.sum(-1, keepdim=True)
     write_with_hard(rows, soft, dz, z, slope, formula)
 
@@ -50,9 +53,12 @@ def _distill_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
+    # A placeholder. Without labels there is no cross entropy (HARD is 0), and nothing reads the value.
     label = 0
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
+        # The whole program leaves: a row is one program, so the branch does not diverge. The row of zeros still has to
+        # be written, since dX and dW multiply the buffer.
         if label == ignore_index:
             tiles.skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT, BLOCK)
             return
@@ -71,19 +77,24 @@ def _distill_kernel(
         a, _ = tiles.logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         b, _ = tiles.logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         before = top_a
+        # Each lane has a running maximum of its own. A maximum over the row in each step would be a reduction across
+        # warps for every tile.
         top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
         top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
         if HARD == 2:
             sum_h = tiles.fold_at_one(a, before, top_a, sum_h)
     # Lanes meet here for the first time: each has had a maximum of its own.
+    # log₂ Σ exp2((z − max) · k): each lane's sum is brought from its own maximum to the row's, which only shrinks it.
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
     log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
     log_b = tl.log2(tl.sum(sum_b * tl.exp2((top_b - row_b) * k), 0))
+    # At temperature 1, k is log₂ e, and log_a is the cross entropy's normaliser as well.
     log_h = log_a
     if HARD:
         if HARD == 2:
             log_h = tl.log2(tl.sum(sum_h * tl.exp2((top_a - row_a) * LOG2E), 0))
+        # One number is loaded again: to catch the target's logit in the loop would cost a comparison for each column.
         z_target, _steep = tiles.logit(logits_ptr, label, (label >= 0) & (label < V), scale, softcap, 0.0, SOFTCAP)
         hard, log_h = tiles.hard_loss(z_target, label, row_a, log_h, V)
         # HARD 2 takes log_h itself, which carries the NaN.
@@ -99,6 +110,7 @@ def _distill_kernel(
             logits_ptr, teacher_ptr, V, blocks, tile, row_a, log_a, row_b, log_b, beta, k, softcap, scale,
             teacher_softcap, teacher_scale, KIND, SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
+        # The gradient q · (u − Σ q · u) needs this sum over the row before its first element: hence the third reading.
         mean_u = tl.sum(sum_u, 0)
     if GRADIENT:
         soft_weight, hard_weight = tiles.weighted(soft_weight, hard_weight, factor_ptr)
@@ -107,6 +119,7 @@ def _distill_kernel(
             soft_weight *= LN2
         # The target's logit is read above by every thread and overwritten below by one.
         tl.debug_barrier()
+        # The teacher's row is read again and not kept: a row of 128k classes does not fit in registers.
         value = tiles.gradients(
             logits_ptr, teacher_ptr, label, value, V, tile, row_a, log_a, row_b, log_b, log_h, mean_u, soft_weight,
             hard_weight, beta, k, softcap, scale, teacher_softcap, teacher_scale, KIND, HARD, SOFTCAP, TEACHER_SOFTCAP,
@@ -125,6 +138,7 @@ def _distill_cosine_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """1 − a·b / (|a| |b|) of the logits themselves."""
+    # int64 as above: row · stride passes 2³¹ in large chunks.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
@@ -136,6 +150,8 @@ def _distill_cosine_kernel(
             return
     tile = tiles.tile_of(DEPTH, BLOCK)
     blocks = tl.cdiv(V, DEPTH * BLOCK)
+    # Two readings of the row suffice: the value of a cosine follows from three sums, and the gradient needs no other
+    # sum.
     sum_aa, sum_ab, sum_bb, top, total = tiles.products(
         logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
         TEACHER_SOFTCAP, DEPTH, BLOCK,
@@ -169,9 +185,11 @@ def _distill_cosine_kernel(
 def write_rows(rows: Rows, teacher: Tensor, formula: Formula) -> None:
     """As `Classes.from_head`."""
     if not use_triton(rows.logits, teacher):
+        # A few rows at a time: the reference makes several tensors as wide as the logits.
         for part in _cache_sized(rows.logits):
             rows_reference(rows.at(part), teacher[part], formula)
         return
+    # Strides, because rows of the buffer are padded where V is no multiple of 16 bytes (`empty_logits`).
     sizes = rows.logits.shape[1], rows.logits.stride(0), teacher.stride(0), formula.ignore_index
     branches = int(formula.hard), *formula.caps, formula.gradient
     numbers = *formula.weights, *formula.student, *formula.teacher
