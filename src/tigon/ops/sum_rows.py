@@ -17,6 +17,7 @@ from tigon.runtime import Plan, cdiv, jit, launch, tl
 def _sum_rows_kernel(
     partial_ptr, first_ptr, second_ptr, P, N, stride_p, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
+    # The matrix has a row for each program of the kernel before: a few megabytes, of which much may still be in L2.
     blocks = tl.cdiv(N, BLOCK_N)
     # One launch for both halves: dW and dbias lie side by side in each row.
     which = tl.program_id(0) // blocks
@@ -26,12 +27,14 @@ def _sum_rows_kernel(
     total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for start in range(0, P, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
+        # 0 beyond P: the number of programs is no multiple of BLOCK_P, nor does the sum depend on it.
         mask = (rows < P)[:, None] & (cols < N)[None, :]
         total += tl.load(partial_ptr + rows[:, None].to(tl.int64) * stride_p + cols[None, :], mask=mask, other=0.0)
     # The one rounding is at the store: partial sums and their sum are fp32.
     out = tl.sum(total, 0)
     if which == 0:
         tl.store(first_ptr + cols, out.to(first_ptr.dtype.element_ty), mask=cols < N)
+    # A launch without a second result has no program with which = 1: None lets the compiler drop the branch.
     elif second_ptr is not None:
         tl.store(second_ptr + cols, out.to(second_ptr.dtype.element_ty), mask=cols < N)
 
@@ -41,6 +44,8 @@ def _sum_rows_kernel(
 
 def _tile() -> tuple[int, int, int]:
     """Rows and columns of a block, and warps. Narrow blocks, since there are few columns and many multiprocessors."""
+    # A load takes 16 fp32 columns of 64 rows: 64 bytes, two sectors, from each row, and nothing beside them. N / 16
+    # programs keep most multiprocessors at work at the usual widths.
     return 64, 16, 8
 
 
@@ -51,6 +56,7 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> No
     """
     P, N = partial.shape[0], first.shape[0]
     halves = 1 if second is None else 2
+    # The matrix is dense, so that its row stride follows from N and halves: the key names dtypes beside P and N alone.
     key = (P, N, first.dtype, None if second is None else second.dtype)
 
     def plan() -> Plan:

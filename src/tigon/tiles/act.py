@@ -15,6 +15,7 @@ def silu(g):
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     s = tl.where(g >= 0, r, e * r)
+    # s · (1 − s), which is even in g: from e and r it needs neither the select nor the difference.
     ds = e * r * r
     return g * s, s + g * ds
 
@@ -23,6 +24,8 @@ def silu(g):
 def gelu_tanh(g):
     """0.5 g (1 + tanh(√(2/π) (g + 0.044715 g³)))."""
     # 0.5 · (1 + tanh(z / 2)) is sigmoid(z): one exponential, no cancellation for negative g.
+    # z is twice tanh's argument. 1.5957… is 2 · √(2/π), 0.0713… is that times 0.044715, and 0.2140…, for dz/dg, is
+    # three times 0.0713….
     square = g * g
     z = g * (1.5957691216057308 + 0.07135481282970877 * square)
     dz = 1.5957691216057308 + 0.2140644384891263 * square
@@ -37,6 +40,7 @@ def gelu_tanh(g):
 def gelu(g):
     """g Φ(g), Φ the normal distribution."""
     # The two constants are 1/√2 and 1/√(2π); s is Φ(g) and ds its density.
+    # 1 + erf cancels for negative g, as in PyTorch's own formula: the error is a rounding at 1, not at Φ(g).
     s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
     ds = 0.3989422804014327 * tl.exp(-0.5 * g * g)
     return g * s, s + g * ds

@@ -45,6 +45,8 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
     if KIND == "kl":
         p, q = tl.exp2(lp), tl.exp2(lq)
         u = p
+        # A teacher's probability of 0 adds nothing, whatever the student says: 0 · (-inf) must not become NaN. A
+        # student's 0 beside p > 0 stays infinite, as the divergence is.
         terms = tl.where(p == 0.0, 0.0, p * (lp - lq))
     elif KIND == "reverse":
         q = tl.exp2(lq)
@@ -62,14 +64,18 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
         lp = tl.maximum(lp, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         lq = tl.maximum(lq, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         d = lp - lq
+        # At most 1, and the smaller probability is the larger one times it: no exponential overflows.
         ratio = tl.exp2(-tl.abs(d))
         large = tl.exp2(tl.maximum(lp, lq))
         small = large * ratio
         up = d >= 0.0
         p = tl.where(up, large, small)
         q = tl.where(up, small, large)
+        # M / max(p, q) lies between the larger side's weight and 1, so that the hardware's logarithm sees a normal
+        # number.
         weight = tl.where(up, beta, 1.0 - beta)
         log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # log2 of M / max(p, q)
+        # lq − log₂ M is −max(d, 0) − log_m, and lp − log₂ M is min(d, 0) − log_m: log₂ M itself is never formed.
         u = (1.0 - beta) * (-tl.maximum(d, 0.0) - log_m)
         terms = beta * p * (tl.minimum(d, 0.0) - log_m) + q * u
     return terms, q, u
@@ -78,4 +84,5 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
 @jit
 def half_sign(q, p):
     """½ sign(q − p), TVD's slope with respect to q; 0 where they are equal, and where one is NaN."""
+    # Two comparisons, both false for NaN: a sign by division would be NaN at q = p.
     return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))

@@ -17,9 +17,12 @@ def split(ptr, N):
 
     ptr: a scalar. Two tensors whose rows lie alike have the same head and body.
     """
+    # W numbers fill 16 bytes: 8 of 16 bits, 4 of 32.
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     # The address itself: it also tells of storage that begins between two boundaries.
     past = (ptr.to(tl.int64) // (16 // W) % W).to(tl.int32)
+    # The outer modulo turns W, of a row that begins at a boundary, into 0. A row that ends before its first boundary is
+    # all head, with a body of 0.
     head = tl.minimum((W - past) % W, N)
     # A multiple of W by construction, which the compiler sees: a mask `column < body` is the same for all of a thread's
     # numbers.
@@ -40,6 +43,7 @@ def edges(ptr, head, body, N):
     """
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lane = tl.arange(0, 2 * W)
+    # Each edge has fewer than W numbers, so that W lanes hold it. Lane W is the first column behind the body.
     before = lane < W
     columns = tl.where(before, lane, head + body - W + lane)
     return columns, tl.where(before, lane < head, columns < N)

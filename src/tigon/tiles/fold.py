@@ -18,5 +18,7 @@ def fold(x, top, total, k):
     new = tl.maximum(top, tl.max(x, 0))
     # 1 where the maximum has not moved. From LOWEST to a first logit it is 0, and so was the sum.
     shrink = tl.exp2((top - new) * k)
+    # Relative to the new maximum: no exponential exceeds 1, and a logit of -inf adds 0. One rescaling of the old sum
+    # serves all DEPTH values of a lane.
     e = tl.exp2((x - new[None, :]) * k)
     return new, total * shrink + tl.sum(e, 0), shrink, e

@@ -29,6 +29,7 @@ def row_loss(
         loss = w_target * nll
         mass = w_target
         if SMOOTHING:
+            # Σ w · (lse − z) = Σw · nll + (Σw · z_target − Σ w·z): from nll, so that a rounded lse does not enter.
             loss = (1.0 - smoothing) * loss + smoothing / V * (sum_w * nll + (sum_w * z_target - sum_z) * unit)
             mass = (1.0 - smoothing) * w_target + smoothing / V * sum_w
     else:
@@ -36,6 +37,7 @@ def row_loss(
         if SMOOTHING:
             # The same sum with all weights 1, in which V cancels.
             loss += smoothing * (z_target - sum_z / V) * unit
+    # z-loss is not weighted, and costs two products a row: no branch leaves it out where its coefficient is 0.
     z = z_loss * lse * lse
     # The share of z-loss by itself, for callers that report it.
     return loss + z, z, mass

@@ -15,21 +15,26 @@ def fold_moments(
 ):  # fmt: skip
     """Fold a tile (DEPTH, lanes) of logits into the running sums of `row_moments`, of which every lane has its own."""
     if SOFTCAP:
+        # The statistics are those of the capped logits. The cap is monotonic, so that the maximum could be capped by
+        # itself, but the sums need every capped logit anyway.
         z, _ = cap(z, unit, softcap)
         # The tanh of a masked -inf is -1, a logit like any other.
         z = tl.where(mask, z, float("-inf"))
     if SUM:
         # Masked logits are -inf, which no sum may have as a term.
         sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
+    # Over the DEPTH values that one thread holds of its lane: no exchange between threads.
     new = tl.maximum(top, tl.max(z, 0))
     # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
     step = tl.maximum((top - new) * k, -1000.0)
     shrink = tl.exp2(step)
+    # The difference is taken before the factor k: it is exact where the two are close, and only there e is not small.
     power = (z - new[None, :]) * k
     e = tl.exp2(power)
     if ALONG:
         # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
         along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
+    # After `along`, which still needs the total that is relative to the old maximum.
     total = total * shrink + tl.sum(e, 0)
     return new, total, along, sum_z
 
@@ -54,13 +59,16 @@ def row_moments(
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
+    # Without EDGES these stay what they are here, and the compiler sees one run of V columns from the row's start.
     first, width = 0, V
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
         body_ptr = aligned(logits_ptr, first)
+    # Columns count in int32: a single row has fewer than 2**31 numbers. Only the caller's row offset is int64.
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
+        # -inf in masked lanes, whose exponential is 0: neither maximum nor total then needs a select.
         z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
         top, total, along, sum_z = fold_moments(
             z, mask, top, total, along, sum_z, softcap, unit, k, SOFTCAP, ALONG, SUM
@@ -68,6 +76,8 @@ def row_moments(
     # Lanes meet only here.
     row_top = tl.max(top, 0)
     if EDGES:
+        # The edges have sums of their own, from neutral starts: at most 16 lanes, which do not fit the body's tile.
+        # They are read after the body, whose tiles no longer take registers.
         edge, real = edges(logits_ptr, first, width, V)
         z = tl.load(logits_ptr + edge, mask=real, other=float("-inf")).to(tl.float32)
         nothing = tl.zeros(edge.shape, tl.float32)
@@ -76,6 +86,8 @@ def row_moments(
             SOFTCAP, ALONG, SUM,
         )  # fmt: skip
         row_top = tl.maximum(row_top, tl.max(edge_top, 0))
+    # A lane without any logit has top = LOWEST and a total of 0. Its step is bounded as above: 2⁻¹⁰⁰⁰ is 0 in fp32, and
+    # 0 · step is 0 where 0 · -inf would be NaN.
     step = tl.maximum((top - row_top) * k, -1000.0)
     shrink = tl.exp2(step)
     row_along = 0.0
