@@ -31,6 +31,7 @@ from tigon.tiles.constants import LOG2E
 from tigon.tiles.edges import aligned, edges, split
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
+# 32768 columns in a tile of 32 warps are 32 numbers a thread.
 MAX_TILE = 32768
 # Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
 # are so many programs for each multiprocessor. 0: never.
@@ -79,6 +80,7 @@ def softmax(
         return softmax_reference(x, dim, scale=scale, mask=mask, causal=causal)
     if last:
         return _softmax(x, mask, scale, causal)
+    # An expanded mask has strides of 0 where it is broadcast, which moving a dimension keeps: nothing is copied.
     moved = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
     return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim)
 
@@ -106,6 +108,7 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
 def softmax_reference(
     x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
+    # fp64 stays fp64, which is what tests compare with.
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if scale != 1.0:
         z = z * scale
@@ -124,6 +127,8 @@ def softmax_reference(
 @jit
 def _causal(cols, last, inside):
     """The columns that a query sees, and those to the end of the memory sector: loads stay 16 bytes a thread."""
+    # A mask that changed within a thread's neighbouring numbers would make each of them a load by itself. Rounded up to
+    # 16 columns, 32 bytes in 16 bits, it changes between threads alone, for at most 15 numbers a row that nobody needs.
     return inside & (cols <= last), inside & (cols // 16 <= last // 16)
 
 
@@ -132,6 +137,7 @@ def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
     """scale · x + mask in fp32, and -inf at columns that are not seen. HIDE: x may not be -inf at those columns."""
     # A product, then a sum, as PyTorch computes scores · scale + mask. The mask is not scaled.
     z = x.to(tl.float32) * scale
+    # `near` and not `seen`, so that the mask too is loaded 16 bytes a thread. Where it holds -inf the sum is -inf.
     if mask_ptr is not None:
         z += tl.load(mask_ptr + at, mask=near, other=0.0).to(tl.float32)
     if HIDE:
@@ -144,6 +150,8 @@ def _scores(x, mask_ptr, at, seen, near, scale, HIDE: tl.constexpr):
 def _again(x):
     """x in fp32, for a second use. A compiler would merge equal conversions and keep one: twice the registers."""
     if x.dtype == tl.bfloat16:
+        # bf16 is the upper half of fp32: a shift converts it, in another operation than the cast of the first use. fp16
+        # and fp32 have no such second spelling: their widest rows are loaded twice (RELOAD).
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
@@ -151,6 +159,7 @@ def _again(x):
 @jit
 def _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2):
     """Where these rows' mask begins. The mask has up to three row dimensions; a stride is 0 where it is broadcast."""
+    # Row numbers become three indices by int32 divisions of rows: no element pays for one.
     k, j, i = rows % D2, rows // D2 % D1, rows // D2 // D1
     # int64: a mask of its own for every head of 128k queries and keys exceeds 2**31.
     return i.to(tl.int64) * stride_m0 + j.to(tl.int64) * stride_m1 + k.to(tl.int64) * stride_m2
@@ -167,6 +176,7 @@ def _softmax_fwd_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (rows < M)[:, None] & (cols < N)[None, :]
+        # Without CAUSAL all three are one mask, and the compiler keeps one.
         seen, near = inside, inside
         if CAUSAL:
             # Rows are queries of all heads in turn, T of each; with T < S the queries are the last ones of the keys.
@@ -180,8 +190,11 @@ def _softmax_fwd_kernel(
             at = _mask_row(rows, D1, D2, stride_m0, stride_m1, stride_m2)[:, None] + cols[None, :] * stride_mn
         z = _scores(x, mask_ptr, at, seen, near, scale, SCALED or CAUSAL)
         # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
+        # A row of -inf alone computes -inf − (-inf): NaN, which is torch's answer. Rows beyond M do as well, and are
+        # not stored.
         e = tl.exp2((z - tl.max(z, 1)[:, None]) * LOG2E)
         # One division a row; elements are multiplied.
+        # The maximum has exponential 1, so that no sum is below 1 and its reciprocal is finite.
         y = e * (1.0 / tl.sum(e, 1))[:, None]
         # Columns that a query does not see are written too: they hold 0, and the product with the values reads them.
         tl.store(y_ptr + row * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -193,6 +206,7 @@ def _softmax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, T, stride_dym, stride_ym, scale,
     CAUSAL: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # One program a tile, no persistent grid: with two inputs a prefetch was slower, as `_prefetch` says.
     cols = tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -205,12 +219,14 @@ def _softmax_bwd_kernel(
     y_at = y_ptr + row * stride_ym + cols[None, :]
     dy = tl.load(dy_at, mask=near, other=0.0)
     y = tl.load(y_at, mask=near, other=0.0)
+    # In fp32 before the product: Σ dy · y cancels in part, and 16 bits would round each of its terms.
     products = dy.to(tl.float32) * y.to(tl.float32)
     if CAUSAL:
         # Loads reach to the end of the sector, where dy may hold anything.
         products = tl.where(seen, products, 0.0)
     total = tl.sum(products, 1)[:, None]
     if RELOAD:  # registers are short: both come from the L1 cache again; the barrier keeps loads from being merged
+        # Thereby neither tensor takes registers while the warps exchange their sums.
         tl.debug_barrier()
         dy = tl.load(dy_at, mask=near, other=0.0)
         y = tl.load(y_at, mask=near, other=0.0)
@@ -232,7 +248,9 @@ def _statistics(
     # A finite start: a lane that has seen only -inf must not compute inf - inf. It is the least fp32 number, which many
     # masks hold.
     top = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+    # A lane that no column reaches keeps the least maximum and a sum of 0, which counts for nothing below.
     total = tl.zeros((BLOCK,), tl.float32)
+    # With EDGES, columns count from the body's first and `last` may be negative: the loop then runs over nothing.
     # Blocks beyond the last column that the row sees have no share.
     for at in range(start, tl.minimum(stop, last + 1), BLOCK):
         cols = at + lane
@@ -241,8 +259,11 @@ def _statistics(
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
         # One of the old maximum and the new element is the larger, with exponential 1: only the other's is computed.
         e = tl.exp2(-tl.abs(z - top) * LOG2E)
+        # NaN compares as false: then the sum takes its exponential, which is NaN, though the maximum drops it. +inf
+        # becomes NaN where the row's maximum is taken off, as in torch.
         total = tl.where(z > top, total * e + 1.0, total + e)
         top = tl.maximum(top, z)
+    # One exchange between warps for the maximum and one for the sum, a row or part, and none a block.
     row_top = tl.max(top, 0)
     return row_top, tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0)
 
@@ -252,6 +273,8 @@ def _write_softmax(
     x_ptr, mask_ptr, y_ptr, N, start, stop, last, stride_mn, scale, row_top, inverse,
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A part is a multiple of BLOCK wide: no block reaches into the next part, which is another program's. A part that
+    # begins behind the body's end has no blocks.
     # The row is read a second time instead of being held: a wide row does not fit into registers.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
@@ -261,6 +284,8 @@ def _write_softmax(
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
+        # The statistics are whole by now: an element needs nothing of its neighbours, and blocks follow one another
+        # without an exchange.
         y = tl.exp2((z - row_top) * LOG2E) * inverse
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
@@ -268,6 +293,7 @@ def _write_softmax(
 @jit
 def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """Σ dy · y from start to stop of a row."""
+    # A sum of every lane: a block costs no exchange between warps.
     products = tl.zeros((BLOCK,), tl.float32)
     # Up to the last column that the row sees: y is 0 behind it.
     for at in range(start, tl.minimum(stop, last + 1), BLOCK):
@@ -282,6 +308,8 @@ def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: 
 
 @jit
 def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK: tl.constexpr):
+    # dx = scale · y · (dy − Σ dy · y). Two rows are read again, so that the cache holds half as many columns of each as
+    # forward.
     # From the end, as in `_write_softmax`: the end of the row was read last.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
@@ -310,8 +338,10 @@ def _body(ptr, N, start, stop, last):
 
     The edges belong to the first part of a row.
     """
+    # One tensor's address decides for all: `uneven` lets a launch have EDGES only if all rows lie alike.
     first, width = split(ptr, N)
     edge, real = edges(ptr, first, width, N)
+    # `start` is 0 for whole rows and for the first of several parts.
     real &= start == 0
     return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, aligned(ptr, first)
 
@@ -323,11 +353,14 @@ def _softmax_wide_fwd_kernel(
     SCALED: tl.constexpr, CAUSAL: tl.constexpr, P, width,
     STEP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    # P and width are not constants: they follow from the number of rows, and no number of rows is to compile anew. P is
+    # not even specialized. width is, so that the compiler knows that 16 divides it and a part's loads stay wide.
     # STEP 0 does a whole row. A row in P parts takes two launches: step 1 writes each part's statistics, step 2
     # combines them and writes its part of the result. EDGES: rows begin or end between 16-byte boundaries; there is no
     # mask, and from the first boundary on the body of a row is treated as a row.
     row = tl.program_id(0)
     start, stop = 0, N
+    # Parts of a row are neighbours in the grid. Each finds the row's edges and body by itself.
     if STEP > 0:
         start = row % P * width
         stop = tl.minimum(start + width, N)
@@ -342,23 +375,27 @@ def _softmax_wide_fwd_kernel(
         x_row, y_row = x_ptr, y_ptr
         edge, real, seen, first, N, stop, last, x_ptr = _body(x_row, N, start, stop, last)
         y_ptr = aligned(y_row, first)
+    # A part's statistics: its maximum, and Σ exp(score − that maximum).
     if STEP < 2:
         top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
         if EDGES:
             x_edge = tl.load(x_row + edge, mask=seen, other=float("-inf"))
             z_edge = _scores(x_edge, None, edge, seen, seen, scale, SCALED or CAUSAL)
+            # In other parts than the first no edge is seen: z_edge is -inf, the maximum stays, and the factor is 1.
             body_top = top
             top = tl.maximum(top, tl.max(z_edge, 0))
             total = total * tl.exp2((body_top - top) * LOG2E) + tl.sum(tl.exp2((z_edge - top) * LOG2E), 0)
     else:
         parts = tl.arange(0, BLOCK_P)
         partial_ptr += row * P * 2
+        # Every program of a row adds up all parts, in one tree: the same bits in each, without a third launch.
         # A part that the row does not see has the least maximum and a sum of 0: it adds nothing.
         tops = tl.load(partial_ptr + 2 * parts, mask=parts < P, other=-3.4028234663852886e38)
         totals = tl.load(partial_ptr + 2 * parts + 1, mask=parts < P, other=0.0)
         top = tl.max(tops, 0)
         total = tl.sum(totals * tl.exp2((tops - top) * LOG2E), 0)
     if STEP == 1:
+        # Every program has two numbers to itself: no atomics. The end of the launch is the barrier between the parts.
         tl.store(partial_ptr + 2 * tl.program_id(0), top)
         tl.store(partial_ptr + 2 * tl.program_id(0) + 1, total)
     else:
@@ -395,6 +432,7 @@ def _softmax_wide_bwd_kernel(
         dy_row, y_row, dx_row = dy_ptr, y_ptr, dx_ptr
         edge, real, seen, first, N, stop, last, dy_ptr = _body(dy_row, N, start, stop, last)
         y_ptr, dx_ptr = aligned(y_row, first), aligned(dx_row, first)
+        # Kept from here to the end, where the forward loads its edge again: two tensors of at most 16 lanes.
         dy_edge = tl.load(dy_row + edge, mask=seen, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=seen, other=0.0).to(tl.float32)
     if STEP < 2:
@@ -403,12 +441,14 @@ def _softmax_wide_bwd_kernel(
             total += tl.sum(dy_edge * y_edge, 0)
     else:
         parts = tl.arange(0, BLOCK_P)
+        # One tree over the parts, the same in every program of the row.
         total = tl.sum(tl.load(partial_ptr + row * P + parts, mask=parts < P, other=0.0), 0)
     if STEP == 1:
         tl.store(partial_ptr + tl.program_id(0), total)
     else:
         _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK)
         if EDGES:
+            # 0 at edges that the query does not see: dx is fresh memory, and they have to be written.
             dx_edge = tl.where(seen, y_edge * (dy_edge - total) * scale, 0.0)
             tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=real)
 
@@ -418,6 +458,7 @@ def _softmax_wide_bwd_kernel(
 
 def _tile(n: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
+    # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
     block_n = next_power_of_2(n)
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
     return max(1, 2048 // block_n), block_n, warps
@@ -434,9 +475,11 @@ def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
     # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
     # statistics.
     programs = multiprocessors(device)
+    # The lesser of two counts: what gives each multiprocessor PARTED programs, and what leaves a part PART columns.
     parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
     if parts < 2:
         return 1, N
+    # Whole blocks, shared out evenly: rounding up may leave fewer parts than were asked for, and none is empty.
     width = cdiv(cdiv(N, PART), parts) * PART
     return cdiv(N, width), width
 
@@ -449,6 +492,7 @@ def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str
     """
     warps = 32 if N > 16384 else 16 if N > 8192 else 8 if N > 2048 else 4
     options = {"num_warps": warps}
+    # 65,536 registers of a multiprocessor for 2 · 1024 threads are 32 a thread.
     # The edges take a few registers more than leave room for two programs of 32 warps. The compiler, asked, saves them.
     if edges and is_hopper(device):
         options["maxnreg"] = 32
@@ -460,6 +504,7 @@ def _launch_wide(
     numbers: int, edges: bool,
 ) -> None:  # fmt: skip
     """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
+    # The key names `edges`, which an address decides: rows of one shape and stride may begin anywhere.
     device = tensors[-1].device  # type: ignore[union-attr]
     parts, width = _parts(M, N, device) if N > MAX_TILE else (1, N)
     if parts == 1:
@@ -469,6 +514,8 @@ def _launch_wide(
         return
     # Never read before it is written: step 1 stores every part, also parts without a visible column.
     partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
+    # A power of 2 that bounds the number of parts. It follows from N alone, lest another number of rows compile a
+    # kernel.
     block_p = next_power_of_2(cdiv(N, PART))
     for step in (1, 2):
 
@@ -486,8 +533,10 @@ def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ..
     mask = mask.expand(shape)
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape[:-1], mask.stride()[:-1], strict=True):
+        # A dimension of 1 has any stride, and would only keep its neighbours from being merged.
         if size == 1:
             continue
+        # True of dense neighbours, and of two that are both broadcast, with strides of 0.
         if dims and dims[-1][1] == stride * size:
             dims[-1] = dims[-1][0] * size, stride
         else:
@@ -516,6 +565,8 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     M, N = x.shape
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
+    # A mask's rows lie elsewhere than x's, and would have edges of their own: with a mask, odd rows are moved number by
+    # number.
     edges = mask is None and uneven(x, y.view(M, N))
     if N > MAX_TILE or edges:
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
@@ -554,6 +605,8 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
         def tiled() -> Plan:
             block_m, block_n, warps = _tile(N)
+            # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as it is loaded, in half as
+            # many.
             reload = block_n > 16384 and y.dtype != torch.bfloat16
             if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32 do
                 warps = 16
@@ -568,6 +621,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.scale, ctx.causal = inputs
+    # Only the result: scores can be freed, and usually are.
     ctx.save_for_backward(output)
 
 

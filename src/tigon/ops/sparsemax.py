@@ -30,6 +30,7 @@ from tigon.runtime import (
 )
 
 # Up to this width a row stays in registers while its threshold is computed; wider rows are read once a step.
+# In fp32 and on 16 warps, a row of 32768 is 64 registers a thread.
 MAX_TILE = 32768
 
 
@@ -87,6 +88,8 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    # Rows beyond M hold -inf alone, and -inf − (-inf) is NaN. A comparison with NaN is false: such a row has no
+    # support, asks for no further step, and is not stored.
     # sparsemax does not change when a constant is added: differences are exact where they matter.
     x = x - tl.max(x, 1)[:, None]
     # Comparisons drop NaN from the support: it is carried aside and added to the whole row.
@@ -100,6 +103,8 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     # The support only shrinks. It is final once a step drops no element.
     while dropped > 0:
         above = size[:, None] * x > total[:, None]  # x > total / size without rounding a quotient: ties stay outside
+        # Michelot's step: τ of the support so far is total / size, and elements not above it leave. The elements, in
+        # registers, are compared anew in each step: a mask kept in between would be one more tile.
         left = tl.sum(above.to(tl.float32), 1)
         sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
         # One flag for the tile: its rows go on together until the last is done.
@@ -120,6 +125,7 @@ def _sparsemax_bwd_kernel(
 ):
     # A row wider than a tile is read twice, the second time from its end, which is still cached. Narrow rows share a
     # tile.
+    # int64 as in the forward: rows times N or a stride.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -132,9 +138,12 @@ def _sparsemax_bwd_kernel(
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + rows[:, None] * stride_ym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         # The result itself says what the support is: x is not saved, nor is τ.
+        # What has been given up: an element of the support whose y rounds to 0 in y's dtype gets no gradient. The
+        # reference, which has fp32, gives it one.
         total += tl.where(y > 0, dy, 0.0)
         size += tl.where(y > 0, 1.0, 0.0)
     # On the support y = x − τ, and τ moves with the mean of x there. Every row has a support: its sum is 1.
+    # 0 / 0 in a row of NaN and beyond M: y > 0 is false there, so that the NaN of the mean is selected by no element.
     mean = tl.sum(total, 1) / tl.sum(size, 1)
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK_N + lane
@@ -155,8 +164,11 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     nan = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32)
+        # tl.maximum drops NaN: the next line keeps it aside.
         top = tl.maximum(top, x)
         nan += tl.where(x == x, 0.0, x)
+    # The maximum in a reading of its own: relative to it sums are of numbers in (-1, 0], as exact as in the kernel
+    # above.
     row_top = tl.max(top, 0)
     bad = tl.sum(nan, 0) + (row_top - row_top)  # NaN for a row whose maximum is infinite
     # As in the kernel above: with size 1 and total -1 the first support is the elements above -1.
@@ -164,12 +176,15 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     dropped = 1
     first = 1
     # Each step reads the row again: it does not fit into registers.
+    # The count falls in every step but the first and the last. It is an integer, so that no rounding of a sum can keep
+    # the loop going.
     while dropped > 0:
         # By lane: lanes meet once a step.
         sums = tl.zeros((BLOCK,), tl.float32)
         left = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, N, BLOCK):
             x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32) - row_top
+            # -inf at masked columns is outside of every support, and the select keeps it out of the sum.
             sums += tl.where(size * x > total, x, 0.0)
             left += tl.where(size * x > total, 1.0, 0.0)
         count = tl.sum(left, 0)
@@ -178,6 +193,7 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
         total = tl.where(dropped > 0, tl.sum(sums, 0) - 1.0, total)
         size = tl.where(dropped > 0, count, size)
         first = 0
+    # A row whose maximum is infinite ends with size 0: no element is selected, and its y is the NaN of `bad`.
     # One division a row.
     inverse = 1.0 / size
     for start in range(0, N, BLOCK):
@@ -202,6 +218,7 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
 
 
 def _bwd_tile(n: int) -> tuple[int, int, int]:
+    # Two inputs of 8192 columns leave room for the two sums of every lane. Wider rows are read in such blocks.
     block_n = min(8192, next_power_of_2(n))
     return (
         max(1, 1024 // block_n),
@@ -224,6 +241,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     stride = x.stride(0)
     key = (M, N, stride, x.dtype)
     if N > MAX_TILE:
+        # 1024 threads, 8 neighbouring columns each: a load of 16 bytes a thread in 16 bits.
         launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
@@ -246,6 +264,8 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
         return dx
     dy, y = rows_of(dy), rows_of(y)
     M, N = y.shape
+    # dx is dense and has no stride of its own. A dy that one number was expanded to has no unit stride: `rows_of`
+    # copies it.
     strides = dy.stride(0), y.stride(0)
 
     def tiled() -> Plan:

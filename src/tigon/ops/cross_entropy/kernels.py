@@ -35,12 +35,15 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
         k = scale * LOG2E
         lse = top * scale + log2_sum * LN2
         factor = factor * scale
+    # p = exp(logit − lse), as 2^((z − top) k − log₂ Σ). A logit of -inf gives p = 0 and a gradient of 0.
     # z − top first: a difference of close numbers, exact. Scaled by k before, either would be rounded at its own
     # size.
     p = tl.exp2((z - top) * k - log2_sum)
+    # d(z_loss · lse²)/dz = 2 · z_loss · lse · p: z-loss is one more mass that p is multiplied by.
     mass += 2.0 * z_loss * lse
     if taken is None:
         # Without smoothing no class but the target has mass: the caller writes that one by itself.
+        # Bracketed so that, without a softcap, an element costs one product here: mass · factor is the row's.
         dx = p * (mass * factor)
     else:
         dx = (p * mass - taken) * factor
@@ -55,8 +58,11 @@ def _fold_tile(
     """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `_row_sums`."""
     k = LOG2E if SOFTCAP else scale * LOG2E
     if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
+        # Over the DEPTH values of each lane, within a thread. Of several columns that hold the maximum the first is
+        # taken.
         high = tl.max(z, 0)
         first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
+        # Only a strictly larger logit moves it: of equal ones in two tiles the earlier column stays.
         best = tl.where(high > peak, first, best)
         peak = tl.maximum(peak, high)
     if SOFTCAP:
@@ -65,6 +71,7 @@ def _fold_tile(
         z = tl.where(mask, z, float("-inf"))
     if SMOOTHING:
         if weight_ptr is not None:
+            # The same V weights for every row: they come from the cache, the logits alone from memory.
             w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
             # Masked logits are -inf, and -inf · 0 is NaN: hence a select, and not the weight's 0.
             sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
@@ -72,6 +79,7 @@ def _fold_tile(
         else:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
     # All lanes rescale in each step, whether or not their maximum has moved: at a branch a warp would diverge.
+    # Σ exp(z − new) = Σ exp(z − top) · exp(top − new) over what was read before, and the tile's own terms.
     new = tl.maximum(top, tl.max(z, 0))
     total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
     return new, total, sum_z, sum_w, peak, best
@@ -100,6 +108,7 @@ def _row_sums(
     best = tl.full((BLOCK,), NOWHERE, tl.int32)
     # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
     k = LOG2E if SOFTCAP else scale * LOG2E
+    # EDGES: `first` columns come before the body, which is `width` wide. Classes are then first + column.
     first = 0
     width = V
     body_ptr = logits_ptr
@@ -108,6 +117,7 @@ def _row_sums(
         body_ptr = aligned(logits_ptr, first)
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
+        # The row's only reading here. -inf in masked lanes: they win no maximum, and their exponential is 0.
         z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
         top, total, sum_z, sum_w, peak, best = _fold_tile(
             z, first + start, tile, mask, weight_ptr, top, total, sum_z, sum_w, peak, best, softcap, scale,
@@ -126,11 +136,15 @@ def _row_sums(
             SMOOTHING, SOFTCAP, PREDICT,
         )  # fmt: skip
         row_top = tl.maximum(row_top, tl.max(edge_top, 0))
+    # A lane that saw no logit adds 0: its total is 0, and its factor is finite.
     row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
     if EDGES:
         row_total += tl.sum(edge_total * tl.exp2((edge_top - row_top) * k), 0)
+    # The maximum's own exponential is 1: the sum is at least 1, its logarithm at least 0. Of a row of -inf alone it is
+    # log 0, and the loss becomes NaN, as torch's.
     log2_sum = tl.log2(row_total)
     all_z = 0.0
+    # Without weights Σ w is V, and the weights' sum is not taken.
     all_w = V * 1.0
     if SMOOTHING:
         all_z = tl.sum(sum_z, 0)
@@ -165,6 +179,7 @@ def _cross_entropy_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
+    # A branch that the whole program takes: an ignored row costs neither a reading of its logits nor a masked pass.
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
         if stats_ptr is not None:
@@ -177,6 +192,7 @@ def _cross_entropy_fwd_kernel(
             tl.store(predicted_ptr + row, -1)
         return
 
+    # Whether a pointer is None is known when the kernel is compiled: the loop below holds no comparison unless asked.
     PREDICT: tl.constexpr = predicted_ptr is not None
     top, log2_sum, sum_z, sum_w, column = _row_sums(
         logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
@@ -196,6 +212,7 @@ def _cross_entropy_fwd_kernel(
         z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
     )
     tl.store(loss_ptr + row, loss)
+    # Maximum and log-sum are two numbers, not one: see `_slope`.
     if stats_ptr is not None:
         # Two or three fp32 numbers a row are all that is saved beside the logits: no probabilities.
         stats_ptr += HEAD + STATS * row
@@ -223,6 +240,7 @@ def _cross_entropy_narrow_fwd_kernel(
     # Rows beyond M are loaded as ignored ones.
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
     counts = inside & (target != ignore_index)  # `inside` too: ignore_index may not fit the targets' dtype as `other`
+    # Ignored rows are masked, not skipped: the tile's other rows need the program anyway.
     mask = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     z = x
@@ -233,6 +251,7 @@ def _cross_entropy_narrow_fwd_kernel(
         k = LOG2E
     # A row of -inf alone, and rows beyond M, would compute inf - inf.
     top = tl.maximum(tl.max(z, 1), LOWEST)
+    # -inf for ignored rows and those beyond M, whose exponentials are all 0: the stores select 0 in their place.
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
     # From the cache, where the row has just been; a sum over a comparison would take another exchange.
@@ -249,6 +268,7 @@ def _cross_entropy_narrow_fwd_kernel(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             sum_z = tl.sum(tl.where(mask, z * w[None, :], 0.0), 1)
+            # Σ w · z needs `mask`, since z is -inf outside; Σ w needs only the load's 0.
             # One number for all rows of the tile.
             sum_w = tl.sum(w, 0)
         else:
@@ -267,6 +287,7 @@ def _cross_entropy_narrow_fwd_kernel(
     if z_ptr is not None:
         tl.store(z_ptr + rows, tl.where(counts, zl, 0.0), mask=inside)
     if predicted_ptr is not None:
+        # From x and not z: a softcap rounds different large logits to equal ones.
         column = tl.min(tl.where(x == tl.max(x, 1)[:, None], cols[None, :], NOWHERE), 1)
         column = tl.where(column < V, column, 0)
         tl.store(predicted_ptr + rows, tl.where(counts, column, -1), mask=inside)
@@ -286,6 +307,7 @@ def _reduce_kernel(
     """
     COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
     at = tl.arange(0, BLOCK)
+    # FIRST reads rows, LAST writes results: one program does both where rows are few.
     if FIRST:
         # A sum for every lane: its terms are few, so that fp32 suffices for any number of rows.
         loss = tl.zeros((BLOCK,), tl.float32)
@@ -313,6 +335,7 @@ def _reduce_kernel(
                     # An ignored row has no prediction, and is in neither count.
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
                     hits += (counts & (predicted == target)).to(tl.int32)
+        # Lanes meet once a program, in one tree.
         sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
         # Counts are exact in fp32 below 2**24; above they are rounded once, after the integer sum.
         sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
@@ -324,6 +347,7 @@ def _reduce_kernel(
         sum_w = tl.sum(tl.load(partial_ptr + 2 * P + at, mask=mask, other=0.0), 0)
         sum_count = tl.sum(tl.load(partial_ptr + 3 * P + at, mask=mask, other=0.0), 0)
         sum_hits = tl.sum(tl.load(partial_ptr + 4 * P + at, mask=mask, other=0.0), 0)
+    # loss = Σ loss / divisor. With weights the z-loss, which is not weighted, has the number of rows as its divisor.
     if LAST:
         divisor = 1.0
         z_divisor = 1.0
@@ -342,12 +366,15 @@ def _reduce_kernel(
         if out_ptr is not None:
             result = sum_loss / divisor
             if MEAN and weight_ptr is not None:
+                # The backward pass has one factor a row, 1 / divisor: z_loss times this quotient puts z-loss's own
+                # divisor in.
                 tl.store(stats_ptr + 1, divisor / z_divisor)
                 if z_ptr is not None:
                     result = (sum_loss - sum_z) / divisor + sum_z / z_divisor
             tl.store(out_ptr, result)
         if z_out_ptr is not None:
             tl.store(z_out_ptr, sum_z / z_divisor)
+        # 0 / 0 is NaN where every row is ignored: an accuracy over nothing has no value, unlike the loss.
         if accuracy_ptr is not None:
             tl.store(accuracy_ptr, sum_hits / sum_count)
     else:
@@ -367,6 +394,8 @@ def _write_gradient(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of logits, 0 in rows that do not count. The class of a column is first + cols."""
+    # The target distribution: (1 − ε) w[target] on the target and ε/V · w on every class, `classes` in place of V where
+    # the logits are a shard.
     off_target = 0.0
     if SMOOTHING:
         off_target = smoothing / classes
@@ -394,10 +423,13 @@ def _cross_entropy_bwd_kernel(
 ):  # fmt: skip
     """dlogits may be logits: the thread that writes an element has read it. classes: V, or of all shards together."""
     # A flat grid: an element needs nothing but its row's statistics.
+    # EDGES: a body is whole groups of 4 numbers (fp32) or 8, at most V // 4 · 4. The grid needs one bound for all rows,
+    # while a body depends on its row's address.
     blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < M
+    # The row's few numbers are read by each of its programs, from the cache after the first.
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
     counts = inside & (target != ignore_index)
     at = stats_ptr + HEAD + STATS * rows
@@ -419,11 +451,13 @@ def _cross_entropy_bwd_kernel(
     first, width = 0, V
     if EDGES:
         # One row a program: its pointers are scalars, and stand for the row's offsets.
+        # `rows` has served for target, statistics and upstream gradient; from here on it is 0.
         row = (tl.program_id(0) // blocks).to(tl.int64)
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
         rows = tl.zeros((1,), tl.int64)
         first, width = split(logits_ptr, V)
+        # Edges and body share no element: in place, neither writes what the other has yet to read.
         if tl.program_id(0) % blocks == 0:
             # The first program of a row has its edges, too.
             edge, real = edges(logits_ptr, first, width, V)
@@ -456,6 +490,7 @@ def _cross_entropy_grad_kernel(
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
     blocks = tl.cdiv(V, DEPTH * BLOCK)
+    # In place by design: the logits are a chunk's buffer, of which the caller wants the gradient alone.
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
         # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
         row = r + tl.full((), 0, tl.int64)
@@ -492,6 +527,7 @@ def _cross_entropy_grad_kernel(
                 z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
             )
             tl.store(loss_ptr + row, loss)
+            # The factor is applied here, in fp32: a gradient that is scaled later is rounded twice.
             # One factor for all rows (stride_factor 0), or one a row.
             factor = 1.0
             if factor_ptr is not None:
@@ -506,6 +542,7 @@ def _cross_entropy_grad_kernel(
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
                 mask = at < width
                 x = tl.load(body_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
+                # The exponential of every logit is computed a second time: held, a row would not fit into registers.
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(body_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
             if EDGES:

@@ -35,21 +35,27 @@ ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a s
 
 def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
     """Warps, depth (as large as registers allow), columns of a block."""
+    # A tanh, Σ z and the argmax each take registers of every lane: half the depth for one of them, and less where
+    # smoothing meets weights or a cap. 1024 columns on 4 warps are 8 numbers a thread: 16 bytes in 16 bits.
     depth = 4 if softcap or smoothing or details else 8
     if smoothing and (softcap or weighted):
         depth = 2
     block = min(next_power_of_2(V), 1024)
+    # No deeper than the row is long: the rest of a deeper tile would be masked lanes.
     return 4, max(1, min(depth, next_power_of_2(V) // block)), block
 
 
 def _narrow_tile(V: int) -> tuple[int, int, int]:
     """Warps, rows, columns of the forward pass over few classes."""
     block_n = next_power_of_2(V)
+    # 16 numbers a thread. Each row's sums stay in few warps or in one.
     return 4, 2048 // block_n, block_n
 
 
 def _bwd_tile(V: int) -> tuple[int, int, int]:
     """Warps, rows and columns of the backward pass: 2048 elements a program."""
+    # 16 numbers a thread on 4 warps: two loads of 16 bytes in 16 bits. No sum joins the threads of a row, so that a row
+    # can be many small programs.
     block_n = min(2048, next_power_of_2(V))
     return 4, 2048 // block_n, block_n
 
@@ -62,8 +68,10 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
     """
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
     depth = 1 if softcap and smoothing else 2  # as deep as registers allow
+    # 8 neighbouring numbers a thread.
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
+    # "evict_last" asks the cache to keep the first reading, "evict_first" to let go of what the second is done with.
     if V > 65536:  # hardly anything of such a row is still cached, and reading backwards is slower
         return warps, depth, block, 0, "evict_last", "evict_first", False
     return warps, depth, block, 0, "", "", True
@@ -81,6 +89,7 @@ def cross_entropy_rows(
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
     if not use_triton(logits):
+        # Without Triton too the gradient goes over the logits: callers multiply by that buffer next.
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
             loss[part], dlogits = rows_reference(logits[part].to(loss.dtype), target[part], here, gradient, *options)
@@ -97,11 +106,13 @@ def cross_entropy_rows(
     # of rows beyond 64 KiB, three are more than the L2 cache holds until they are read again.
     if edges and V <= 65536 < V * logits.element_size():
         programs = 2
+    # With a stride of 0 the kernel reads one factor for all rows by the address that one factor a row has.
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
         label_smoothing != 0.0, softcap != 0.0, keep, drop, back, edges, depth, block,
     )  # fmt: skip
+    # The plan depends on addresses through `uneven` alone, which is among the arguments.
     key = (arguments, logits.dtype, target.dtype, factor is None)
     # Persistent if so many programs are given: as many rows are in flight as the L2 cache is to hold.
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
@@ -119,12 +130,14 @@ def gradient_rows(logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor,
     if logits.numel() == 0:
         return
     if use_triton(logits):
+        # In place: x and dx are the same tensor. `mean` is False: a divisor is in the factor.
         _launch_gradient(factor, logits, labels, None, stats, logits, False, *options, classes=classes)
         return
     rows = stats[4:].view(-1, 2)
     for part in _cache_sized(logits):
         here = factor[part] if factor.dim() else factor
         acc = logits[part].to(stats.dtype)
+        # The one rounding to the logits' dtype.
         logits[part] = gradient_reference(acc, labels[part], rows[part], here, classes, *options)
 
 
@@ -140,6 +153,8 @@ def _launch_rows(
 ) -> None:  # fmt: skip
     """Write each row's loss, and stats, z-loss and predicted class where these are not None."""
     M, V = logits.shape
+    # The row stride is an argument of its own: a walk's buffer pads its rows, so that each begins at a 16-byte
+    # boundary.
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
     # Constants of the kernel: an option that is off leaves no instruction behind.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
@@ -166,7 +181,9 @@ def _launch_reduction(
 ) -> None:  # fmt: skip
     M = target.shape[0]
     # Few rows are one program's work: a second launch would take longer than the sum.
+    # On 16 warps 4096 rows are 8 a thread, with up to five sums each.
     block = 4096 if M > 1024 else 1024
+    # At most 256, the last program's tile: it adds the parts without a loop.
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
     # Five kinds of sums a program, fp32.
     partial = rows.new_empty(5 * parts) if parts > 1 else None
@@ -177,6 +194,7 @@ def _launch_reduction(
     if parts == 1:
         launch(_reduce_kernel, key, tensors, lambda: (1, (*sizes, True, True, block), {"num_warps": 16}))
         return
+    # The steps are two kernels by their constants, so that their keys have to differ.
     launch(_reduce_kernel, (*key, 0), tensors, lambda: (parts, (*sizes, True, False, block), {"num_warps": 16}))
     launch(_reduce_kernel, (*key, 1), tensors, lambda: (1, (*sizes, False, True, 256), {"num_warps": 4}))
 
@@ -190,6 +208,7 @@ def _forward(
     loss, *others, stats = outputs
     M, V = target.numel(), logits.shape[-1]
     mean = reduction == "mean"
+    # Without classes there is nothing to read either.
     # A grid of no programs cannot be launched; the mean over no row is 0.
     if M == 0 or V == 0:
         loss.zero_()
@@ -201,6 +220,7 @@ def _forward(
     # The kernels read targets by row: they are 8 bytes a row, and a copy of them is cheap beside V logits.
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
+    # With "none" the kernel writes the rows' losses straight into the result.
     rows, z, z_rows, accuracy, predicted = loss, None, None, None, None
     if details:
         z, accuracy, predicted = others
@@ -223,6 +243,7 @@ def _fwd_fake(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    # fp32 whatever the logits' dtype: a mean over many rows would lose digits in 16 bits.
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
     # Four numbers of the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
     stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
@@ -234,6 +255,7 @@ def _details_fake(
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
+    # int64 as torch.argmax has it, 8 bytes a row.
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
 
@@ -275,6 +297,8 @@ def _bwd_fake(
 def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:
+    # A gradient of its own memory: the in-place one goes through `_backward`, since an operator may not return its
+    # input.
     dlogits = logits.new_empty(logits.shape)
     # The gradient is dense, whatever the strides of the logits.
     x, dx = rows_of(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
@@ -292,12 +316,15 @@ def _launch_gradient(
         return
     # All rows may share one upstream gradient: 0-d for a reduced loss, strides 0 where a sum over rows expanded it.
     same = not any(dloss.stride())
+    # reshape of an expanded tensor would copy it to full size, hence the case before.
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     M, V = x.shape
     # No statistic is computed here: the tile is chosen for wide loads alone.
+    # Narrow rows share a program; wide ones are split among several, block_m 1.
     warps, block_m, block_n = _bwd_tile(V)
+    # Both tensors: a dense gradient beside logits of another row stride is moved number by number.
     between = uneven(x, dx)
     # The edges of a row are its first program's: the others share what is left of it.
     block_m, body = (1, V // 4 * 4) if between else (block_m, V)
@@ -306,6 +333,7 @@ def _launch_gradient(
         ignore_index, label_smoothing, z_loss, softcap, scale,
         mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
     )  # fmt: skip
+    # One dimension of programs, since a grid's second one ends at 65535.
     plan = cdiv(M, block_m) * cdiv(body, block_n), arguments, {"num_warps": warps}
     key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
     launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
@@ -316,6 +344,8 @@ def _launch_gradient(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, _, reduction, ctx.inplace, *ctx.options = inputs
+    # The logits themselves and not a copy: beside them 8 or 12 bytes a row are kept. `divisor` is not saved, since the
+    # statistics hold its inverse.
     ctx.mean = reduction == "mean"
     ctx.save_for_backward(logits, target, weight, output[-1])
 
@@ -325,11 +355,14 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is not None and ctx.needs_input_grad[0]:
         logits, target, weight, stats = ctx.saved_tensors
         arguments = target, weight, stats
+        # Not in a recorded graph, which has to know what is written: there is no memory to write to while it is traced.
         rows = _own_rows(logits) if ctx.inplace and not is_traced(logits) else None
         if rows is None:
             dlogits = _cross_entropy_bwd(dloss, logits, *arguments, ctx.mean, *ctx.options)
         else:
             with torch.cuda.device_of(logits):
+                # Around the operator and not through it: the launch sets no device by itself here, hence the context
+                # manager.
                 _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
             # The logits are gone. PyTorch now raises where another backward pass saved them, and reads no gradient.
             torch.autograd.graph.increment_version(logits)
@@ -340,6 +373,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 def _own_rows(logits: Tensor) -> Tensor | None:
     """The memory of the logits as (M, V), or None where they have no rows of their own to write to."""
     rows = rows_of(logits.detach())
+    # Overlapping rows, as of a sliding window, share elements that have several gradients.
     apart = rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]
     return rows if rows.data_ptr() == logits.data_ptr() and rows.numel() and apart else None
 
