@@ -63,10 +63,15 @@ def test_every_launch_compiles(target):
     assert {launch["dtype"] for launch in launches} >= DTYPES.get(target, {"bfloat16"})
 
 
+# Their sums would spill on AMD's GPUs, where lora_mlp takes another way.
+ON_NVIDIA = {"tigon.ops.gated_lora._thin_sums_kernel", "tigon.ops.gated_lora._wide_sums_kernel"}
+
+
 @EVERY_TARGET
 def test_every_kernel_is_launched(target):
     found = compiled(target)
-    assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"])
+    elsewhere = ON_NVIDIA if target.startswith("hip") else set()
+    assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"]) - elsewhere
 
 
 @EVERY_PROMISED_TARGET

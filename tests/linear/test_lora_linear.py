@@ -9,6 +9,7 @@ from test_invariants import Work
 import tigon
 from tigon.linear.adapters import (
     LoRA,
+    _product,
     gated_lora_linear,
     lora_linear,
     lora_linear_reference,
@@ -565,3 +566,16 @@ def test_bad_input_to_the_gated_layer():
         gated_lora_linear(X, X, layer(), act="tanh")
     with pytest.raises(ValueError, match=r"gated_lora_linear: gate must be \(\.\.\., 2N\)"):
         gated_lora_linear(torch.ones(3, 5), None, layer())
+
+
+def test_a_narrow_result_of_wide_factors_is_rounded_once(device):
+    """An adapter in bf16 beside one in fp32: its gradient is the product in fp32, rounded."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*shape, generator=generator).to(device) for shape in ((9, 200), (200, 4)))
+    got = _product(left, right, torch.bfloat16, 0.5)
+    torch.testing.assert_close(got, (left @ right * 0.5).bfloat16(), rtol=2**-8, atol=1e-6)
+    exact = left.double() @ right.double() * 0.5
+    assert (got.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    mixed = _product(left.half(), right.half(), torch.bfloat16)
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed, (left.half() @ right.half()).bfloat16(), rtol=2**-7, atol=1e-2)

@@ -187,7 +187,8 @@ def test_lora_linear_takes_layers_with_a_dense_weight(dtype, adapter, backend, d
     make = made(rows=(40,), dtype=dtype, adapter=adapter)
     check(
         joined, as_peft, lambda g: make(g, device), grad=WANTED, scales=SCALES, draws=4,
-        kind="rows with a dense weight, fresh", roundings=2**8 if dtype == torch.bfloat16 and adapter else 4,
+        # dx is rounded once for each layer that adds to it.
+        kind="rows with a dense weight, fresh", roundings=2**12 if dtype == torch.bfloat16 and adapter else 4,
     )  # fmt: skip
 
 
@@ -215,13 +216,14 @@ def test_dropout(kind, op, device):
     assert torch.equal(others[1], found[0][1])
 
 
+@pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("narrows", [True, False])
-def test_a_result_in_another_dtype(narrows, device):
+def test_a_result_in_another_dtype(narrows, flat, device):
     """A layer may compute in another dtype than x's. The sum has the layer's, or as torch promotes the two."""
     g = torch.Generator().manual_seed(0)
     x, w, a, b = made(widths=(8,), ranks=(2,), dtype=torch.float32)(g, device)
     leaves = [t.requires_grad_() for t in (x, a, b)]
-    own = Opaque(lambda x: F.linear(x, w).half(), (8, 64), x.device, narrows=narrows)
+    own = Opaque(lambda x: F.linear(x, w).half(), (8, 64), x.device, flat=flat, narrows=narrows)
     (y,) = opaque_lora_linear(x, [LoRA(own, a, b, 2.0)])
     expected = F.linear(x, w).half() + F.linear(F.linear(x, a), b) * 2.0
     assert y.dtype == (torch.float16 if narrows else torch.float32)

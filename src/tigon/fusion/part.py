@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,13 @@ class Part:
     kind: the kind that the part's rows in the report show, and under which the ledger counts its calls.
     option: the keyword of `tigon.fuse` that switches the part on and off.
     stage: when fuse tries the part.
+    compiled: a sentence for the report about what runs under torch.compile, if it is not what the rows say.
     """
 
     kind: str
     option: str
     stage: Stage = Stage.MODULE
+    compiled: str = ""
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         """Replace what this part replaces in a module, or add a row that says why it stays. Most modules: nothing."""
@@ -107,6 +109,11 @@ def register(part: Part) -> Part:
 def parts_of(options: Mapping[str, Any], *stages: Stage) -> list[Part]:
     """The parts of these stages that the options of fuse switch on."""
     return [part for part in PARTS if part.stage in stages and options.get(part.option)]
+
+
+def under_compile(kinds: Iterable[str]) -> list[str]:
+    """What the parts of these kinds have to say about torch.compile."""
+    return [part.compiled for part in PARTS if part.kind in kinds and part.compiled]
 
 
 def kinds() -> list[str]:

@@ -74,9 +74,7 @@ class Report:
             return ""
         if not self.steps:
             text = "No step has run yet; what torch.compile runs is not counted."
-            if any(row.kind == "adapters" for row in self.fused):
-                text += " Under torch.compile adapters run in PEFT's own code."
-            return text
+            return " ".join([text, *part.under_compile({row.kind for row in self.fused})])
         kinds = {row.kind for row in self.fused}
         known = part.kinds()
         ordered = [kind for kind in known if kind in kinds] + sorted(kinds.difference(known))

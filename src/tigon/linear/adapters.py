@@ -282,9 +282,11 @@ def widest_dtype(layers: Sequence[LoRA], dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """scale · left right, rounded once to dtype, which may be fp32 beside half-precision factors."""
+    """scale · left right, rounded to dtype, which may be fp32 beside half-precision factors."""
     if out is None:
         out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+    if dtype not in (left.dtype, torch.float32):  # cuBLAS widens results, and narrows none
+        return out.copy_(_product(left, right, torch.promote_types(left.dtype, dtype), scale))
     if dtype == left.dtype:
         return torch.mm(left, right, out=out) if scale == 1.0 else out.addmm_(left, right, beta=0, alpha=scale)
     if left.is_meta:

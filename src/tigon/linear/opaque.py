@@ -124,7 +124,7 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
         over = base.fresh and y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
         return _Added.apply(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
     low = _Added.apply(None, t, layer.b, layer.scale, group, early, False)[0]
-    total: Tensor = y + low.view(*x.shape[:-1], low.shape[1])
+    total: Tensor = y + low.view(*y.shape[:-1], low.shape[1])
     return _narrowed(total, y, base)
 
 

@@ -243,11 +243,6 @@ def _tile(R: int) -> tuple[int, int, int]:
     return (16, 128, 4) if R <= 16 else (32, 64, 4)
 
 
-def _forward_tile(R: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and warps of a program, stages, and programs for each multiprocessor."""
-    return (16, 128, 4, 2, 12)
-
-
 def gated_lora_forward(gate: Tensor, up: Tensor, added: tuple[Added, Added], act: str) -> Tensor:
     """act(gate + tg Bgᵀ) · (up + tu Buᵀ) of gate and up (M, N), with unit stride along N."""
     (tg, bg, scale_g), (tu, bu, scale_u) = added
@@ -389,13 +384,15 @@ def _gated_lora_fwd(
     strides = gate.stride(0), up.stride(0), tg.stride(0), tu.stride(0)
     ranks = bg.shape[1], bu.shape[1]
     R = max(16, next_power_of_2(max(ranks)))
-    block_m, block_n, warps, stages, waves = _forward_tile(R)
+    block_m, block_n = 32, 128
     blocks, steps = cdiv(N, block_n), cdiv(M, block_m)
-    rows = cdiv(steps, max(1, min(steps, waves * multiprocessors(gate.device) // blocks))) * block_m
+    # Many programs for each multiprocessor, yet each of several tiles: of 36 choices on an H100 the fastest or within
+    # 2 % of it at five shapes, 1.04 times what the bytes take.
+    rows = cdiv(steps, max(1, min(steps, 32 * multiprocessors(gate.device) // blocks))) * block_m
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        arguments = (M, N, rows, *strides, scale_g, scale_u, *ranks, ACTS[act].tile, R, block_m, block_n, stages)
-        return blocks * cdiv(M, rows), arguments, {"num_warps": warps}
+        arguments = (M, N, rows, *strides, scale_g, scale_u, *ranks, ACTS[act].tile, R, block_m, block_n, 3)
+        return blocks * cdiv(M, rows), arguments, {"num_warps": 4}
 
     kinds = gate.dtype, bg.dtype, bu.dtype
     launch(_gated_lora_fwd_kernel, (M, N, rows, strides, scale_g, scale_u, ranks, act, kinds), tensors, plan)

@@ -173,6 +173,7 @@ class Adapters(Part):
     """The layers with adapters in a model. They may come after fuse, and more of them later."""
 
     kind, option, stage = "adapters", "adapters", Stage.MODEL
+    compiled = "Under torch.compile adapters run in PEFT's own code."
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         site.kept(_Names).seen = _names(site.model)
