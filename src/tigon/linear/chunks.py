@@ -44,6 +44,7 @@ def chunk_budget(
     suffices.
     """
     if chunk_bytes is None:
+        # Read at each call and not at import: a script may set it between two models.
         text = os.environ.get("TIGON_CHUNK_BYTES")
         if text:
             try:
@@ -52,6 +53,7 @@ def chunk_budget(
                 raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
     if chunk_bytes is None:
         budget = CPU_CHUNK_BYTES if device.type == "cpu" else FROZEN_CHUNK_BYTES if frozen else CHUNK_BYTES
+        # Only the default grows. A number that you asked for is a limit, and stays one.
         return whole if spared and budget < whole <= budget + spared else budget
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")
@@ -63,9 +65,12 @@ def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str, c
 
     classes: the number of classes of the widest shard; all devices use the same number, so that they chunk alike.
     """
+    # Under torch.compile the number of rows may be symbolic, and a comparison with it would put a guard on the batch.
+    # `accumulate="weight"` has no fp32 buffer to spare.
     if torch.compiler.is_compiling() or accumulate != "fp32":
         return 0
     V, H = weight.shape
+    # 2 bytes an element: the fp32 sum takes 4, and the bf16 result takes 2 of them in any case.
     return (V if classes is None else classes) * H * 2 if weight.dtype == compute == torch.bfloat16 else 0
 
 
@@ -74,10 +79,12 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     if rows * row_bytes <= budget:
         return max(1, rows)
     # Never fewer than one tile, even over the budget: a product of a few rows would leave the device idle.
+    # Whole tiles of 128 rows: a tile that is filled in part costs a product as much as a full one.
     most = max(128, budget // max(1, row_bytes) // 128 * 128)
     chunks = max(1, -(-rows // most))
     # Equal shares: a short last chunk would be a small product, which is slow for its size.
     balanced = -(-rows // chunks)
+    # Rounded up, so the last chunk alone is shorter. `most` is a multiple of 128, so rounding up does not exceed it.
     return max(1, min(rows, -(-balanced // 128) * 128))
 
 
@@ -94,6 +101,7 @@ class ValidCount:
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
+        # The copy starts here and is waited for in the loss, a whole forward pass later.
         labels = target[..., 1:] if shift else target
         self._arrival = _Arrival((as_labels(labels, ignore_index) != ignore_index).sum())
 
@@ -122,6 +130,8 @@ class ValidLengths:
 
 def nan_if_more(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.dtype) -> Tensor:
     """0-d: 1, or NaN if more targets count than num_valid (rows would be dropped silently). The host never waits."""
+    # The count stays on the device, and NaN reaches the host with the loss. A check that raised would have to wait for
+    # it.
     return torch.where((target != ignore_index).sum() <= num_valid, 1.0, float("nan")).to(dtype)
 
 
@@ -129,6 +139,7 @@ def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -> T
     """A number or 0-d tensor as a 0-d tensor on the device, without gradient. No copy makes the host wait."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=device)
+    # A divisor may be the result of a computation with a graph. The loss takes it as a constant.
     value = value.detach().reshape(()).to(dtype)
     if value.device.type == "cpu" and device.type != "cpu":  # multiplied as a scalar: a copy from pageable memory waits
         return value * torch.ones((), dtype=dtype, device=device)
@@ -143,6 +154,8 @@ class _Arrival:
         self._value = value
         if value.is_cuda:
             # Only a copy to pinned memory is asynchronous.
+            # `value` itself may be freed at once: the allocator gives its memory only to work that comes later on this
+            # stream.
             self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             with torch.cuda.device(value.device):
@@ -152,6 +165,8 @@ class _Arrival:
 
     def wait(self) -> Tensor:
         if self._event is not None:
+            # The CPU's memory is not to be read before the copy has ended. A second call finds no event, and waits for
+            # nothing.
             self._event.synchronize()
             self._event = None
         return self._value
@@ -199,6 +214,7 @@ class Chunks:
         self._narrow: Tensor | None = None
         # Chunks follow from the widest shard, so that every device has the same chunks and its collectives match.
         N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
+        # More than N valid rows do not exist: a number that is too large costs rows, not memory beyond the batch.
         visited = N if num_valid is None else max(0, min(num_valid, N))
         # The first row, and with an index all rows, in the order of the walk.
         self._first = 0
@@ -207,6 +223,7 @@ class Chunks:
             # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
             order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
             self.index = order[:visited]
+        # Bytes of a row of logits, and of the narrowed gradient beside them where logits are wider than the products.
         self._cut(visited, V * logit_bytes(head.x.dtype, self.dtype), budget)
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
@@ -217,16 +234,19 @@ class Chunks:
 
     def among(self, rows: Tensor | slice, most: int) -> Chunks:
         """The walk over some rows of the batch, in their order, in chunks of about at most `most` rows."""
+        # Shallow: head, targets and shards are shared. Only the rows and their cuts differ.
         part = copy.copy(self)
         if isinstance(rows, slice):
             part._first, part.index, visited = rows.start, None, rows.stop - rows.start
         else:
             part._first, part.index, visited = 0, rows, rows.numel()
+        # A budget in rows: a row counts as one byte. The walk that made the parts has applied the budget in bytes.
         part._cut(visited, 1, most)
         return part
 
     def through(self, head: Projection) -> Chunks:
         """The same walk over the rows of another head's x, in logits of the same dtype."""
+        # The cuts stay, so both heads' chunks hold the same rows. A reference model's logits are computed so.
         other = copy.copy(self)
         other.head = head
         return other
@@ -243,6 +263,8 @@ class Chunks:
         """
         kept = self._kept(room)
         for start, stop in self.spans():
+            # Rows before `kept` all begin at the front of the room, one chunk over the other. Rows from `kept` on have
+            # places of their own.
             at = max(0, start - kept)
             yield self.compute(start, stop, room[at : at + stop - start])
 
@@ -254,6 +276,7 @@ class Chunks:
         scratch: where logits are computed again, if those in the room must last.
         """
         kept = self._kept(room)
+        # Backwards, because the last chunks are those whose logits are still there.
         for start, stop in reversed(self.spans()):
             if last is not None:
                 yield last
@@ -267,6 +290,8 @@ class Chunks:
         """The first row, in the order of the walk, whose logits the room holds after `forwards`."""
         if not self.count:
             return 0
+        # The last chunk may be short. What the room holds beside it is a number of whole chunks, so that no chunk lies
+        # across the front and the kept part.
         before_last = (self.count - 1) * self.size
         return max(0, before_last - (room.shape[0] - (self.visited - before_last)) // self.size * self.size)
 
@@ -278,16 +303,20 @@ class Chunks:
         # Each chunk waits for its statistics. With two buffers they could travel while the next chunk's logits are
         # computed. But chunks would be half as large and add to dW twice as often, which takes longer than the wait.
         for chunk in self:
+            # A new tensor for each chunk: the collective that reads it runs on a stream of its own, and holds it until
+            # `wait`.
             own = self.head.x.new_empty(chunk.target.numel(), columns(along, total), dtype=dtype)
             shard_statistics(chunk.logits, chunk.target, own, temperature, softcap, scale, along=along, total=total)
             yield chunk, self.shards.gather(own).wait()
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks start and stop."""
+        # Host arithmetic alone. All ranks come to the same spans, which their collectives rely on.
         return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
 
     def places(self, start: int, stop: int) -> Tensor | slice:
         """The places in the batch of rows start to stop of the walk."""
+        # A slice where it can be: its rows are a view, while an index makes a copy of x's rows for each chunk.
         return slice(self._first + start, self._first + stop) if self.index is None else self.index[start:stop]
 
     def rows_of(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -303,6 +332,7 @@ class Chunks:
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop; its logits are written to `logits`, (stop − start, V)."""
         chunk = self.with_logits(start, stop, logits)
+        # After the rows of x were taken: the product reads them, and so does dW's product later.
         self.head.logits(chunk.x, logits)
         return chunk
 
@@ -311,6 +341,8 @@ class Chunks:
         if chunk.logits.dtype != self.head.x.dtype:
             if self._narrow is None:
                 self._narrow = empty_logits(self.size, chunk.logits.shape[1], self.head.x, self.head.x.dtype)
+            # Both gradient products want factors of one dtype, and half-precision ones run at the tensor cores' full
+            # rate.
             chunk.logits = self._narrow[: chunk.logits.shape[0]].copy_(chunk.logits)
         return chunk
 
@@ -318,6 +350,7 @@ class Chunks:
         """Per-row results (visited, ...) as (N, ...), with zeros for rows that were not visited."""
         if self.index is None:
             return results
+        # Valid rows were sorted to the front for the walk. Here each result returns to its row, and ignored rows get 0.
         return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
 
@@ -339,6 +372,7 @@ class Gradients:
         self._input = InputGradient(walk.head, walk.shards)
         # The first product overwrites dW, which spares a pass that zeroes it.
         self._first = not add
+        # Without an index every row is written by some chunk, and zeroing dx would be a pass for nothing.
         if dx is not None and walk.index is not None:
             dx.zero_()
         if db is not None:
@@ -354,8 +388,11 @@ class Gradients:
             # Before dW: a sum of dx over the devices travels while dW's product is computed.
             self._input.add(self.dx, chunk.at, chunk.logits, more)
         if self.dw is not None:
+            # The largest product of the three, and the only one that reads its result: from the second chunk on it adds
+            # to what lies in dW.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
+            # In fp32: db adds over chunks as dW does.
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)
         self._first = False
 
@@ -363,4 +400,5 @@ class Gradients:
         """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
         self._input.arrive()
         if self._first and self.dw is not None:
+            # No chunk came, as where no target counts: dW is uninitialised memory until here.
             weight_gradient.zero(self.dw)

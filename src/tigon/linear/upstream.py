@@ -25,6 +25,7 @@ def scaled_gradients(
     """
     # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
+    # No need, no launch: the forward pass may have left an empty tensor in this place.
     return [
         _scaled(gradient, factor, dtype, ours) if need and dtype is not None else None
         for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
@@ -49,6 +50,7 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
     """gradient · factor, multiplied in fp32 and rounded once to dtype. With `ours` it may overwrite the gradient."""
     if isinstance(gradient, tuple):
         gradient, more = gradient
+        # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
         if more.numel():
             return narrowed(gradient, more, factor, ours)
     # A result of another dtype has another size and needs memory of its own.
@@ -58,6 +60,8 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
             return gradient
         return (gradient.to(factor.dtype) * factor).to(dtype)
+    # A kept graph reads the gradient again, with another upstream gradient perhaps: it must stay as the forward pass
+    # made it.
     out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     n = gradient.numel()
     # At most 2048 programs, each of which walks over its blocks: with factor 1 there are few to start and exit.

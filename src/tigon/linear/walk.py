@@ -11,6 +11,7 @@ import torch
 ACCUMULATE = ("fp32", "weight")
 
 
+# Frozen, because one Walk() is the default argument of a loss, and serves all of its calls.
 @dataclass(frozen=True)
 class Walk:
     """How a loss walks over the tokens, a chunk of whose logits exists at a time.
@@ -39,11 +40,14 @@ class Walk:
     logits_dtype: torch.dtype | None = None
     keep_bytes: int = 0
 
+    # Checked when the value is made: the message then points at the line that wrote the number, not at a loss far
+    # behind it.
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE:
             raise ValueError(f"Walk: accumulate must be one of {ACCUMULATE}, got {self.accumulate!r}.")
         if self.chunk_bytes is not None and self.chunk_bytes <= 0:
             raise ValueError(f"Walk: chunk_bytes must be positive, got {self.chunk_bytes}.")
+        # fp32 alone: logits narrower than the products would lose what the products computed, and fp64 has no kernel.
         if self.logits_dtype not in (None, torch.float32):
             raise ValueError(f"Walk: logits_dtype must be None or torch.float32, got {self.logits_dtype}.")
         if self.keep_bytes < 0:
@@ -51,16 +55,23 @@ class Walk:
 
     def number(self, name: str) -> int:
         """`valid` for a loss of tokens: the number, or −1 if the host does not know it."""
+        # −1 and not None: the number passes through a schema of torch.library as an int.
         if self.valid is None:
             return -1
+        # A list of lengths belongs to a loss of sequences. Its sum would be a number too, and dropping rows by it would
+        # be silent.
         if not hasattr(self.valid, "__int__"):
             raise ValueError(f"{name}: walk.valid must be a number or a ValidCount, got {type(self.valid).__name__}.")
+        # A `ValidCount` waits here for its copy. The copy was queued when the labels were seen, so the wait is short or
+        # none.
         return int(self.valid)  # type: ignore[arg-type]
 
     def check_unused(self, name: str, *fields: str) -> None:
         """Raise a ValueError if you set a field that this loss has no use for."""
         for field in fields:
             value = getattr(self, field)
+            # An option that is ignored in silence looks as if it had worked. Defaults pass, so one Walk may serve
+            # several losses.
             if value != getattr(DEFAULT, field):
                 raise ValueError(f"{name}: walk.{field} must be left out: this loss has no use for it, got {value}.")
 

@@ -29,12 +29,15 @@ def places(weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: 
     wide: sum in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold.
     """
     (V, H), acc = weight.shape, torch.promote_types(compute, torch.float32)
+    # An empty tensor stands for "no second place": an operator's schema returns tensors, and never None.
     none = weight.new_empty(0, dtype=acc)
     if not need:
         return weight.new_empty(0, dtype=compute), none
     front = _front_rows(V)
     # The trick wants two narrow numbers in the memory of one wide one: bf16 and fp32, not fp64 or master weights.
     halved = wide and weight.dtype == compute and 2 * compute.itemsize == acc.itemsize
+    # A result smaller than a chunk of logits fits in the memory that the logits leave behind, so a second tensor does
+    # not raise the peak.
     if halved and front and V * H * compute.itemsize > budget:
         return weight.new_empty(V, H), weight.new_empty(V - front, H, dtype=acc)
     return weight.new_empty(V, H, dtype=acc if wide else compute), none
@@ -95,6 +98,7 @@ def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool 
 def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
     # int64 before the product: V · H of a large head exceeds 2³¹ elements.
     at = (start + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Read and written once each: the pass is bound by DRAM, and multiplying by the factor costs nothing on the way.
     x = tl.load(x_ptr + at, mask=at < N, other=0.0)
     if factor_ptr is not None:
         x = x * tl.load(factor_ptr).to(tl.float32)
@@ -106,5 +110,7 @@ def _narrow_kernel(x_ptr, y_ptr, factor_ptr, start, N, BLOCK: tl.constexpr):
 def _narrow(x: Tensor, y: Tensor, factor: Tensor | None, start: int, stop: int) -> None:
     """Narrow blocks start to stop of x into the same blocks of y."""
     key = (start, stop, x.numel(), y.dtype, None if factor is None else factor.dtype)
+    # `start` is in the key and in the plan: each pass of a dW is a launch of its own, and the launches are few, since
+    # passes double.
     plan = stop - start, (start, x.numel(), BLOCK), {"num_warps": 8}
     launch(_narrow_kernel, key, (x, y, factor), lambda: plan)
