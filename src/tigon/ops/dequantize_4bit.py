@@ -18,6 +18,7 @@ from torch import Tensor
 from tigon.runtime import cdiv, jit, launch, launcher, tl, use_triton
 
 
+# eq=False: weights are compared by identity, as `==` of tensors is a tensor.
 @dataclass(frozen=True, eq=False)
 class NestedAbsmax:
     """Absolute maxima in 8 bits ("double quantisation"): absmax = table[code] · scale of the code's block + offset.
@@ -67,6 +68,8 @@ class FourBit:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as a plain tensor of this dtype."""
+        # Made dense in the dtype of the quantised weight first, then cast: the numbers are those that bitsandbytes
+        # multiplies by.
         w = dequantize_4bit(self)
         return w if w.dtype == dtype else w.to(dtype)
 
@@ -85,8 +88,11 @@ class FourBit:
             )
         nested = None
         if state.nested:
+            # bitsandbytes names the second quantisation state2; its absmax are the scales of blocks of maxima.
             second = state.state2
             nested = NestedAbsmax(second.code, second.absmax, state.offset, second.blocksize)
+        # A Parameter's .data is the plain tensor of the same memory, which the kernels take. A 4-bit weight is frozen:
+        # no gradient is cut off.
         packed = weight.data if isinstance(weight, torch.nn.Parameter) else weight
         return cls(packed, state.absmax, state.code, tuple(state.shape), state.dtype, state.blocksize, nested)
 
@@ -106,6 +112,7 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
         codes = torch.stack((packed >> 4, packed & 15), -1).view(-1).long()
         w = (table[codes] * absmax.repeat_interleave(blocksize)).to(torch.bfloat16).view(shape)
     """
+    # use_triton asks for float tensors, which packed and 8-bit maxima are not. The table is one, on the same device.
     if not use_triton(weight.table):
         return dequantize_4bit_reference(weight)
     nested = weight.nested
@@ -124,25 +131,31 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
 
 def dequantize_4bit_reference(weight: FourBit) -> Tensor:
     numel = math.prod(weight.shape)
+    # A view, whatever dtype FSDP stores the bytes in: its shards of quant_storage are floats by name alone.
     packed = weight.packed.reshape(-1).view(torch.uint8)
+    # The high four bits first, as bitsandbytes packs them. An odd number of weights leaves half of the last byte
+    # unused.
     codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
     absmax, nested = weight.absmax.reshape(-1), weight.nested
     if nested is not None:
         # Two roundings, as bitsandbytes has them: of the product and of the sum.
         scale = nested.scale.repeat_interleave(nested.blocksize)[: absmax.numel()]
         absmax = nested.table[absmax.long()] * scale + nested.offset
+    # One product in fp32, and one rounding to the weight's dtype: the order of operations is bitsandbytes'.
     values = weight.table[codes.long()] * absmax.repeat_interleave(weight.blocksize)[:numel]
     return values.to(weight.dtype).view(weight.shape)
 
 
 def _check(weight: FourBit) -> None:
     numel, nested = math.prod(weight.shape), weight.nested
+    # In bytes, not in elements, for packed may be of any dtype.
     if weight.packed.numel() * weight.packed.element_size() != cdiv(numel, 2):
         raise ValueError(
             f"FourBit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
             f"{tuple(weight.shape)} in each, got {weight.packed.numel() * weight.packed.element_size()}."
         )
     size = weight.blocksize
+    # At least 8: a word of eight codes must not straddle two blocks. A power of two, so that the division is a shift.
     if size < 8 or size & (size - 1):
         raise ValueError(f"FourBit: blocksize must be a power of two, 8 or more, got {size}.")
     blocks, codes = cdiv(numel, size), torch.float32 if nested is None else torch.uint8
@@ -159,6 +172,7 @@ def _check(weight: FourBit) -> None:
             ("nested.offset", nested.offset, 1),
         ]
     for name, t, count in tables:
+        # fp32 alone: the kernel's product would round elsewhere with a narrower table.
         if t.numel() != count or t.dtype != torch.float32:
             raise ValueError(f"FourBit: {name} must be {count} numbers of torch.float32, got {t.numel()} of {t.dtype}.")
     for name, t in (("absmax", weight.absmax), *((name, t) for name, t, _ in tables)):
@@ -180,20 +194,29 @@ def _dequantize_4bit_kernel(
     # the weight is no whole number of words, a word is a byte.
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = word < words
+    # int32 also where words are bytes: shifts of one kind serve both.
     q = tl.load(packed_ptr + word, mask=mask, other=0).to(tl.int32)
+    # Neighbouring threads read neighbouring maxima, or the same one: 8 words of 32 bits share a block of 64 weights.
     block = word * CODES // BLOCKSIZE  # a block is a whole number of words, so a word has one maximum
     absmax = tl.load(absmax_ptr + block, mask=mask, other=0)
     if nested_table_ptr is not None:
+        # One scale for NESTED_BLOCKSIZE maxima, by default for 16,384 weights: L1 answers all but the first load.
         scale = tl.load(nested_scale_ptr + block // NESTED_BLOCKSIZE, mask=mask, other=0.0)
+        # absmax was a uint8 code until here. The maximum is computed again by each of the block's eight threads: a
+        # table of maxima in memory would be a second launch, as bitsandbytes has it. No mask: masked lanes have code 0.
         absmax = tl.load(nested_table_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr)
     # The first code of a byte is in its high bits, the first byte of a word in the word's low ones.
     i = tl.arange(0, CODES)
+    # Bit 4 · (i ^ 1): code 0 is in bits 4 to 7, code 1 in bits 0 to 3, code 2 in bits 12 to 15. The shift is arithmetic
+    # on an int32, and `& 15` takes the sign bits away.
     code = (q[:, None] >> (i // 2 * 8 + 4 - i % 2 * 4)[None, :]) & 15
     # The table is half a cache line: a warp's look-ups are one access to L1 each.
     w = tl.load(table_ptr + code) * absmax[:, None]
+    # int64, as `word` is: a stacked weight of experts may exceed 2**31 elements.
     element = (word * CODES)[:, None] + i[None, :]
     # The last byte may hold one code. A mask of single elements would narrow the stores of whole words.
     kept = element < numel if CODES == 2 else mask[:, None]
+    # A thread stores its CODES results as one run: 16 bytes of bf16.
     tl.store(w_ptr + element, w.to(w_ptr.dtype.element_ty), mask=kept)
 
 
@@ -204,6 +227,7 @@ def _dequantize_4bit_fake(
     table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
     offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
 ) -> Tensor:  # fmt: skip
+    # From the table, the first tensor: `launcher` takes the device from there.
     return table.new_empty(shape, dtype=dtype)
 
 
@@ -220,9 +244,11 @@ def _dequantize_4bit(
     numel = w.numel()
     if not numel:
         return w
+    # A view for dense bytes; a strided `packed` would be copied.
     packed = packed.reshape(-1).view(torch.uint8)
     # 32 bits at once need an address that 4 divides: views into a larger buffer may have another.
     codes = 8 if numel % 8 == 0 and not packed.data_ptr() & 3 else 2
+    # Little-endian: the first byte is in the word's low bits, as the kernel's shifts expect.
     if codes == 8:
         packed = packed.view(torch.int32)
     tensors = packed, absmax, table, nested_table, nested_scale, offset, w
@@ -232,6 +258,8 @@ def _dequantize_4bit(
         # those of bitsandbytes, which does them in two launches.
         block, warps = 256, 2
         words = cdiv(numel, codes)
+        # The absence of nested tensors is in the key below: None is a constant to the compiler, and makes another
+        # kernel.
         arguments = (numel, words, blocksize, nested_blocksize, codes, block)
         return cdiv(words, block), arguments, {"num_warps": warps, "enable_fp_fusion": False}
 

@@ -64,6 +64,7 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
 
 
 def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    # alpha, weight and bias are widened too: eager code in bf16 would round after each operation.
     acc = torch.promote_types(x.dtype, torch.float32)
     y = torch.tanh(alpha.to(acc).view(()) * x.to(acc))
     if weight is not None:
@@ -81,6 +82,8 @@ def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: 
 def _dyt_fwd_kernel(
     x_ptr, alpha_ptr, w_ptr, b_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    # A flat grid over blocks of rows and of columns, the columns fastest: neighbours read neighbouring memory, and the
+    # rows of a tile share one load of weight and bias.
     blocks = tl.cdiv(N, BLOCK_N)
     # Columns are cut as rows are: without a statistic no program needs a whole row.
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -91,11 +94,14 @@ def _dyt_fwd_kernel(
     mask = (rows < M)[:, None] & col_mask[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     # alpha is read on the device: a number of the host would be a synchronisation.
+    # tanh by one exponential and a polynomial near 0, each to a few roundings of fp32: the slope that is dropped here
+    # costs nothing.
     y, _ = tanh(x * tl.load(alpha_ptr).to(tl.float32))
     if w_ptr is not None:
         y *= tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     if b_ptr is not None:
         y += tl.load(b_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    # y is dense, with N as its stride, whatever x's is.
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,19 +114,25 @@ def _dyt_bwd_kernel(
     # A persistent grid of P programs for each block of columns. Nothing is summed along a row, so that rows of any
     # width can be cut into blocks.
     blocks = tl.cdiv(N, BLOCK_N)
+    # The share of the rows. Columns are the fast index, so that programs that run together read whole rows of memory.
     part = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
+    # Read once for all tiles of the program.
     alpha = tl.load(alpha_ptr).to(tl.float32)
     if w_ptr is not None:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
     # Three sums for every place of the tile: rows are added once, after the last tile.
+    # 4096 places on 256 threads: 16 registers a thread for each sum. An unwanted sum is a constant 0, and compiled
+    # away.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     da = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(part, tl.cdiv(M, BLOCK_M), P, num_stages=STAGES):
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < M)[:, None] & col_mask[None, :]
+        # With STAGES = 3 the next two tiles of x and dy are on their way into shared memory while this one is computed.
+        # Masked places are 0 in both, and add 0 to every sum.
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         t, slope = tanh(x * alpha)
@@ -128,6 +140,9 @@ def _dyt_bwd_kernel(
             dw += dy * t
         if DB:
             db += dy
+        # y = w · t + b with t = tanh(α x), and so
+        #     db = Σ dy,    dw = Σ dy · t,    dx = dy · w · α · (1 − t²),    dα = Σ dy · w · x · (1 − t²).
+        # `slope` is 1 − t². Far from 0, where t rounds to ±1 and the difference would be 0, the exponential gives it.
         # The tanh is computed again: x is saved, t is not.
         slope *= dy
         if dalpha_ptr is not None:
@@ -138,6 +153,7 @@ def _dyt_bwd_kernel(
                 dx *= w[None, :]
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     # A row of partial sums for each program of a block of columns: fp32, added in a fixed order.
+    # partial is (P, DW + DB, N). DW and DB are constants: with one of them the other's rows do not exist.
     sums = part.to(tl.int64) * N * (DW + DB) + cols
     if DW:
         tl.store(partial_ptr + sums, tl.sum(dw, 0), mask=col_mask)
@@ -148,7 +164,7 @@ def _dyt_bwd_kernel(
         if w_ptr is not None:
             # dα = Σ w · Σ_rows slope · x: one multiplication a column, and not one an element.
             by_column *= w
-        # One number a program, added by sum_rows: alpha's gradient is a sum over everything.
+        # One number a program, added by torch's sum over a few hundred: alpha's gradient is a sum over everything.
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))
 
 
@@ -158,6 +174,8 @@ def _dyt_bwd_kernel(
 def _columns(n: int) -> int:
     """Columns of a tile: the largest power of two, up to 1024, that leaves little of a row's last tile empty."""
     for block in (1024, 512, 256):
+        # The tiles of a row may be an eighth wider than the row. Nothing is summed along a row, so no width has to be
+        # padded to a power of two.
         if 8 * cdiv(n, block) * block <= 9 * n:
             return block
     return min(128, next_power_of_2(n))
@@ -166,18 +184,23 @@ def _columns(n: int) -> int:
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows, columns and warps: several rows a tile, which read the weight once."""
     block_n = _columns(n)
+    # 4096 numbers on 128 threads: four 16-byte loads a thread of 16-bit numbers.
     return 4096 // block_n, block_n, 4
 
 
 @functools.cache
 def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread."""
+    # Eight warps in place of the forward's four: three fp32 sums and two inputs need twice the threads for their
+    # registers.
     block_n = _columns(n)
+    # Without room for the prefetch, two programs a multiprocessor still hide some of each other's loads.
     stages = 3 if 8 * 4096 * itemsize + 8192 <= shared_memory(device) else 1  # two programs, four tiles each
     return 4096 // block_n, block_n, 8, stages, 2
 
 
 def _dyt_fwd_fake(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # Dense whatever x's strides.
     return x.new_empty(x.shape)
 
 
@@ -196,6 +219,7 @@ def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | Non
         return programs, (M, N, stride, block_m, block_n), {"num_warps": warps}
 
     weight, bias = _dense(weight), _dense(bias)
+    # alpha's value is not in the key: the kernel loads it.
     key = (M, N, stride, x.dtype, alpha.dtype, _dtype(weight), _dtype(bias))
     launch(_dyt_fwd_kernel, key, (x, alpha, weight, bias, y), plan)
     return y
@@ -241,8 +265,11 @@ def _dyt_bwd(
     strides = dy.stride(0), x.stride(0)
     block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), x.device)
     columns = cdiv(N, block_n)
+    # The grid fills the device: two programs a multiprocessor, divided among the blocks of columns. More parts would
+    # only add rows of partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
+    # fp32 whatever the parameters' dtype: shares are rounded once, after they are added.
     partial = x.new_empty((parts, len(sums), N), dtype=torch.float32) if sums else None
     partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
 
@@ -266,6 +293,7 @@ def _dyt_bwd(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, alpha, weight, bias = inputs
     ctx.bias_dtype = _dtype(bias)
+    # tanh(α x) is not saved: the backward pass computes it again from x, and a tensor of x's size less is kept.
     ctx.save_for_backward(x, alpha, weight)
 
 

@@ -31,6 +31,7 @@ from tigon.runtime import (
     use_triton,
 )
 
+# It bounds how long the program of one row of dW runs: longer runs are cut into pieces of it.
 PIECE = 64  # tokens
 # Up to so many tokens are sorted by counting, M² comparisons in one launch; more by radix, M in a dozen launches.
 RANKED = 8192
@@ -70,6 +71,7 @@ def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
         wrong = (ids < 0) | (ids >= V)
         if wrong.any():
             raise ValueError(f"embedding: input must lie in [0, {V}), got {int(ids[wrong].flatten()[0])}.")
+    # Ids may be of any integer dtype: the weight alone decides, and the kernels convert.
     if not use_triton(weight):
         return embedding_reference(input, weight, padding_idx=padding_idx)
     return _embedding(weight, input, -1 if padding_idx is None else padding_idx % V)
@@ -92,11 +94,14 @@ def _embedding_fwd_kernel(
     # Rows of the weight lie anywhere: many loads in flight hide their latency, hence a flat grid over rows and columns.
     blocks = tl.cdiv(H, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Columns are the fast index: a row of the weight is read by neighbouring programs.
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # H is not padded in memory: the last block of columns is masked, rows are dense in y.
     mask = (rows < M)[:, None] & (cols < H)[None, :]
     ids = tl.load(ids_ptr + rows, mask=rows < M, other=0).to(tl.int64)
     # An id out of range gives a row of NaN: raising would make the host wait for the device.
     known = (ids >= 0) & (ids < V)
+    # int64, as `ids` is: V · H exceeds 2**31 for 128k ids of width 16384.
     w_ptr += ids[:, None] * stride_w + cols[None, :]
     w = tl.load(w_ptr, mask=mask & known[:, None], other=float("nan"))
     # Copied as it is: there is no arithmetic, and so no conversion.
@@ -108,6 +113,7 @@ def _key(ids_ptr, at, M, V, padding_idx):
     """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
     # An id out of range has no row in dW to write to; the padding's row stays 0.
+    # padding_idx is -1 where there is none, which no counted id equals.
     counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
     return tl.where(counts, ids, V).to(tl.int32)
 
@@ -116,6 +122,7 @@ def _key(ids_ptr, at, M, V, padding_idx):
 @do_not_specialize("M", "padding_idx")
 def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Beyond M nothing is stored: the sort sees M keys.
     tl.store(keys_ptr + at, _key(ids_ptr, at, M, V, padding_idx), mask=at < M)
 
 
@@ -130,8 +137,10 @@ def _embedding_rank_kernel(
     """
     first = tl.program_id(0) * BLOCK_M
     at = first + tl.arange(0, BLOCK_M)
+    # This block's keys are compared with all keys, its own included: BLOCK_M × M comparisons, of ids that come from L2.
     keys = _key(ids_ptr, at, M, V, padding_idx)
     # int32 suffices: this kernel takes at most RANKED tokens, as it compares every pair.
+    # Counts by lane, added once at the end: a reduction in each step would exchange between warps.
     before = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, M, BLOCK_N):
         other = start + tl.arange(0, BLOCK_N)
@@ -146,6 +155,7 @@ def _embedding_rank_kernel(
     # Places are distinct, as equal keys are ordered by position: no two threads write to one.
     place = tl.sum(before, 1)
     tl.store(keys_ptr + place, keys, mask=at < M)
+    # int64, as torch.sort gives its indices: the kernels behind take either.
     tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
 
 
@@ -153,14 +163,17 @@ def _embedding_rank_kernel(
 @do_not_specialize("M", "STEPS")
 def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.constexpr):
     """starts[v]: how many sorted keys are below v, by bisection, for v up to V."""
+    # Reads of neighbouring ids end at neighbouring keys: the last steps of a bisection hit the cache.
     v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + M
     # The steps that M needs, for every lane: a loop that ends by itself would wait for the slowest lane all the same.
     for _ in range(STEPS):
+        # M is below 2**31 / 2 in practice, as ids of that number would fill 8 GiB: the sum does not overflow.
         middle = (low + high) // 2
         open_ = low < high
         below = tl.load(keys_ptr + middle, mask=open_, other=0) < v
+        # A lane that has finished has low = high, and stays: the loop needs no exit.
         low = tl.where(open_ & below, middle + 1, low)
         high = tl.where(open_ & ~below, middle, high)
     # v = V too: the end of the last run, behind which ids without a gradient lie.
@@ -175,6 +188,8 @@ def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: t
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_M):
         at = start + tl.arange(0, BLOCK_M)
+        # Two dependent loads: the place of a row is known only when the order has arrived. Hence several rows at a
+        # time.
         rows = tl.load(order_ptr + at, mask=at < last, other=0)
         inside = (at < last)[:, None] & mask[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0)
@@ -202,8 +217,10 @@ def _embedding_pieces_kernel(
     stop = tl.minimum(start + PIECE, M)
     # Two fp32 rows a piece, for the run at its start and the run at its end.
     out_ptr = partial_ptr + piece.to(tl.int64) * 2 * H + cols
+    # The keys at both ends tell which runs reach beyond the piece. A run strictly inside has at most PIECE - 2 tokens.
     head = tl.load(keys_ptr + start)
     tail = tl.load(keys_ptr + stop - 1)
+    # V is the key of ids without a gradient. They sort last, so a piece of them alone has nothing to do.
     if head < V:
         last = tl.load(starts_ptr + head + 1)
         if last - tl.load(starts_ptr + head) > PIECE:
@@ -215,6 +232,7 @@ def _embedding_pieces_kernel(
     if (tail < V) & (tail != head):
         first = tl.load(starts_ptr + tail)
         if tl.load(starts_ptr + tail + 1) - first > PIECE:
+            # The run begins in this piece, at `first`, and goes on in the next.
             total = _piece_sum(order_ptr, dy_ptr, first, stop, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
             tl.store(out_ptr + H, total, mask=mask)
 
@@ -231,6 +249,7 @@ def _embedding_long_kernel(
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < H
     # A long run reaches beyond the piece in which it begins: it is the run at that piece's end.
+    # Every piece asks. Most find that no long run begins here, and exit after three loads of one number.
     row = tl.load(keys_ptr + tl.minimum((piece + 1) * PIECE, M) - 1)
     if row < V:
         first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
@@ -242,6 +261,7 @@ def _embedding_long_kernel(
             for start in range(piece, pieces, BLOCK_M):
                 at = start + tl.arange(0, BLOCK_M)
                 # A run that begins inside a piece has that piece's second sum, and the first sum of later pieces.
+                # slot 2 · piece is the run at the piece's start, slot 2 · piece + 1 the run at its end.
                 slot = at.to(tl.int64) * 2 + (at * PIECE < first).to(tl.int64)
                 inside = (at < pieces)[:, None] & mask[None, :]
                 total += tl.load(partial_ptr + slot[:, None] * H + cols[None, :], mask=inside, other=0.0)
@@ -259,6 +279,7 @@ def _embedding_bwd_kernel(
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows that no token has are written as well, as zeros: dW needs no pass that clears it.
+    # starts has V + 1 entries: the difference of neighbours is a run's length.
     first = tl.load(starts_ptr + rows, mask=rows < V, other=0)
     length = tl.load(starts_ptr + rows + 1, mask=rows < V, other=0) - first
     short = length <= PIECE
@@ -266,6 +287,7 @@ def _embedding_bwd_kernel(
     length = tl.where(short, length, 0)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # As long as the longest run of these rows; PIECE bounds it.
+    # Rows of one program wait for the longest among them; short runs are masked meanwhile.
     for i in range(tl.max(length, 0)):
         # In the order of tokens, since the sort is stable: the same bits on every run.
         token = tl.load(order_ptr + first + i, mask=i < length, other=0)
@@ -288,12 +310,14 @@ def _fwd_tile(H: int) -> tuple[int, int, int]:
 
 def _bwd_tile(H: int) -> tuple[int, int, int]:
     """Rows of the weight, columns and warps."""
+    # Wider blocks than in the forward pass: many rows of dW are zeros, which only have to be written.
     block_n = min(2048, next_power_of_2(H))
     return max(1, 2048 // block_n), block_n, 4
 
 
 def _rank_tile() -> tuple[int, int, int]:
     """Tokens that are placed, tokens that they are compared with at a time, and warps."""
+    # 16 × 256 comparisons on 128 threads: 32 counts a thread.
     return 16, 256, 4
 
 
@@ -312,6 +336,7 @@ def _embedding_fwd_fake(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor
 def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     y = _embedding_fwd_fake(weight, ids, padding_idx)
     if y.numel():
+        # A weight that is a slice keeps its row stride; only the ids have to be dense.
         w, ids = rows_of(weight), ids.contiguous()
         M, (V, H), stride = ids.numel(), w.shape, w.stride(0)
 
@@ -343,6 +368,7 @@ def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
         _embedding_keys_kernel, (*sizes, ids.dtype), (ids, keys),
         lambda: (cdiv(M, 1024), (*sizes, 1024), {"num_warps": 4}),
     )  # fmt: skip
+    # Stable: the order of equal ids is that of their tokens, and so the order of every sum is fixed.
     return torch.sort(keys, stable=True)
 
 
@@ -353,12 +379,14 @@ def _embedding_bwd_fake(dy: Tensor, ids: Tensor, classes: int, padding_idx: int)
 @launcher("(Tensor dy, Tensor ids, SymInt classes, int padding_idx) -> Tensor", _embedding_bwd_fake)
 def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> Tensor:
     dw = _embedding_bwd_fake(dy, ids, classes, padding_idx)
+    # Without ids no kernel writes dW.
     if not dw.numel() or not ids.numel():
         return dw.zero_()
     dy, ids = rows_of(dy), ids.contiguous()
     M, (V, H), stride = ids.numel(), dw.shape, dy.stride(0)
     keys, order = _sorted(ids, V, padding_idx)
     starts = keys.new_empty(V + 1)
+    # Bisection over M keys leaves M / 2^steps < 1.
     steps = M.bit_length()
     launch(
         _embedding_starts_kernel, (M, V), (keys, starts),
@@ -371,9 +399,12 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
         grid = cdiv(V, block_m) * cdiv(H, block_n)
         return grid, (V, H, stride, PIECE, block_m, block_n), {"num_warps": warps}
 
+    # V rows, whatever M is: every row of dW has to be written, zeros too.
     launch(_embedding_bwd_kernel, key, (dy, order, starts, dw), plan)
     if M > PIECE:  # otherwise no run is long
         pieces = cdiv(M, PIECE)
+        # Not cleared: a slot is read only where the pieces kernel has written it, which the same test on run lengths
+        # ensures.
         partial = dy.new_empty((pieces, 2, H), dtype=torch.float32)
         block_m, block_n, warps = _piece_tile(H)
         grid, tile, options = pieces * cdiv(H, block_n), (PIECE, block_m, block_n), {"num_warps": warps}
@@ -391,6 +422,7 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight, ids, ctx.padding_idx = inputs
     ctx.classes = weight.shape[0]
+    # The ids alone: dW needs neither the weight nor y.
     ctx.save_for_backward(ids)
 
 

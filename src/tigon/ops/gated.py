@@ -15,6 +15,7 @@ from torch import Tensor
 from tigon.ops.acts import ACTS, Act, checked_act
 from tigon.runtime import Plan, cdiv, differentiable, jit, launch, launcher, next_power_of_2, rows_of, tl, use_triton
 
+# torch's word for the variant, and the row of `tigon.ops.acts` that computes it.
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
@@ -128,6 +129,7 @@ def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multipli
             f"got {tuple(up.shape)} {up.dtype} on {up.device}."
         )
     if not use_triton(gate, up):
+        # The torch path, on any device: the kernels below are held against it.
         return gated_reference(gate, up, act, gate_multiplier, multiplier)
     return _gated(gate, up, act, gate_multiplier, multiplier)
 
@@ -145,8 +147,10 @@ def gated_reference(
     gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float = 1.0, multiplier: float = 1.0
 ) -> Tensor:
     if up is None:
+        # Views: torch reads the two halves with the stride of the packed row.
         gate, up = gate.chunk(2, dim=-1)
     acc = torch.promote_types(gate.dtype, torch.float32)
+    # A multiplier of 1 is skipped: the multiplication would make, and autograd keep, another tensor of gate's size.
     g = gate.to(acc)
     y = ACTS[act].value(g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
     return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype)
@@ -162,24 +166,34 @@ def _gated_fwd_kernel(
 ):  # fmt: skip
     # A flat grid over (row, block of columns): contiguous inputs arrive as one long row, and no row is padded.
     # N and the strides come in units of UNIT elements, which tells the compiler that they are multiples of it.
+    # N counts units of UNIT elements, so the block does here as well.
     blocks = tl.cdiv(N, BLOCK // UNIT)
+    # The row is multiplied by UNIT, not the stride: strides too are in units, and row · UNIT · stride is the offset in
+    # elements, a multiple of UNIT that the compiler sees. Without it the loads would be narrower than 16 bytes.
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # int64: contiguous tensors are one row, which may be longer than 2**31.
+    # The product with the constant UNIT is what shows the compiler that the mask changes at multiples of it.
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
+    # Masked lanes compute act(0), which is finite for every activation, and are not stored.
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
+    # Before the activation, in fp32: a product in the dtype of gate would be rounded, as Falcon-H1's own code does it.
     if gate_multiplier is not None:  # None stands for 1
         g = g * gate_multiplier
     # The activation is a function of a tile, which the launch passes in and the compiler inlines.
+    # The slope is dropped: the compiler removes its arithmetic. One function for both passes cannot drift apart.
     y, _ = ACT(g)
     if PACKED:  # up follows gate in the same row
+        # gate and up of a fused projection are read where they lie, in one row of 2N: `width` is N in elements.
         y *= tl.load(g_ptr + width + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     elif u_ptr is not None:  # relu² alone has no second factor
         y *= tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
     if multiplier is not None:
         # After the product, before the one rounding.
+        # Falcon-H1 scales the result of the MLP: folded in here, its multiplier costs no pass over y.
         y = y * multiplier
+    # Rounded once, from fp32: eager code rounds after the activation and after each product.
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -191,9 +205,11 @@ def _gated_bwd_kernel(
     # The same flat grid as the forward pass: an element needs no other.
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
+    # int64 columns, since the one long row of contiguous tensors may exceed 2**31 elements.
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width = N * tl.full((), UNIT, tl.int64)
     mask = cols < width
+    # All loads come before the first store, as y may lie over dy, and dgate and dup over gate and up.
     dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     if gate_multiplier is not None:
@@ -201,8 +217,10 @@ def _gated_bwd_kernel(
     # Value and slope are computed again, together: nothing but gate and up is saved.
     a, da = ACT(g)
     if gate_multiplier is not None:
+        # The chain rule: d act(m · g) / dg = m · act'(m · g). g itself was scaled before ACT.
         da = da * gate_multiplier
     if multiplier is not None:
+        # Folded into value and slope once: dup = dy · a and dgate = dy · u · da both have the factor.
         a = a * multiplier
         da = da * multiplier
     if PACKED:
@@ -214,8 +232,11 @@ def _gated_bwd_kernel(
         u = 1.0
     if y_ptr is not None:  # the product again, for a linear layer that did not keep it; y may overwrite dy
         tl.store(y_ptr + row * stride_ym + cols, (a * u).to(y_ptr.dtype.element_ty), mask=mask)
+    # A frozen gate or up gets no gradient: its pointer is None, and its arithmetic is compiled away.
     if dg_ptr is not None:
+        # dgate = dy · up · act'(gate).
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * u * da).to(dg_ptr.dtype.element_ty), mask=mask)
+        # dup = dy · act(gate), in the second half of the same row: one gradient tensor for the packed projection.
         if PACKED:
             du = (dy * a).to(dg_ptr.dtype.element_ty)
             tl.store(dg_ptr + width + row * stride_dgm + cols, du, mask=mask)
@@ -228,7 +249,10 @@ def _gated_bwd_kernel(
 
 def _tile(act: str, n: int) -> tuple[int, int]:
     """Elements of a program, and warps. Where arithmetic is slow a thread takes twice the elements."""
+    # At least 256 elements: a warp has 8 a thread, one 16-byte load of 16-bit numbers.
+    # Narrow rows of strided tensors get a block of their own width, down to 256.
     block = min(1024, max(256, next_power_of_2(n)))
+    # 16 elements a thread in place of 8: while one element's chain of instructions waits, another's can run.
     return block, max(1, block // (512 if ACTS[act].slow else 256))
 
 
@@ -237,10 +261,12 @@ def launch_gated(
     packed: bool,
 ) -> None:  # fmt: skip
     """Launch a kernel over tensors of (..., N), or (..., 2N) where packed. Dense tensors count as one long row."""
+    # One long row has no padding at the ends of rows, and needs no division by the width.
     if not packed and all(t is None or t.is_contiguous() for t in tensors):
         M, N = 1, tensors[0].numel()  # type: ignore[union-attr]
         strides = tuple([None if t is None else 0 for t in tensors])
     else:
+        # A view of (M, N) with one row stride; copied only where no such stride exists.
         tensors = tuple([None if t is None else rows_of(t) for t in tensors])
         M = tensors[0].shape[0]  # type: ignore[union-attr]
         strides = tuple([None if t is None else t.stride(0) for t in tensors])
@@ -249,16 +275,21 @@ def launch_gated(
         # 8 elements of bf16 are the 16 bytes of a wide load, but Triton tells the compiler only of multiples of 16. In
         # units of 8 elements the compiler sees the others.
         unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
+        # Inside `plan`, which runs once a key: the gcd and the tile cost nothing per call.
         block, warps = _tile(act, N)
+        # None is a constant to the compiler: without multipliers the kernel has no multiplication, and its bits are
+        # those of silu(gate) · up.
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, *factors, ACTS[act].tile, packed, unit, block), {"num_warps": warps}
 
+    # strides holds None for an absent tensor: its absence is part of the key.
     key = (M, N, strides, act, tensors[0].dtype, gate_multiplier, multiplier, packed)  # type: ignore[union-attr]
     launch(kernel, key, tensors, plan)
 
 
 def _gated_fwd_fake(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
+    # Contiguous whatever strides gate has: the next product reads rows.
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
@@ -269,6 +300,7 @@ def _gated_fwd_fake(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: 
 def _gated_fwd(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     y = _gated_fwd_fake(gate, up, act, gate_multiplier, multiplier)
     if y.numel():
+        # A scalar counts as a row of one.
         N = y.shape[-1] if y.dim() else 1
         launch_gated(_gated_fwd_kernel, (gate, up, y), N, act, gate_multiplier, multiplier, up is None)
     return y
@@ -278,6 +310,7 @@ def _gated_bwd_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float, need_dgate: bool,
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # An unneeded gradient is an empty tensor, since an op of torch.library cannot return None.
     dgate = gate.new_empty(gate.shape) if need_dgate else gate.new_empty(0)
     return dgate, gate.new_empty(gate.shape) if need_dup and up is not None else gate.new_empty(0)
 
@@ -292,6 +325,7 @@ def _gated_bwd(
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dgate, dup = _gated_bwd_fake(dy, gate, up, act, gate_multiplier, multiplier, need_dgate, need_dup)
+    # None, not the empty tensor: the kernel is compiled without what nobody wants.
     room = dgate if need_dgate else None, dup if need_dup and up is not None else None
     gated_backward(dy, gate, up, act, gate_multiplier, multiplier, *room, None)
     return dgate, dup
@@ -313,6 +347,7 @@ def gated_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate, up, *ctx.options = inputs
+    # The inputs alone: neither act(gate) nor y is kept here. The linear layer behind saves y for itself, if it has to.
     ctx.save_for_backward(gate, up)
 
 

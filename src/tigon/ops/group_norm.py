@@ -76,6 +76,7 @@ def group_norm_reference(
 ) -> Tensor:
     B, C, *space = x.shape
     y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(B, num_groups, C // num_groups * math.prod(space))
+    # Two passes, as the kernels' statistics are meant to be: E(x²) − E(x)² would cancel.
     y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     y = y.reshape(B, C, math.prod(space))
@@ -95,10 +96,12 @@ def group_norm_reference(
 @jit
 def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """This program's slab and part, its first block of channels and of space, its blocks of space, and its tiles."""
+    # The slab is the slowest index: programs of one slab run together, and its statistics and tiles meet in L2.
     slab = tl.program_id(0) // (parts_c * parts_s)
     part = tl.program_id(0) % (parts_c * parts_s)
     first_c = part // parts_s * per_c
     first_s = part % parts_s * per_s
+    # The last part along space, or along channels, may have fewer blocks.
     blocks_s = tl.minimum(per_s, tl.cdiv(S, BLOCK_S) - first_s)
     return slab, part, first_c, first_s, blocks_s, blocks_s * tl.minimum(per_c, tl.cdiv(D, BLOCK_C) - first_c)
 
@@ -106,6 +109,8 @@ def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: 
 @jit
 def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """A tile's channels within the group, and its places in space."""
+    # Space is the fast index: a block of channels is finished before the next, which the backward's sums by channel
+    # rely on.
     c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = (first_s + tile % blocks_s) * BLOCK_S + tl.arange(0, BLOCK_S)
     return c, s
@@ -120,9 +125,12 @@ def _sums_about(
     within sqrt(tiles) standard deviations of the mean of all, so that a difference of squares keeps its digits."""
     c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
     mask = (c < D)[:, None] & (s < S)[None, :]
+    # One tile is read twice, here and in the loop: the second time from L1 or L2.
     x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
     # The first tile may reach beyond the slab: the mean is over the numbers that it holds.
     filled = tl.minimum(BLOCK_C, D - first_c * BLOCK_C) * tl.minimum(BLOCK_S, S - first_s * BLOCK_S)
+    # An arbitrary shift would serve as well, if it is close to the mean: Σ (x − a) and Σ (x − a)² then have small
+    # terms.
     about = tl.sum(tl.sum(x, 1), 0) / filled
     # Every place of the tile has its sum: places meet once, after the last tile, and not in each step.
     total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
@@ -145,12 +153,14 @@ def _group_norm_stats_kernel(
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(mean, Σ (x − mean)², count) of each part of a slab, if several programs share a slab."""
+    # The same cut as in the launch that follows, so that each program there finds the parts of its slab side by side.
     slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
     # int64: a batch of volumes exceeds 2**31 numbers. Within a slab channels are int64, places in space int32.
     x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
     about, total, squares = _sums_about(
         x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
     )
+    # Numbers of this part, which edges make smaller than its tiles.
     channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
     # In floating point: a part of a slab may hold more than 2**31 numbers.
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
@@ -169,14 +179,18 @@ def _group_norm_fwd_kernel(
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
+    # The group's first channel, which is also where its weights begin.
     group = slab % G * D
     x_ptr += (slab // G).to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
+    # y is contiguous: slabs follow one another, whatever strides x has.
     y_ptr += slab.to(tl.int64) * D * S
+    # In fp32, since D · S may exceed 2**31. Beyond 2²⁴ it is rounded, by less than the sums are.
     count = D * 1.0 * S
     if part_ptr is None:
         about, total, squares = _sums_about(
             x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
         )
+        # mean = a + Σ(x − a)/n, variance = Σ(x − a)²/n − (mean − a)².
         shift = total / count
         mean = about + shift
         # fma: shift² is not rounded by itself, and cannot overflow into inf - inf.
@@ -186,18 +200,23 @@ def _group_norm_fwd_kernel(
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         part_ptr += slab * parts_c * parts_s * 3
+        # Every program of the slab combines the parts again, from a few numbers in L2: no launch between does it once.
         about = tl.load(part_ptr)
         means = tl.load(part_ptr + p * 3, mask=there, other=0.0)
         within = tl.load(part_ptr + p * 3 + 1, mask=there, other=0.0)
         counts = tl.load(part_ptr + p * 3 + 2, mask=there, other=0.0)
+        # Weighted by counts, since parts at the edges are smaller. Absent parts have count 0.
         mean = about + tl.sum((means - about) * counts, 0) / count
+        # Chan et al. 1979: within the parts, and between their means.
         variance = tl.sum(within + counts * (means - mean) * (means - mean), 0) / count
+    # One number for the slab: the loop below multiplies and adds only.
     rstd = tl.rsqrt(variance + eps)
     # All parts of a slab have the same statistics: one of them stores.
     if part == 0:
         tl.store(stats_ptr + 2 * slab, mean)
         tl.store(stats_ptr + 2 * slab + 1, rstd)
     for i in tl.range(0, tiles, num_stages=STAGES):
+        # Backwards: the tiles read last are the likeliest to be in the cache still.
         c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -210,6 +229,7 @@ def _group_norm_fwd_kernel(
         if b_ptr is not None:
             y = y + tl.load(b_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
         at = c.to(tl.int64)[:, None] * S + s[None, :]
+        # Rounded once; with weight and bias the whole affine map is in fp32.
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -226,6 +246,7 @@ def _group_norm_bwd_kernel(
     slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
     sample = slab // G
     group = slab % G * D
+    # Two sets of strides: the upstream gradient may lie in memory in another order than x.
     dy_ptr += sample.to(tl.int64) * stride_dyb + group.to(tl.int64) * stride_dyc
     x_ptr += sample.to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
     # Two numbers of the slab, the same for all of its programs.
@@ -237,6 +258,8 @@ def _group_norm_bwd_kernel(
             row = (sample * parts_s + part % parts_s).to(tl.int64)
             # A column for each channel, whichever group: a program writes its own channels' columns of the row.
             partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
+        # Sums by channel in registers: (BLOCK_C,) and not (BLOCK_C, BLOCK_S), since channels have to be kept apart for
+        # dW anyway.
         along = tl.zeros((BLOCK_C,), tl.float32)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -248,11 +271,13 @@ def _group_norm_bwd_kernel(
             x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0)
             dy = dy.to(tl.float32)
             # Summed over space at once: dW and dbias need channels, and the slab's sums are weighted by channel.
+            # xhat is computed again from x and two numbers of the slab: it is not saved.
             products = tl.sum(dy * ((x.to(tl.float32) - mean) * rstd), 1)
             total = tl.sum(dy, 1)
             if NEED_DW or NEED_DB:
                 # Tiles go through a block of channels before the next: its sums start at its first block of space and
                 # are stored at its last.
+                # 0 at a block's first tile and 1 after it: a multiplication instead of a branch in the loop.
                 keep = tl.where(tile % blocks_s == 0, 0.0, 1.0)
                 ends = (c < D) & (tile % blocks_s == blocks_s - 1)
                 dw = dw * keep + products
@@ -262,11 +287,15 @@ def _group_norm_bwd_kernel(
                 if NEED_DB:
                     tl.store(partial_ptr + NEED_DW * G * D + c, db, mask=ends)
             if w_ptr is not None:
+                # The slab's sums need w · dy, but dW needs dy alone: the weight multiplies the channels' sums, once a
+                # tile and not once an element.
                 w = tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)
                 products = products * w
                 total = total * w
+            # along = Σ w·dy·xhat and shift = Σ w·dy over the slab.
             along += products
             shift += total
+        # Lanes meet here, once.
         along = tl.sum(along, 0)
         shift = tl.sum(shift, 0)
         if sums_ptr is not None:
@@ -274,6 +303,7 @@ def _group_norm_bwd_kernel(
             tl.store(sums_ptr + tl.program_id(0) * 2 + 1, shift)
     else:
         # Every program adds the parts of its slab in their order: all get the same bits.
+        # BLOCK_P is the number of parts, rounded up to a power of two: about two for each multiprocessor at most.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         sums_ptr += slab * parts_c * parts_s * 2
@@ -282,9 +312,11 @@ def _group_norm_bwd_kernel(
     if dx_ptr is not None:
         dx_ptr += slab.to(tl.int64) * D * S
         count = D * 1.0 * S
+        # The means of w·dy·xhat and of w·dy: dx = (w·dy − mean(w·dy) − xhat · mean(w·dy·xhat)) · rstd.
         along = along / count
         shift = shift / count
         for i in tl.range(0, tiles, num_stages=STAGES):
+            # x and dy once more, last tile first: a slab that fits into L2 costs no memory traffic here.
             c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
             mask = (c < D)[:, None] & (s < S)[None, :]
             dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
@@ -318,7 +350,9 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     """One program a slab, or several if slabs alone would keep no more than a quarter of the device busy. Slabs are cut
     by channels, which needs no further sums, and also by space if channels are too few. A tile has 16 KiB; two more
     tiles are on their way."""
+    # In bytes, so that fp32 and 16-bit inputs have the same loads in flight.
     numbers = 16384 // itemsize
+    # Space first: it has unit stride. Channels fill the tile where space is small, as in the last stages of a network.
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
@@ -326,6 +360,7 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     wanted = 1 if slabs > cdiv(processors, 4) else cdiv(2 * processors, slabs)
     # Parts are made equal: as few programs as possible wait for a last, longer one.
     per_c = cdiv(blocks_c, min(wanted, blocks_c))
+    # Rounding up twice may leave parts empty; counting again drops them.
     parts_c = cdiv(blocks_c, per_c)
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
@@ -339,6 +374,8 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
 def _channels(x: Tensor) -> tuple[Tensor, int, int]:
     """x with unit stride within channels, and its strides from sample to sample and from channel to channel."""
     if not x.is_contiguous():
+        # The strides of a dense block of space, from the last dimension up. Dimensions of size 1 have any stride in
+        # torch.
         dense = 1
         for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
             if size != 1 and stride != dense:
@@ -352,6 +389,7 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
 def _group_norm_fwd_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # Mean and 1/std of each slab, side by side: the backward reads both at once.
     return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
 
 
@@ -371,6 +409,7 @@ def _group_norm_fwd(
     bias = bias if bias is None else bias.contiguous()
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (slabs, num_groups, D, S, *strides, dtypes, eps)
+    # One input here and two in the backward, whose tiles take twice the shared memory.
     cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
     # One program a slab needs one launch; parts of a slab need their statistics first, in a launch of their own.
     parts = cut.programs // slabs
@@ -380,6 +419,8 @@ def _group_norm_fwd(
     if partial is not None:
         plan = cut.programs, (*arguments, *cut.tile, cut.stages), options
         launch(_group_norm_stats_kernel, key, (x, partial), lambda: plan)
+    # The grid and the cut are those of the statistics: both kernels find a part by the same division of program
+    # numbers.
     last = cut.programs, (*arguments, eps, next_power_of_2(parts), *cut.tile, cut.stages), options
     launch(_group_norm_fwd_kernel, key, (x, weight, bias, partial, y, stats), lambda: last)
     return y, stats
@@ -423,7 +464,9 @@ def _group_norm_bwd(
     sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
     arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
     tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}
+    # BLOCK_P is a constant of both launches, also where the first does not use it.
     first = cut.programs, (*arguments, True, need_dw, need_db, *tile), options
+    # Without dx the weight is left out: dW and dbias are sums of dy alone and of dy · xhat.
     out, w = dx if need_dx and sums is None else None, weight if need_dx else None
     launch(_group_norm_bwd_kernel, (*key, True), (dy, x, w, stats, sums, out, partial), lambda: first)
     if sums is not None:

@@ -69,6 +69,7 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> 
 
 
 def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6) -> Tensor:
+    # fp32: in 16 bits a cube loses most of its digits, and in fp16 it overflows from |x| = 41 on.
     acc = torch.promote_types(x.dtype, torch.float32)
     x32, w = x.to(acc), weight.to(acc)
 
@@ -91,7 +92,10 @@ def _weights(w_ptr):
 @jit
 def _row_sums(a, b, c, d, e, f, g):
     """The sums along axis 1 of seven tiles as one reduction: one exchange between the warps instead of seven."""
+    # Eight tiles side by side, the seventh twice, since join takes two of a shape. A reduction along axis 1 then
+    # exchanges vectors of eight through shared memory, behind one barrier.
     stacked = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, g)))
+    # The splits undo the joins from the outside in, and move no data: the parts of a sum are in one thread.
     even, odd = tl.split(tl.sum(stacked, 1))  # split takes the last join apart first: (a b c d), (e f g g)
     ab, cd = tl.split(even)
     ef, gg = tl.split(odd)
@@ -108,11 +112,15 @@ def _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps):
 
     dx = dy · (a + x·(b + x·c)) - x · (d + x²·(e + x²·f))
     """
+    # r_k is 1/rms of xᵏ. Scalars or one number a row: the caller's shape decides, and one function serves narrow and
+    # wide rows.
     r1, r2, r3 = tl.rsqrt(m1 / N + eps), tl.rsqrt(m2 / N + eps), tl.rsqrt(m3 / N + eps)
     dw0, dw1, dw2 = r3 * s3, r2 * s2, r1 * s1
     # Also the factors of the forward: y = x · (a + x · (b + x · c)) + bias.
     c, b, a = w0 * r3, w1 * r2, w2 * r1
     # What each norm takes out of the gradient along its own power of x. The power's derivative brings its exponent.
+    # d norm(u)/du · g = r · (g − u · r² · Σ g·u / N), with u = xᵏ and g = w · dy. The second term is c · r3 · dw0 / N
+    # times xᵏ, and dxᵏ/dx = k xᵏ⁻¹ brings it to x²ᵏ⁻¹.
     f, e, d = c * r3 * dw0 / N, b * r2 * dw1 / N, a * r1 * dw2 / N
     return dw0, dw1, dw2, a, 2 * b, 3 * c, d, 2 * e, 3 * f
 
@@ -127,6 +135,7 @@ def _poly_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # After the load of x, so that both are on their way together.
     w0, w1, w2 = _weights(w_ptr)
     square = x * x
     cube = x * square
@@ -134,6 +143,7 @@ def _poly_norm_fwd_kernel(
     a = w2 * tl.rsqrt(tl.sum(square, 1) / N + eps)
     b = w1 * tl.rsqrt(tl.sum(square * square, 1) / N + eps)
     c = w0 * tl.rsqrt(tl.sum(cube * cube, 1) / N + eps)
+    # By Horner: three multiply-adds, and the row's powers need not be kept in registers after the sums.
     y = x * (a[:, None] + x * (b[:, None] + x * c[:, None])) + tl.load(b_ptr).to(tl.float32)
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -146,13 +156,17 @@ def _poly_norm_bwd_kernel(
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW and db.
     cols = tl.arange(0, BLOCK_N)
+    # Read once for all rows of the program.
     w0, w1, w2 = _weights(w_ptr)
     # The weights are three numbers: a row's shares are numbers too, and no column sums are kept.
+    # BLOCK_M numbers each, whatever N is: the registers of a program go to the row and its seven products.
     dw0 = tl.zeros((BLOCK_M,), tl.float32)
     dw1 = tl.zeros((BLOCK_M,), tl.float32)
     dw2 = tl.zeros((BLOCK_M,), tl.float32)
     db = tl.zeros((BLOCK_M,), tl.float32)
+    # Rows of a tile keep their own shares: they are added to each other once, at the end.
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
+        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -162,17 +176,20 @@ def _poly_norm_bwd_kernel(
         cube = x * square
         # All seven sums share one exchange between warps.
         s0, s1, s2, s3, m1, m2, m3 = _row_sums(dy, dy * x, dy * square, dy * cube, square, square * square, cube * cube)
+        # Scalar work, one number a row: 1/rms is computed again from m_k, so that the forward pass saves no statistic.
         d0, d1, d2, a, b, c, d, e, f = _gradient(w0, w1, w2, s1, s2, s3, m1, m2, m3, N, eps)
         dw0 += d0
         dw1 += d1
         dw2 += d2
+        # Masked rows add nothing: dy is 0 there, and so is every s.
         db += s0
         if dx_ptr is not None:
             # By Horner: the three powers' shares of dy, then what their norms take out.
             dx = dy * (a[:, None] + x * (b[:, None] + x * c[:, None]))
+            # x · (d + x² (e + x² f)): odd powers alone, hence steps of x².
             dx -= x * (d[:, None] + square * (e[:, None] + square * f[:, None]))
             tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    # Three or four numbers a program, added by sum_rows in a fixed order.
+    # Three or four numbers a program, added by torch's sum over a few hundred programs: no atomics, one order.
     out = tl.program_id(0) * (3 * DW + DB)
     if DW:
         tl.store(partial_ptr + out, tl.sum(dw0, 0))
@@ -186,6 +203,8 @@ def _poly_norm_bwd_kernel(
 def _poly_norm_wide_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, N, stride_xm, eps, BLOCK_N: tl.constexpr, STAGES: tl.constexpr
 ):
+    # A row a program, with no walk: nothing is summed over rows here, and as many programs as there are rows hide each
+    # other's loads.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_xm
     y_ptr += row * N
@@ -194,6 +213,7 @@ def _poly_norm_wide_fwd_kernel(
     m1 = tl.zeros((BLOCK_N,), tl.float32)
     m2 = tl.zeros((BLOCK_N,), tl.float32)
     m3 = tl.zeros((BLOCK_N,), tl.float32)
+    # First reading, from memory: masked columns are 0 and add 0 to each sum of powers.
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -208,6 +228,7 @@ def _poly_norm_wide_fwd_kernel(
     c = w0 * tl.rsqrt(tl.sum(m3, 0) / N + eps)
     # A number, not a row: read once.
     bias = tl.load(b_ptr).to(tl.float32)
+    # Second reading, in the same order: as much as L2 still holds comes from there.
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -230,6 +251,7 @@ def _poly_norm_wide_bwd_kernel(
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
         # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
+        # Seven sums by lane, 2048 lanes on 256 threads: 56 registers a thread.
         s0 = tl.zeros((BLOCK_N,), tl.float32)
         s1 = tl.zeros((BLOCK_N,), tl.float32)
         s2 = tl.zeros((BLOCK_N,), tl.float32)
@@ -237,12 +259,15 @@ def _poly_norm_wide_bwd_kernel(
         m1 = tl.zeros((BLOCK_N,), tl.float32)
         m2 = tl.zeros((BLOCK_N,), tl.float32)
         m3 = tl.zeros((BLOCK_N,), tl.float32)
+        # Five stages: four more steps of x and dy are on their way, 32 KiB of 16-bit numbers. The sums of a step are
+        # few instructions, and do not hide a load by themselves.
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             cols = start + tl.arange(0, BLOCK_N)
             x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0).to(tl.float32)
             dy = tl.load(dy_ptr + row * stride_dym + cols, mask=cols < N, other=0.0).to(tl.float32)
             square = x * x
             cube = x * square
+            # Without a bias its sum is compiled away. The others are needed for dx even where no dW is wanted.
             if DB:
                 s0 += dy
             s1 += dy * x
@@ -271,6 +296,7 @@ def _poly_norm_wide_bwd_kernel(
                 tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     out = tl.program_id(0) * (3 * DW + DB)
     if DW:
+        # A program's numbers lie side by side: (programs, 3 · DW + DB).
         tl.store(partial_ptr + out, dw0)
         tl.store(partial_ptr + out + 1, dw1)
         tl.store(partial_ptr + out + 2, dw2)
@@ -283,6 +309,7 @@ def _poly_norm_wide_bwd_kernel(
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+    # 2048 numbers a tile and four warps: 16 numbers a thread, two 16-byte loads of 16-bit numbers.
     block_n = next_power_of_2(n)
     return max(1, 2048 // block_n), block_n, 4 if block_n <= 2048 else 8
 
@@ -295,16 +322,20 @@ def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, in
     # 8 KiB a tile, or a whole row where that is more.
     block_m = max(1, 8192 // itemsize // block_n)
     tile_bytes = block_m * block_n * itemsize
+    # 32 KiB of x in flight a multiprocessor, and as much of dy.
     resident = max(1, 32768 // tile_bytes)
     if tile_bytes <= 8192:  # four programs hide each other's loads without a prefetch
         return block_m, block_n, 4, 1, resident
     stages = 3 if 4 * tile_bytes * resident + 4096 <= shared_memory(device) else 1
+    # A row of 8 to 16 KiB: two programs a multiprocessor, each with its next tiles on their way, where shared memory
+    # has room for two inputs of both programs.
     return block_m, block_n, 8, stages, resident
 
 
 def _wide_tile() -> tuple[int, int, int, int]:
     """Columns, warps, stages and, for the backward pass, programs a multiprocessor: so few that their rows are still in
     the L2 cache when they are read again."""
+    # Five stages keep loads on their way through the exchange at the end of a row.
     return 2048, 8, 5, 2
 
 
@@ -323,11 +354,13 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 
     def plan() -> Plan:
         if N > MAX_TILE:
+            # A row wider than registers: the grid is one program a row, as no sum crosses rows.
             block_n, warps, stages, _ = _wide_tile()
             return M, (N, stride, eps, block_n, stages), {"num_warps": warps}
         block_m, block_n, warps = _fwd_tile(N)
         return cdiv(M, block_m), (M, N, stride, eps, block_m, block_n), {"num_warps": warps}
 
+    # The two kernels have the same tensors, and share the key: N decides between them.
     kernel = _poly_norm_fwd_kernel if N <= MAX_TILE else _poly_norm_wide_fwd_kernel
     launch(kernel, (M, N, stride, x.dtype, weight.dtype, bias.dtype, eps), (x, weight, bias, y), plan)
     return y
@@ -336,6 +369,7 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 def _poly_norm_bwd_fake(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # Both parameters' gradients in one small fp32 tensor, cut apart by the caller.
     return x.new_empty(x.shape if need_dx else 0), x.new_empty(3 * need_dw + need_db, dtype=torch.float32)
 
 
@@ -359,6 +393,8 @@ def _poly_norm_bwd(
         _bwd_tile(N, x.element_size(), x.device) if narrow else (1, *_wide_tile())
     )
     # A persistent grid, so that there are as few partial sums as programs.
+    # Wide rows have block_m = 1: at most two programs a multiprocessor, whose rows of x and dy L2 can hold until dx is
+    # made.
     programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
     partial = x.new_empty((programs, sums), dtype=torch.float32)
 
@@ -369,6 +405,7 @@ def _poly_norm_bwd(
     key = (M, N, strides, x.dtype, weight.dtype, eps, need_dx, need_dw, need_db)
     kernel = _poly_norm_bwd_kernel if narrow else _poly_norm_wide_bwd_kernel
     launch(kernel, key, (dy, x, weight, dx if need_dx else None, partial), plan)
+    # torch's sum of a few hundred rows of four: deterministic, and too small for a kernel of its own.
     return dx, partial.sum(0) if sums else partial.view(0)
 
 
@@ -388,6 +425,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, need_db, _ = ctx.needs_input_grad
     dx, sums = _poly_norm_bwd(dy, x, weight, ctx.eps, need_dx, need_dw, need_db)
     if weight.dtype == ctx.bias_dtype:
+        # One cast for both, where the dtypes agree.
         sums = sums.to(weight.dtype)
     dw = sums[:3].to(weight.dtype) if need_dw else None
     db = sums[-1].to(ctx.bias_dtype).view(ctx.bias_shape) if need_db else None

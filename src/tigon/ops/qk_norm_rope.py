@@ -79,6 +79,7 @@ def qk_norm_rope(
     """
     if unknown:
         raise unknown_keyword("qk_norm_rope", unknown, HOMES)
+    # The common case checks nothing: an identity test costs less than any look at fields.
     if config is not DEFAULT:
         _check_config(config)
         cos, sin = config.spread(cos, sin)
@@ -121,6 +122,7 @@ def qk_norm_rope_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
+        # The oracle keeps scale and rotation in fp32 as the kernels do, and not eager code's roundings.
         y = x.to(acc) * torch.rsqrt(x.to(acc).square().mean(-1, keepdim=True) + eps)
         if cast == "llama":
             y = y + (y.to(x.dtype).to(acc) - y).detach()  # the rounded value, with the unrounded gradient
@@ -132,6 +134,7 @@ def qk_norm_rope_reference(
 
 
 def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype:
+    # promote_types is called only where dtypes differ: it costs the host more than the comparison.
     dtype = x.dtype
     if cast != "gemma" and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
@@ -157,19 +160,24 @@ def _qk_norm_rope_fwd_kernel(
     is_q = block < blocks_q
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
+    # int32 offsets of heads take half the registers; FAR is a constant of the launch.
     far = h
     if FAR:
         far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     # int64: a batch of 2**31 elements is 512k tokens of 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    # Pointers are selected, not branched over: q and k share the code and its registers.
     x_ptr = q_ptr if is_q else k_ptr
     w_ptr = wq_ptr if is_q else wk_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
+    # Strides for batch, token and head: slices of a packed projection are read where they lie.
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
+    # k may have fewer heads than q: the last block of each tensor is masked by that tensor's number of heads. Rows that
+    # the mask leaves out are read as 0 and not written.
     here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
 
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
@@ -190,12 +198,18 @@ def _qk_norm_rope_fwd_kernel(
         x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(x3 * x3, 2)
     # By D and not by the tile's width: masked members of a pair are 0.
+    # A number a head. A program is one warp: sums along its heads are shuffles, without a barrier.
+    # Over D, turned or not: the norm precedes the rotation and covers the whole head.
     rstd = tl.rsqrt(squares / D + eps)[:, :, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # fp32 from here to the store: eager code rounds after the scale, after either product of the rotation, and after
+    # the sum.
     n1, n2 = _hat(x1, rstd, dtype, ROUND) * (w1 + offset), _hat(x2, rstd, dtype, ROUND) * (w2 + offset)
     y1, y2 = turn(n1, n2, c1, c2, s1, s2, False)
+    # Written in x's order of memory, which attention reads: no transposed copy follows.
     store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
     if BLOCK_REST > 0:
+        # The dimensions behind the rotated ones are scaled and not turned.
         w3 = tl.load(w_at + rest, mask=there, other=0.0).to(tl.float32)
         y3 = _hat(x3, rstd, dtype, ROUND) * (w3 + offset)
         tl.store(y_at + rest, y3.to(y_ptr.dtype.element_ty), mask=there)
@@ -224,9 +238,12 @@ def _bwd_heads(
     # threads.
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
+    # Kept in registers for the whole walk. A mask of all ones: the weight has every column, whichever rows a tile
+    # lacks.
     w1, w2 = load_pairs(w_at, everywhere, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     w1, w2 = w1 + offset, w2 + offset
     # A share for every row of the tile: rows are added once, after the last tile.
+    # 8 pairs a thread: 16 registers for both sums.
     dw1 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     dw2 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     if BLOCK_REST > 0:
@@ -235,27 +252,36 @@ def _bwd_heads(
         dw3 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
     # Heads are the fast index: programs that run together share their tokens' angles.
     blocks = tl.cdiv(heads, BLOCK_H)
+    # A persistent walk in the grid's stride, so that partial sums are as few as programs. STAGES is 3 for heads of 128
+    # alone: on an H200 the prefetch cost more than it gave at the other widths.
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * blocks, tl.num_programs(0), num_stages=STAGES):
         h = tile % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
         far = h
         if FAR:
             far = h.to(tl.int64)
         token = tile // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+        # Division by T for every token: sequences are not padded to a tile.
         b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+        # Rows beyond the tensor are read as 0: their products with anything are 0 in every sum.
         here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
         x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + far[None, :] * stride_xh)[:, :, None]
         dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + far[None, :] * stride_dyh)[:, :, None]
+        # x and dy before the angles: memory is slower than L1, where the angles come from.
         x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         dy1, dy2 = load_pairs(dy_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
+        # Masked rows have angles of 0, and so gradients of 0: they add nothing to dW.
         c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         # dn: the gradient of the normed and scaled head. g: the gradient of the normed head.
         dn1, dn2 = turn(dy1, dy2, c1, c2, s1, s2, True)
+        # n = xhat · w and xhat = x · rstd: g is the gradient of xhat, dx = (g − xhat · mean(g · xhat)) · rstd.
         g1, g2 = dn1 * w1, dn2 * w2
         # 1/rms is computed again from the row, which the gradient needs anyway.
+        # Both sums along the head in one place, so that the compiler may interleave their exchanges.
         squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
         if BLOCK_REST > 0:
+            # A dimension that was not turned: its upstream gradient is dn itself.
             there = here & (rest < D)
             x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
             dn3 = tl.load(dy_at + rest, mask=there, other=0.0).to(tl.float32)
@@ -265,6 +291,8 @@ def _bwd_heads(
         rstd = tl.rsqrt(squares / D + eps)[:, :, None]
         if NEED_DW:
             # dW needs the gradient before the rotation: that of the normed, scaled head.
+            # The factor is xhat as the forward pass scaled it, rounded under "llama". dx takes the rounding for the
+            # identity.
             dw1 += dn1 * _hat(x1, rstd, dtype, ROUND)
             dw2 += dn2 * _hat(x2, rstd, dtype, ROUND)
             if BLOCK_REST > 0:
@@ -272,9 +300,11 @@ def _bwd_heads(
         if dx_ptr is not None:
             # products are of x and not of xhat: their factor rstd is applied once a head.
             mean = products[:, :, None] * rstd / D
+            # dx has strides of its own, those of x's memory order.
             dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + far[None, :] * stride_dxh)[:, :, None]
             # The component of the gradient along the head itself is taken out, as the norm has fixed the head's
             # length.
+            # fp32 to the end: one rounding a gradient, at the store.
             dx1, dx2 = (g1 - x1 * rstd * mean) * rstd, (g2 - x2 * rstd * mean) * rstd
             store_pairs(dx_at, here, dx1, dx2, HALF, BLOCK_R, INTERLEAVED)
             if BLOCK_REST > 0:
@@ -283,6 +313,7 @@ def _bwd_heads(
     if NEED_DW:
         # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics.
         inside = tl.full((1,), 1, tl.int1)
+        # Written once a program, in the order of the weight. _sum_tile has added the tile's rows.
         store_pairs(dw_ptr, inside, _sum_tile(dw1), _sum_tile(dw2), HALF, BLOCK_R, INTERLEAVED)
         if BLOCK_REST > 0:
             tl.store(dw_ptr + rest, _sum_tile(dw3), mask=rest < D)
@@ -290,6 +321,7 @@ def _bwd_heads(
 
 @jit
 def _sum_tile(x):
+    # Tokens and heads: dW is shared by all of them.
     return tl.sum(tl.sum(x, 0), 0)
 
 
@@ -307,7 +339,9 @@ def _qk_norm_rope_bwd_kernel(
     # A persistent grid: each program walks over tiles of q, then over tiles of k. Registers thus hold the sums of one
     # dW at a time.
     if NEED_DWQ or NEED_DWK:
+        # (programs, one or both of dWq and dWk, D): wanted sums lie side by side, and sum_rows adds both in one launch.
         dw_ptr += tl.program_id(0).to(tl.int64) * D * (NEED_DWQ + NEED_DWK)
+    # None where q's output was not used, or where neither q nor its weight has a gradient.
     if dyq_ptr is not None:
         _bwd_heads(
             dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dw_ptr, tokens, T, heads_q, D, eps, offset,
@@ -333,8 +367,10 @@ def _qk_norm_rope_bwd_kernel(
 def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
     """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Programs of
     one warp need no exchange between warps, and many are in flight at a time."""
+    # Padding to a power of two: heads of 96 have halves of 48 in tiles of 64.
     block_r = next_power_of_2(max(1, half))
     # Heads before tokens: all heads of a token share its angles.
+    # More heads than tokens a program: tokens of one program read different angles.
     block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
@@ -342,6 +378,7 @@ def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
 def _bwd_tile(half: int) -> tuple[int, int, int, int, int]:
     """Rows (token, head) a tile, its most heads, warps, stages, and programs a multiprocessor. With 8 pairs a thread 4
     programs fit on a multiprocessor: while one waits for memory, another computes."""
+    # 1024 pairs on 128 threads. Tiles of q and of k have the same number of rows, split by each tensor's own heads.
     return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 3 if half == 64 else 1, 4
 
 
@@ -375,11 +412,14 @@ def _qk_norm_rope_fwd(
         cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
+    # A q, k or weight without unit stride along D is copied: wide loads need neighbours. Views of packed projections
+    # have it.
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
 
     def plan() -> Plan:
         time, D, R = q.shape[3 - unsqueeze_dim], q.shape[3], cos.shape[-1]
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
+        # By the larger number of heads: the blocks of k are then partly masked in grouped-query attention.
         block_t, block_h, block_r, warps = _fwd_tile(R // 2, max(heads))
         tokens = q.shape[0] * time
         arguments = (
@@ -423,12 +463,15 @@ def _qk_norm_rope_bwd(
         q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
     )
     dq, dk, dwq, dwk = results
+    # No row: a weight's gradient is a sum over nothing, and no kernel would write it.
     if q.numel() == 0 and k.numel() == 0:
         dwq.zero_()
         dwk.zero_()
         return results
     # If neither the gradient of q (or k) nor that of its weight is needed, the kernel skips q (or k).
     dyq, dyk = dyq if need_dq or need_dwq else None, dyk if need_dk or need_dwk else None
+    # need is in the key, as an unwanted gradient is None to the kernel; so are the strides of each dy, which autograd
+    # chooses.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
         cos.dtype, sin.dtype, *((None, None) if dy is None else (dy.stride(), dy.dtype) for dy in (dyq, dyk)),
@@ -436,10 +479,13 @@ def _qk_norm_rope_bwd(
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
+    # An expanded gradient, as that of y.sum(), has stride 0 and is copied.
     dyq, dyk = (dy if dy is None else unit_stride(dy) for dy in (dyq, dyk))
     D, half = q.shape[3], cos.shape[-1] // 2
+    # The grid is sized by q and k together, as one launch walks over both.
     rows, most_heads, warps, stages, per_multiprocessor = _bwd_tile(half)
     # A persistent grid, so that there are as few partial sums as programs.
+    # About as many programs as tiles, where tensors are small, and at least one.
     programs = min(1 + (q.numel() + k.numel()) // (D * rows), per_multiprocessor * multiprocessors(q.device))
     partial = q.new_empty((programs, need_dwq + need_dwk, D), dtype=torch.float32) if need_dwq or need_dwk else None
     outputs = dq if need_dq else None, dk if need_dk else None
@@ -447,6 +493,7 @@ def _qk_norm_rope_bwd(
     def plan() -> Plan:
         time, rest = q.shape[3 - unsqueeze_dim], D - 2 * half
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
+        # Heads first, as in the forward pass: k with few heads takes more tokens a tile.
         blocks_h = (min(rows, most_heads, next_power_of_2(h)) for h in heads)
         arguments = (
             q.shape[0] * time, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
@@ -457,8 +504,10 @@ def _qk_norm_rope_bwd(
         )  # fmt: skip
         return programs, arguments, {"num_warps": warps}
 
+    # One launch for both tensors: the walk over k fills multiprocessors whose walk over q has ended.
     launch(_qk_norm_rope_bwd_kernel, key, (q, k, q_weight, k_weight, cos, sin, dyq, dyk, *outputs, partial), plan)
     if partial is not None:
+        # partial has one or two rows a program. Without dWq, dWk stands first.
         first, second = (dwq, dwk) if need_dwq else (dwk, None)
         sum_rows(partial, first, second if need_dwk else None)
     return results
@@ -469,11 +518,13 @@ def _qk_norm_rope_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
+    # The inputs alone: 1/rms is computed again from the row, which dx needs anyway.
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor | None, ...]:
     # In the order of the inputs: q, k, and their weights.
+    # A missing upstream gradient is None, not zeros: its side is skipped as a whole.
     need = [n and dy is not None for n, dy in zip(ctx.needs_input_grad[:4], (dyq, dyk, dyq, dyk), strict=True)]
     if not any(need):
         return (None,) * 12

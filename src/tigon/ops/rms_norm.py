@@ -115,6 +115,7 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
     if cast not in CASTS:
         raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
     if weight is not None and getattr(weight, "shape", None) != x.shape[-1:]:
+        # Raises for a layer or a list in the weight's place; a tensor of another shape gets the sentence below.
         check_tensors(name, weight=weight)
         raise ValueError(
             f"{name}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
@@ -133,6 +134,7 @@ def rms_norm_reference(
         if weight is not None and not offset:
             return weight * y  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
     if weight is not None:
+        # fp32 at least: bf16 + offset would be rounded before it scales. An fp64 weight stays fp64.
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
     return y.to(_out_dtype(x.dtype, weight, cast))
@@ -147,6 +149,8 @@ def add_rms_norm_reference(
     offset: float = 0.0,
     cast: str = "llama",
 ) -> tuple[Tensor, Tensor]:
+    # torch's sum rounds to the promoted dtype; the norm is taken of the rounded sum, as the model's own two steps have
+    # it.
     total = residual + x
     return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
 
@@ -165,16 +169,19 @@ def _rms_norm_fwd_kernel(
     eps, offset, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # A row fits into one tile: the second use of x comes from registers, and memory is read once.
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+    # Rows beyond M have offsets beyond the tensors, which the mask keeps from being used.
     y_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     # Two sets of strides: the layer's output and the residual stream may lie in memory in different orders.
     if r_ptr is not None:
         r_at = (rows // inner_r).to(tl.int64) * stride_ro + (rows % inner_r).to(tl.int64) * stride_ri
         x += tl.load(r_ptr + r_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # The sum is rounded and stored before it is normed: the next layer adds to it, and the backward pass reads it.
         total = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + y_at, total, mask=mask)
         # The norm of the rounded sum, as the two separate steps have it.
@@ -184,6 +191,7 @@ def _rms_norm_fwd_kernel(
     # Only rows too wide for the backward to sum beside dW pay for a saved statistic: 4 bytes a row.
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    # The row is in registers still, in fp32: one reading serves the statistic and the result.
     y = x * rstd[:, None]
     # Llama's order: x · rstd is rounded to x's dtype before the weight scales it.
     if ROUND:
@@ -191,6 +199,7 @@ def _rms_norm_fwd_kernel(
     if w_ptr is not None:
         # The offset is Gemma's 1 + w, added in fp32: in bf16, 1 + w would drop most bits of a small w.
         y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
+    # y is dense in the walk's order: row r lies at r · N.
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -202,6 +211,7 @@ def _rms_norm_bwd_kernel(
     ROUND: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW in registers.
+    # Every program has all columns: sums along a row stay in one program, and a program's dW has N numbers.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
@@ -209,10 +219,13 @@ def _rms_norm_bwd_kernel(
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
     # A share for every row of the tile: rows are added once, at the end, and not in each step.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The grid's stride: programs that run together read neighbouring rows. STAGES prefetches the next tiles into shared
+    # memory, since one program a multiprocessor has nobody else to hide its loads.
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & col_mask[None, :]
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+        # Three sets of strides: dy, ds and x may each lie in memory in an order of their own.
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
         # Unmasked work beyond N is harmless: x and dy are 0 there, and each term of each sum has one of them as a
         # factor.
@@ -231,9 +244,13 @@ def _rms_norm_bwd_kernel(
         if rstd_ptr is None:
             # The row is in registers anyway, so 1/rms is computed again: the forward saves no tensor for it, and both
             # sums take one exchange between warps.
+            # products are of x and not of xhat, whose factor rstd is not known before squares is: both sums are taken
+            # at once.
             squares, products = sum2(x * x, wdy * x)
             rstd = tl.rsqrt(squares / N + eps)[:, None]
             xhat = x * rstd
+            # mean = Σ wdy · xhat / N, from Σ wdy · x and the factor rstd, which was not known when the products were
+            # summed.
             mean = products[:, None] * rstd / N
         else:  # registers are short: a saved rstd makes xhat, and so dW, independent of the sum
             rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
@@ -242,6 +259,7 @@ def _rms_norm_bwd_kernel(
         if dw_ptr is not None:
             # The forward scaled the rounded xhat, so dW has it as its factor.
             if ROUND:
+                # dW = Σ dy · xhat over rows: dy itself, not wdy.
                 dw += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
                 dw += dy * xhat
@@ -255,6 +273,7 @@ def _rms_norm_bwd_kernel(
                 # In fp32, before the one rounding: a sum in a separate pass would round twice and move dx through
                 # memory again.
                 dx += ds
+            # dx is dense, in the order in which the launch walks the rows: that of x's memory.
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
@@ -267,6 +286,7 @@ def _rms_norm_wide_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
     eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # One program a row, and as many in flight as fit: nothing is summed over rows.
     row = tl.program_id(0)
     # int64 for the row, once; within a row columns are int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
@@ -275,6 +295,7 @@ def _rms_norm_wide_fwd_kernel(
         r_ptr += (row // inner_r).to(tl.int64) * stride_ro + (row % inner_r).to(tl.int64) * stride_ri
         s_ptr += row.to(tl.int64) * N
     # A sum for every lane: lanes meet once, after the last block.
+    # 512 threads have 16 columns each in a step, two 16-byte loads of 16-bit numbers.
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -284,10 +305,12 @@ def _rms_norm_wide_fwd_kernel(
             total = x.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + cols, total, mask=cols < N)
             x = total.to(tl.float32)
+        # An fp32 sum a lane: 8192 lanes on 512 threads, 16 registers a thread.
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
     # Stored always: a row that is read in blocks is not in registers in the backward pass either.
     tl.store(rstd_ptr + row, rstd)
+    # The second reading, of a row that registers did not hold: from L2, as far as it is there still.
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -313,6 +336,7 @@ def _rms_norm_wide_dx_kernel(
     dx_ptr += row.to(tl.int64) * N
     if ds_ptr is not None:
         ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
+    # Saved by the forward pass: Σ x² need not be summed again beside Σ wdy · x, and the dW kernel needs rstd as well.
     rstd = tl.load(rstd_ptr + row)
     # A sum for every lane: lanes meet once a row.
     products = tl.zeros((BLOCK_N,), tl.float32)
@@ -320,6 +344,7 @@ def _rms_norm_wide_dx_kernel(
         cols = start + tl.arange(0, BLOCK_N)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
+            # The weight comes from L2: all programs read the same N numbers.
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     # Σ wdy · xhat = rstd · Σ wdy · x, and the second rstd turns x into xhat below.
@@ -344,6 +369,8 @@ def _rms_norm_wide_dw_kernel(
     ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs take neighbouring rows of the same columns.
+    # A kernel of its own for dW: a program of the dx kernel would have to keep N fp32 sums, which registers do not
+    # hold.
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     # A fixed set of rows in a fixed order: the same bits on every run.
@@ -355,11 +382,13 @@ def _rms_norm_wide_dw_kernel(
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
         x = tl.load(x_ptr + x_at + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
+        # No mask: r runs below M.
         xhat = x * tl.load(rstd_ptr + row)
         if ROUND:
             # The forward scaled the rounded xhat, so dW has it as its factor.
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         dw += dy * xhat
+    # (P, N) partial sums, which sum_rows adds in order.
     tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
 
 
@@ -368,6 +397,7 @@ def _rms_norm_wide_dw_kernel(
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
     """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
+    # 2048 numbers a tile at least.
     block_n = next_power_of_2(n)
     # 16 to 32 numbers a thread: two to four 16-byte loads of 16-bit numbers.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
@@ -383,6 +413,8 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     fit, or where a row is so wide that registers are short.
     """
     block_n = next_power_of_2(n)
+    # 16 KiB a tile: with 2 inputs and 3 stages 96 KiB, what a multiprocessor of 100 KiB or more can give to one
+    # program.
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
         # Shared memory has to hold every stage of every input of every resident program.
@@ -391,6 +423,8 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
             warps, resident = 4, 2
     # In the dtype of memory: that is how the pipeline keeps a tile in shared memory.
     tile_bytes = block_m * block_n * itemsize
+    # A tile of 32 KiB, one row: x, dy and the share of dW need the registers of 16 warps. Registers are short there, so
+    # rstd is loaded, the weight is reloaded for each row, and nothing is prefetched.
     if tile_bytes > 16384:
         warps, stages = 16, 1
     elif (stages * inputs * tile_bytes + 4096) * resident > shared:
@@ -403,6 +437,7 @@ def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     dtype: the dtype of the rows that the backward reads.
     """
+    # A width of 0 has no rows to speak of, and no division.
     N = x.shape[-1]
     rows = x.numel() // N if N * dtype.itemsize > MAX_TILE else 0
     return torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -455,6 +490,7 @@ def _forward(
         weight = weight.contiguous()
 
     def plan() -> Plan:
+        # eps and offset are arguments and also in the key: a plan stores them.
         arguments = (M, N, *strides, *strides_r, eps, offset, cast == "llama")
         if N > MAX_TILE:
             return M, (*arguments, 8192), {"num_warps": 16}
@@ -465,6 +501,7 @@ def _forward(
         M, N, x.dtype, r if r is None else r.dtype, weight if weight is None else weight.dtype, y.dtype, eps, offset,
         cast, *strides, *strides_r,
     )  # fmt: skip
+    # None for what is absent: the kernel is compiled without it.
     tensors = (x, r, weight, y, total, rstd if rstd.numel() else None)
     launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, tensors, plan)
 
@@ -473,6 +510,7 @@ def _rms_norm_bwd_fake(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float,
     cast: str, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # In the order of x's memory, dense along the rows.
     dx = empty_rows(x) if need_dx else x.new_empty(0)
     return dx, torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
 
@@ -515,6 +553,7 @@ def _rms_norm_bwd(
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+        # RELOAD goes with a saved rstd: both say that the row is so wide that registers are short.
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
             lambda: (
@@ -530,6 +569,7 @@ def _rms_norm_bwd(
             )  # fmt: skip
         if need_dw:
             # Programs by columns and by every P-th row: about four for each multiprocessor.
+            # 1024 columns on 128 threads: a thread loads 16 bytes of x and of dy, and keeps 8 sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
@@ -546,6 +586,7 @@ def _rms_norm_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.options = inputs
+    # rstd has no elements for rows that the backward holds in registers.
     ctx.save_for_backward(x, weight, output[1])
 
 
@@ -559,12 +600,14 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
 
 def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *ctx.options = inputs
+    # The sum alone: x and residual enter the gradient through it, and their dtypes are all that is kept of them.
     ctx.save_for_backward(output[1], weight, output[2])
     ctx.dtypes = x.dtype, residual.dtype
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     need_x, need_r, need_dw, *_ = ctx.needs_input_grad
+    # Where the norm was not used, the gradient of the sum passes on unchanged.
     d, dw = ds, None
     if dy is not None:
         d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)

@@ -27,6 +27,7 @@ def _tile(
     tile = first + within % size
     expert = tl.load(tiles_ptr + tile)
     start = tl.load(tiles_ptr + TILES + tile)
+    # A surplus tile has expert E: the minimum keeps its read within the offsets.
     end = tl.load(offsets_ptr + tl.minimum(expert + 1, E))
     rows = start + tl.arange(0, BLOCK_M)
     return expert, start, rows, rows < end, within // size
@@ -59,6 +60,8 @@ def _rows_kernel(
                 weight = w.load([expert, k, block * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             else:
                 weight = w.load([expert, block * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+            # The compiler pipelines this loop by num_stages: the next tiles are on their way while the tensor cores
+            # multiply.
             acc = tl.dot(rows_of_a, weight, acc, input_precision=PRECISION)
     else:
         ks = tl.arange(0, BLOCK_K)
@@ -103,6 +106,7 @@ def _weight_bwd_kernel(
     n = within // size * BLOCK_N
     ms = m + tl.arange(0, BLOCK_M)
     ns = n + tl.arange(0, BLOCK_N)
+    # The expert's range comes from the device: the host knows neither its begin nor its end.
     start = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
     # One program sums all rows of the expert, in their order. An expert without rows writes zeros.

@@ -18,13 +18,16 @@ def _take_kernel(
 ):  # fmt: skip
     """y[i] = the row of the token whose choice is the i-th, in the order of experts."""
     blocks = tl.cdiv(N, BLOCK_N)
+    # int64: S · D exceeds 2**31 at 512k slots of width 4096.
     i = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     # Sized for S slots; choices without an expert have no place, and only the device knows their number.
     exists = i < tl.load(offsets_ptr + E)
     # A slot is token · K + choice.
     token = (tl.load(order_ptr + i, mask=exists, other=0) // TOP_K).to(tl.int64)
+    # Rows beyond the last expert's stay unwritten: the products compute with whatever lies there, and store none of it.
     mask = exists[:, None] & (cols < N)[None, :]
+    # Each token's row is read K times, by different programs: from memory once or a few times, else from L2.
     row = tl.load(rows_ptr + token[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
     # The copy costs a pass over memory; the products then read whole tiles, which a descriptor can load.
     tl.store(y_ptr + i[:, None] * N + cols[None, :], row, mask=mask)
@@ -37,16 +40,21 @@ def _token_sum_kernel(
 ):  # fmt: skip
     """y[t] = Σ_k weight · rows[place], over the choices that have a place."""
     blocks = tl.cdiv(N, BLOCK_N)
+    # Tokens of a program are neighbours, but their K rows lie in K experts' parts of the workspace: BLOCK_T · K
+    # independent loads hide their latency.
     token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (token < T)[:, None] & (cols < N)[None, :]
     # K rows in the order of k, in fp32: adding into y would take atomics, and give other bits on every run.
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    # Unrolled, so that the loads of all K rows can be on their way together.
     for k in tl.static_range(TOP_K):
         # -1: a choice outside [0, E), which no expert takes.
         place = tl.load(place_ptr + token * TOP_K + k, mask=token < T, other=-1).to(tl.int64)
+        # The mask also keeps -1 from being used as a row.
         known = mask & (place >= 0)[:, None]
         row = tl.load(rows_ptr + place[:, None] * N + cols[None, :], mask=known, other=0.0).to(tl.float32)
+        # None in the backward pass: dz had the weight, and so have its rows.
         if weights_ptr is not None:
             row *= tl.load(weights_ptr + token * TOP_K + k, mask=token < T, other=0.0).to(tl.float32)[:, None]
         total += tl.where(known, row, 0.0)  # 0 · weight would keep an inf or NaN weight of a choice without a place
@@ -64,6 +72,7 @@ def _expert_sum_kernel(
     # One program walks all rows of an expert: their number is known on the device alone, and the order stays fixed.
     expert = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # An expert without rows has start = end, and stores zeros.
     start = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
     # BLOCK_R sums for each column: rows are loaded many at a time, and added to each other once, at the end.
@@ -71,14 +80,18 @@ def _expert_sum_kernel(
     for r in range(start, end, BLOCK_R):
         rows = r + tl.arange(0, BLOCK_R)
         inside = rows < end
+        # The tile's last rows may be the next expert's: they are masked, not just out of range.
         mask = inside[:, None] & (cols < N)[None, :]
         if weights_ptr is not None:
             # Tokens' rows are found through the order, without a copy of them by expert.
             slot = tl.load(order_ptr + rows, mask=inside, other=0)
+            # The bias of `down` is added to the expert's output before the routing weight: its gradient is Σ weight ·
+            # dy.
             rows = slot // TOP_K
             weight = tl.load(weights_ptr + slot, mask=inside, other=0.0).to(tl.float32)
         row = tl.load(rows_ptr + rows.to(tl.int64)[:, None] * stride_rows + cols[None, :], mask=mask, other=0.0)
         row = row.to(tl.float32)
+        # In fp32: a bias's gradient sums thousands of rows, and in bf16 a long sum would swallow its terms.
         total += row * weight[:, None] if weights_ptr is not None else row
     tl.store(y_ptr + expert.to(tl.int64) * N + cols, tl.sum(total, 0).to(y_ptr.dtype.element_ty), mask=cols < N)
 
@@ -94,10 +107,12 @@ def _weight_sum_kernel(
     place = tl.load(place_ptr + slot, mask=slot < S, other=-1).to(tl.int64)
     known = place >= 0
     # An unknown place gives a gradient of 0, as that choice added nothing.
+    # A gather by place turns the experts' order into the tokens': every slot is written once, by its own program.
     total = tl.load(dots_ptr + place, mask=known, other=0.0)
     if bias_ptr is not None:
         expert = tl.load(index_ptr + slot, mask=known, other=0).to(tl.int64)
         # The bias is added after the product and weighted with it, but h · dh, taken before it, lacks its share.
+        # dy is read once more, for every choice of its token. Models without biases, which are most, do not pay for it.
         dot = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
         for first in range(0, D, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)
@@ -115,6 +130,7 @@ def _weight_sum_kernel(
 def _token_tile(N: int) -> tuple[int, int, dict[str, int]]:
     """Tokens and columns a program: a thread loads 16 bytes of each of K rows."""
     block = min(1024, next_power_of_2(N))
+    # 8 numbers a thread, so that the K rows in flight fit into registers.
     return 1024 // block, block, {"num_warps": 4}
 
 
@@ -126,11 +142,13 @@ def _take_tile(N: int) -> tuple[int, int, dict[str, int]]:
 
 def _expert_tile() -> tuple[int, int, dict[str, int]]:
     """Rows that are loaded at a time, and columns of a program."""
+    # Narrow blocks of columns: there are only E · N / 64 programs, each of which walks a long column.
     return 32, 64, {"num_warps": 4}
 
 
 def _weight_tile(bias: Tensor | None) -> tuple[int, int, dict[str, int]]:
     """Slots a program, and columns of dy and the bias at a time."""
+    # Without a bias a slot is one gather; with one, it is a row of D numbers.
     return (256, 16, {"num_warps": 4}) if bias is None else (16, 256, {"num_warps": 4})
 
 

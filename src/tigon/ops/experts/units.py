@@ -23,11 +23,14 @@ def _gate_and_up(z_ptr, rows, cols, mask, N, INTERLEAVED: tl.constexpr, BLOCK_N:
     """Gate and up of BLOCK_N columns, in fp32. rows (M,): int64. mask (M, BLOCK_N)."""
     if INTERLEAVED:
         # One wide load brings the pairs; each pair is in one thread, which splits it.
+        # cols are neighbours, so the pairs begin at twice the first column. min is a way to say "the first" of a tile.
         pair = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK_N)
+        # The mask of rows alone: the columns' mask has another width here.
         exists = tl.max(mask.to(tl.int32), 1)[:, None] > 0
         z = tl.load(z_ptr + rows[:, None] * 2 * N + pair[None, :], mask=exists & (pair < 2 * N)[None, :], other=0.0)
         gate, up = tl.split(tl.reshape(z, (z.shape[0], BLOCK_N, 2)))
     else:
+        # Two runs of memory N apart, each in wide loads.
         z_ptr += rows[:, None] * 2 * N + cols[None, :]
         gate = tl.load(z_ptr, mask=mask, other=0.0)
         up = tl.load(z_ptr + N, mask=mask, other=0.0)
@@ -39,6 +42,7 @@ def _unit(
     gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr
 ):  # fmt: skip
     """h = act(α · gate) / α · (up + offset), gate and up held to the limit, and dh/dgate, dh/dup."""
+    # gate is clamped from above alone, as gpt-oss has it: silu sends a very negative gate to 0 by itself.
     held_gate, held_up = gate, up
     if LIMIT is not None:  # comparisons, unlike minimum and maximum, let NaN through on every GPU
         held_gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -47,9 +51,11 @@ def _unit(
         a, da = ACT(held_gate)
     else:
         a, da = ACT(held_gate * ALPHA)
+        # act(α g)/α has slope act'(α g): the factors cancel, and da needs none.
         a = a * (1.0 / ALPHA)
     # The up projection's offset is gpt-oss's up + 1.
     dgate = (held_up + UP_OFFSET) * da
+    # h = a · (up + offset): dh/dup = a, dh/dgate = (up + offset) · act'.
     dup = a
     if LIMIT is not None:
         # A clamped number has no slope.
@@ -64,6 +70,7 @@ def _unit_fwd_kernel(
     z_ptr, h_ptr, offsets_ptr, E, N, BLOCKS, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # int64: S · 2N reaches 2**31 at 64k slots of 2 × 16384.
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     # The number of slots with an expert is known on the device alone: rows beyond it are skipped.
@@ -73,6 +80,7 @@ def _unit_fwd_kernel(
         h, _, _ = _unit(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
     else:
         h, _ = ACT(tl.load(z_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32))
+    # Rounded once, to the dtype in which `down` multiplies it.
     tl.store(h_ptr + rows[:, None] * N + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -91,11 +99,14 @@ def _unit_bwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Slots without an expert come last, and have no rows.
     exists = rows < tl.load(offsets_ptr + E)
+    # order is not written beyond the last row with an expert: the mask is what keeps that memory from being used as an
+    # index.
     slot = tl.load(order_ptr + rows, mask=exists, other=0)
     # In the order of the sort: rows are by expert, weights by token.
     weight = tl.load(weights_ptr + slot, mask=exists, other=0.0).to(tl.float32)
     # A sum for every place of the tile, reduced once a row.
     dots = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # z is read once, in blocks: no statistic has to be known before dz is written.
     for first in range(0, N, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (cols < N)[None, :]
@@ -112,11 +123,13 @@ def _unit_bwd_kernel(
             # The routing weight's gradient is dy · expert(x) = h · (downᵀ dy): expert(x) itself is not kept.
             dots += tl.where(mask, h * dh, 0.0)
             if dz_ptr is not None:
+                # In place, after dots has used the unscaled dh: no second tile is held.
                 dh *= weight[:, None]
                 # dh came without the routing weight, which dots must not have and dz must.
                 dtype = dz_ptr.dtype.element_ty
                 if GATED:
                     if INTERLEAVED:
+                        # Joined in registers and stored as one run, as it was loaded.
                         dz = tl.join((dh * dgate).to(dtype), (dh * dup).to(dtype))
                         dz = tl.reshape(dz, (BLOCK_M, 2 * BLOCK_N))
                         pair = 2 * first + tl.arange(0, 2 * BLOCK_N)
@@ -124,6 +137,7 @@ def _unit_bwd_kernel(
                         tl.store(dz_ptr + rows[:, None] * 2 * N + pair[None, :], dz, mask=pairs)
                     else:
                         to = dz_ptr + rows[:, None] * 2 * N + cols[None, :]
+                        # dgate and dup include the clamp's zero slope.
                         tl.store(to, (dh * dgate).to(dtype), mask=mask)
                         tl.store(to + N, (dh * dup).to(dtype), mask=mask)
                 else:
@@ -132,6 +146,7 @@ def _unit_bwd_kernel(
             # For the gradient of down, (weight · h)ᵀ dy: the weight is applied here, where h is written anyway.
             tl.store(h_ptr + at, (h * weight[:, None]).to(h_ptr.dtype.element_ty), mask=mask)
     if dots_ptr is not None:
+        # fp32: weight_sum adds the bias's share before the one rounding.
         tl.store(dots_ptr + rows, tl.sum(dots, 1), mask=exists)
 
 
@@ -168,11 +183,13 @@ def unit_bwd(
     dots: Tensor | None, options: Options,
 ) -> None:  # fmt: skip
     """Write dz (S, W), weight · h (S, N) and h · dh (S,), from z (S, W), dh (S, N) and the routing weights."""
+    # From z, since dh may be None.
     S, N = z.shape[0], z.shape[1] // (2 if options.gated else 1)
     if not z.numel():
         return
     block_m, block_n, launched = _unit_bwd_tile()
     E = routing.offsets.shape[0] - 1
+    # A flat grid over rows alone: sums along a row stay in one program, and need neither atomics nor a second launch.
     plan = cdiv(S, block_m), (E, N, *_constants(options), block_m, block_n), launched
     key = (S, E, N, z.dtype, weights.dtype, dh is None, dz is None, h is None, dots is None, options)
     launch(_unit_bwd_kernel, key, (z, dh, weights, routing.order, routing.offsets, dz, h, dots), lambda: plan)
