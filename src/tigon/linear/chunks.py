@@ -388,8 +388,8 @@ class Gradients:
             # Before dW: a sum of dx over the devices travels while dW's product is computed.
             self._input.add(self.dx, chunk.at, chunk.logits, more)
         if self.dw is not None:
-            # The largest product of the three, and the only one that reads its result: from the second chunk on it adds
-            # to what lies in dW.
+            # All three products have n · V · H multiplications. This one also reads its result: from the second chunk
+            # on it adds to what lies in dW, V · H numbers of fp32.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
             # In fp32: db adds over chunks as dW does.

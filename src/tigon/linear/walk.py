@@ -58,8 +58,8 @@ class Walk:
         # −1 and not None: the number passes through a schema of torch.library as an int.
         if self.valid is None:
             return -1
-        # A list of lengths belongs to a loss of sequences. Its sum would be a number too, and dropping rows by it would
-        # be silent.
+        # A list, or a `ValidLengths`, belongs to a loss of sequences: one number a sequence, where this loss sorts all
+        # tokens of the batch together.
         if not hasattr(self.valid, "__int__"):
             raise ValueError(f"{name}: walk.valid must be a number or a ValidCount, got {type(self.valid).__name__}.")
         # A `ValidCount` waits here for its copy. The copy was queued when the labels were seen, so the wait is short or
