@@ -190,8 +190,7 @@ def _gated_fwd_kernel(
     elif u_ptr is not None:  # relu² alone has no second factor
         y *= tl.load(u_ptr + row * stride_um + cols, mask=mask, other=0.0).to(tl.float32)
     if multiplier is not None:
-        # After the product, before the one rounding.
-        # Falcon-H1 scales the result of the MLP: folded in here, its multiplier costs no pass over y.
+        # After the product, before the one rounding: in fp32, and without a pass of its own over y.
         y = y * multiplier
     # Rounded once, from fp32: eager code rounds after the activation and after each product.
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -68,18 +68,24 @@ def moe_mlp(
             z = F.linear(F.silu(gate) * up, down[expert])
             y = y.index_add(0, token, z * top_k_weights[token, choice, None])
     """
+    # An option that belongs into `config`, or a bias that belongs beside its weight, gets a sentence that says so.
     if unknown:
         raise unknown_keyword("moe_mlp", unknown, HOMES)
     check_tensors("moe_mlp", x=x, top_k_index=top_k_index, top_k_weights=top_k_weights)
     gate_up_weight, gate_up_bias = weight_and_bias("moe_mlp", "gate_up", gate_up, linear=False)
     down_weight, down_bias = weight_and_bias("moe_mlp", "down", down, linear=False)
     experts = (gate_up_weight, down_weight, gate_up_bias, down_bias)
+    # All refusals come before the first cast: a call that raises has allocated nothing.
     dtype = _check(x, top_k_index, top_k_weights, *experts, config.gated)
+    # The common case: no cast, and no look at the dtypes of single tensors.
     if autocast_dtype(x.device.type) is None:
         return _moe(x, top_k_index, top_k_weights, *experts, config.options())
+    # `to` is differentiable: each parameter's gradient comes back in the parameter's own dtype. The routing weights are
+    # not cast, since they multiply in fp32 in any case.
     cast = [t if t is None else t.to(dtype) for t in (x, *experts)]
     with torch.autocast(autocast_device(x.device.type), enabled=False):  # done here, not again inside
         y = _moe(cast[0], top_k_index, top_k_weights, *cast[1:], config.options())  # type: ignore[arg-type,call-arg]
+    # x's dtype, so that the residual stream keeps its dtype under autocast. F.linear would return autocast's.
     return y.to(x.dtype)
 
 
@@ -88,9 +94,12 @@ def _moe(
     down_bias: Tensor | None, options: Options,
 ) -> Tensor:  # fmt: skip
     experts = (gate_up, down, gate_up_bias, down_bias)
+    # Without the index: use_triton asks for float tensors.
     if not use_triton(x, weights, *experts):
         return moe_mlp_reference(x, index, weights, *experts, options)
     wants = (x, weights, gate_up, gate_up_bias, down)  # a bias of `down` alone asks for nothing of z
+    # z, the widest tensor of the layer, stays alive for a backward pass alone. The operator has to be told, as what it
+    # returns lives on.
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wants)
     return _moe_mlp(x, index, weights, *experts, keep, *options)
 
@@ -107,6 +116,7 @@ def _check(
         raise ValueError(
             f"moe_mlp: top_k_index must be (T, K) int64 or int32 with T = {T}, got {tuple(index.shape)} {index.dtype}."
         )
+    # The routing weights may be fp32 beside bf16 tokens, as routers compute them; the experts may not.
     if weights.shape != index.shape or not weights.dtype.is_floating_point:
         raise ValueError(
             f"moe_mlp: top_k_weights must be floats of top_k_index's shape {tuple(index.shape)}, "
@@ -115,6 +125,7 @@ def _check(
     if down.dim() != 3 or down.shape[1] != D:
         raise ValueError(f"moe_mlp: down must be (E, D, I) with D = {D}, the width of x, got {tuple(down.shape)}.")
     E, _, width = down.shape
+    # gate_up holds both matrices one above the other, or row by row in turn: two products become one.
     width *= 2 if gated else 1
     if gate_up.shape != (E, width, D):
         raise ValueError(
@@ -124,6 +135,7 @@ def _check(
     for name, bias, size in (("gate_up", gate_up_bias, width), ("down", down_bias, D)):
         if bias is not None and bias.shape != (E, size):
             raise ValueError(f"moe_mlp: {name} must have a bias that is {(E, size)}, got {tuple(bias.shape)}.")
+    # Autocast leaves fp64 alone, as torch's does.
     autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     experts = (
         ("gate_up must be", gate_up), ("down must be", down), ("gate_up must have a bias that is", gate_up_bias),
@@ -132,11 +144,14 @@ def _check(
     for must, t in (("x must be", x), ("top_k_index must be", index), ("top_k_weights must be", weights), *experts):
         if t is None:
             continue
+        # A DTensor's local part would be multiplied as if it were the whole. FSDP has gathered the weights before this
+        # call.
         if hasattr(t, "device_mesh"):
             raise ValueError(f"moe_mlp: {must} a plain tensor, got a DTensor: gather it with full_tensor().")
         if t.device != x.device:
             raise ValueError(f"moe_mlp: {must} on x's device {x.device}, got {t.device}.")
     for must, t in experts:
+        # Under autocast all of them are cast to one dtype, whatever they have.
         if t is not None and t.dtype != x.dtype and autocast is None:
             raise ValueError(f"moe_mlp: {must} of x's dtype {x.dtype}, got {t.dtype}.")
     return autocast or x.dtype

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tigon.ops.acts import Act, checked_act
 
 
+# A flat tuple of plain values: torch.library's schemas have no place for an object, and launches use it as a key.
 class Options(NamedTuple):
     """The fields of an `Expert`, in the order in which launches take them."""
 
@@ -46,12 +47,15 @@ class Expert:
         object.__setattr__(self, "limit", None if self.limit is None else float(self.limit))
         object.__setattr__(self, "up_offset", float(self.up_offset))
         checked_act("moe_mlp", self.act)
+        # silu alone has models that scale its argument: other rows would be code that no model tests.
         if self.alpha != 1.0 and self.act != "silu":
             raise ValueError(f"moe_mlp: alpha must be 1 where act is not 'silu', got {self.alpha} and {self.act!r}.")
+        # Written as `not >`, so that NaN is refused too. The kernels divide by alpha.
         if not self.alpha > 0.0:
             raise ValueError(f"moe_mlp: alpha must be positive, got {self.alpha}.")
         if self.limit is not None and not self.limit > 0.0:
             raise ValueError(f"moe_mlp: limit must be positive or None, got {self.limit}.")
+        # Without a gate none of these options has anything to act on: a silent default would hide a mistake.
         if not self.gated and self.options() != (plain := Options(self.act, gated=False)):
             pairs = zip(Options._fields, self.options(), plain, strict=True)
             given = " and ".join(f"{name} = {value}" for name, value, other in pairs if value != other)
@@ -64,6 +68,7 @@ class Expert:
 
 
 DEFAULT = Expert()
+# For the sentence that refuses an unknown keyword of moe_mlp: where its value belongs.
 HOMES = {field.name: f"config=tigon.Expert({field.name}=…)" for field in fields(Expert)} | {
     f"{weight}_bias": f"{weight}=(weight, bias)" for weight in ("gate_up", "down")
 }

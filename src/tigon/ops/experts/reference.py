@@ -14,6 +14,7 @@ def moe_mlp_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, options: Options,
 ) -> Tensor:  # fmt: skip
+    # Results of experts are weighted and added in fp32, as the kernels add them: bf16 would round after every expert.
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     # One unbind, not an indexing for each expert: the gradient of each of those would be as large as all experts'.
@@ -26,6 +27,7 @@ def moe_mlp_reference(
             share = torch.where(index == expert, weights.to(wide), 0.0).sum(-1)
             out = out + share[:, None] * _one_expert(x, first, second, first_bias, second_bias, options).to(wide)
         else:
+            # The expert's tokens, by a look at the device. An index outside [0, E) is nobody's, here as in the kernels.
             token, choice = torch.where(index == expert)
             y = _one_expert(x[token], first, second, first_bias, second_bias, options).to(wide)
             out.index_add_(0, token, weights[token, choice, None].to(wide) * y)
@@ -35,6 +37,7 @@ def moe_mlp_reference(
 def _one_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: Options
 ) -> Tensor:
+    # In x's dtype, as both products of the kernels write theirs: z and h are rounded once each.
     return F.linear(activation_reference(F.linear(x, gate_up, gate_up_bias), options), down, down_bias)
 
 
@@ -46,6 +49,8 @@ def activation_reference(z: Tensor, options: Options) -> Tensor:
         return act(wide).to(z.dtype)
     gate, up = (wide[..., ::2], wide[..., 1::2]) if options.interleaved else wide.chunk(2, -1)
     if limit is not None:
+        # clamp has a slope of 0 beyond the limit, and passes NaN on; gate has no lower limit.
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # The division is left out where alpha is 1, as in the kernels.
     gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
     return (gate * (up + options.up_offset)).to(z.dtype)
