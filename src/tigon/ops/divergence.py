@@ -158,15 +158,19 @@ def _divergence(
             f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
         )
     options = (kind, form, beta, temperature)
+    # One value a row comes from either path. What reduces them is plain PyTorch, whose autograd gives each its upstream
+    # gradient.
     rows = _rows(input, target, mask, *options) if use_triton(input, target) else None
     if rows is None:
         rows = divergence_reference(input, target, mask, *options)
     if reduction == "rows":
         return rows
     if mask is None:
+        # The mean of no row would be NaN: the sum of none is 0.
         total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
     else:
         total = rows.sum()
+        # Ignored rows are 0 in the sum. The number of the others stays on the device: nothing waits for it.
         if reduction != "sum":
             total = total / mask.sum().clamp(min=1)  # the mean over no row is 0
     return total / max(1, input.shape[-1]) if reduction == "mean" else total
@@ -176,6 +180,7 @@ def divergence_reference(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
 ) -> Tensor:
     """One value a row, (...)."""
+    # At least fp32, and fp64 if either side is.
     acc = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     a, b = input.to(acc), target.to(acc)
     if form == "logits":
@@ -185,6 +190,7 @@ def divergence_reference(
         terms = 0.5 * (p - q).abs()
     elif kind == "kl":
         p = b if form == "probabilities" else b.exp()
+        # The log of a probability of 0 is -inf, which the select below leaves out.
         log_p = torch.log(p) if form == "probabilities" else b
         terms = p * torch.where(p == 0, 0.0, log_p - a)
     elif kind == "reverse":
@@ -214,8 +220,10 @@ LITTLE = tl.constexpr(2.0**-40)
 def _split(top, log, k):
     """A row's log-sum-exp, top + log, as two fp32: rounded to one it would put every probability of the row off."""
     # fp64: a log-sum-exp of 1e4 has three digits behind the point left in fp32, and a probability needs them.
+    # A few fp64 instructions a row and none an element.
     lse = top.to(tl.float64) + log.to(tl.float64) / k
     high = lse.to(tl.float32)
+    # high + low has twice fp32's digits. The backward pass subtracts one after the other from a logit.
     low = (lse - high.to(tl.float64)).to(tl.float32)
     # Beyond 1e9 fp64 too has no digits left for log, and the sum is left undone. An infinite top stays NaN.
     far = (tl.abs(top) > 1e9) & (tl.abs(top) < float("inf"))
@@ -225,11 +233,14 @@ def _split(top, log, k):
 @jit
 def _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND: tl.constexpr):
     """Fold tiles (DEPTH, lanes) of both sides' logits into the running maxima and sums of every lane."""
+    # a is the student, b the teacher: only the teacher's exponentials weigh the difference.
     top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
     top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
     if KIND == "kl":
         # Σ e · (b − a), relative to the teacher's maximum as sum_b is: both are rescaled by the same factor.
         difference = tl.fma(b - a, LITTLE, shift * -LITTLE)
+        # In masked columns b − a is -inf − (-inf). e is 0 there, as for classes that the teacher excludes, and the
+        # select drops the NaN.
         value = value * shrink + tl.sum(tl.where(e == 0.0, 0.0, e * difference), 0)
     return top_a, sum_a, top_b, sum_b, value
 
@@ -238,11 +249,13 @@ def _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND: tl.const
 def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
     """The terms of a divergence of probabilities or log-probabilities."""
     if KIND == "tvd":
+        # Of probabilities: no exponential, and no unit to convert.
         terms = 0.5 * tl.abs(b - a)
     elif FORM == "probabilities":
         # By a select: 0 · log 0 is 0 here, and NaN in arithmetic.
         terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
     else:
+        # The temperature is 1 here: k is log₂ e, from nats to bits.
         terms, _, _ = sides(a * k, b * k, beta, KIND)
     return terms
 
@@ -251,6 +264,7 @@ def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
 def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
     """Both sides' edges of a row, as tiles (1, lanes)."""
     edge, real = edges(input_ptr, first, width, V)
+    # `other` has no share in the form at hand: -inf for logits and logarithms, 0 for probabilities.
     a = tl.load(input_ptr + edge, mask=real, other=other).to(tl.float32)
     b = tl.load(target_ptr + edge, mask=real, other=other).to(tl.float32)
     return a[None, :], b[None, :]
@@ -264,6 +278,7 @@ def _divergence_fwd_kernel(
     """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     if mask_ptr is not None:
+        # One branch for the whole program, before either row is touched.
         counts = tl.load(mask_ptr + row)
         if counts == 0:
             # Neither side of an ignored row is read: a prompt costs no traffic.
@@ -273,11 +288,13 @@ def _divergence_fwd_kernel(
                 # NaN), and the backward then needs no mask.
                 tl.store(stats_ptr + 5 * row, float("inf"))
             return
+    # Row offsets are int64, columns int32: a row has fewer than 2**31 numbers.
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
     width = V
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
+        # Both sides' rows lie alike, as `uneven` was asked: one head and one body serve both.
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
     # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
@@ -286,6 +303,7 @@ def _divergence_fwd_kernel(
     value = tl.zeros((BLOCK,), tl.float32)
     if FORM == "logits":
         # A finite start: a lane that has seen only -inf must not compute inf - inf.
+        # Both sides are read together: KL needs logits in pairs, and both loads are on their way together.
         top_a = tl.full((BLOCK,), LOWEST, tl.float32)
         top_b = tl.full((BLOCK,), LOWEST, tl.float32)
         sum_a = tl.zeros((BLOCK,), tl.float32)
@@ -300,17 +318,20 @@ def _divergence_fwd_kernel(
             a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
             b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
             top_a, sum_a, top_b, sum_b, value = _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND)
+        # Lanes meet here, once for each statistic.
         row_a = tl.max(top_a, 0)
         row_b = tl.max(top_b, 0)
         if EDGES:
             a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
             nothing = tl.zeros((a_edge.shape[1],), tl.float32)
+            # The edges have sums of their own, from neutral starts: at most 16 lanes do not fit the body's tile.
             least = nothing + LOWEST
             edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
                 a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
             )
             row_a = tl.maximum(row_a, tl.max(edge_a, 0))
             row_b = tl.maximum(row_b, tl.max(edge_b, 0))
+        # From each lane's maximum to the row's. A lane without a logit has a sum of 0, and a finite weight.
         weight = tl.exp2((top_b - row_b) * k)
         whole_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
         if EDGES:
@@ -323,6 +344,8 @@ def _divergence_fwd_kernel(
         log_b = tl.log2(whole)
         high_a, low_a = _split(row_a, log_a, k)
         high_b, low_b = _split(row_b, log_b, k)
+        # Five numbers a row: both log-sum-exps, in halves, and the mean slope. KL leaves the fifth unwritten, since its
+        # gradient q − p needs none.
         tl.store(stats_ptr + 5 * row, high_a)
         tl.store(stats_ptr + 5 * row + 1, low_a)
         tl.store(stats_ptr + 5 * row + 2, high_b)
@@ -332,10 +355,14 @@ def _divergence_fwd_kernel(
             part = tl.sum(value * weight, 0)
             if EDGES:
                 part += tl.sum(edge_value * edge_weight, 0)
+            # Back from units of 2⁴⁰, with the shift that was taken out before. The maxima, the large part of both
+            # log-sum-exps, are subtracted from each other first.
             gap = tl.fma(part / whole, 1.0 / LITTLE, shift - (row_b - row_a))
             tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
         else:
             # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
+            # JSD, TVD and the reverse KL need both log-sum-exps before their first term: the rows are read a second
+            # time.
             mean_u = tl.zeros((BLOCK,), tl.float32)
             blocks = tl.cdiv(width, DEPTH * BLOCK)
             for i in range(blocks):
@@ -344,6 +371,8 @@ def _divergence_fwd_kernel(
                 mask = start + lane < width
                 a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
                 b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+                # lq = (a − max) k − log₂ Σ, by the difference first. In masked columns q and p are 0: no kind adds
+                # anything there.
                 terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
                 value += tl.sum(terms, 0)
                 mean_u += tl.sum(q * u, 0)
@@ -353,14 +382,17 @@ def _divergence_fwd_kernel(
                 a, b = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
                 terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
                 all_terms += tl.sum(tl.sum(terms, 0), 0)
+            # From bits to nats. TVD's terms are probabilities already.
             tl.store(result_ptr, all_terms * (1.0 if KIND == "tvd" else LN2))
             mean_ptr = stats_ptr + 5 * row + 4
             all_u = tl.sum(mean_u, 0)
             if EDGES:
                 all_u += tl.sum(tl.sum(q * u, 0), 0)
+            # In u's unit, bits where it is a logarithm: the backward pass converts u and its mean together.
             tl.store(mean_ptr, all_u)
     else:
         # What masked columns hold has no probability in either form: 0, or its logarithm.
+        # Given probabilities or logarithms need no statistics: one reading, and the backward pass has the inputs alone.
         other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
         for start in range(0, width, DEPTH * BLOCK):
             mask = start + lane < width
@@ -384,30 +416,39 @@ def _write_gradient(
     mask = here & valid
     # Ignored rows are not read: their mask is empty.
     b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
+    # None for the KL of log-probabilities, whose gradient −p is the target's alone: half of the reading falls away.
     if input_ptr is not None:
         a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
     if FORM == "logits":
         # Differences with the high half first, where they are exact; the low half then corrects them.
+        # The row's numbers are loaded by each of its programs, from the cache after the first.
         high_b = tl.load(stats_ptr + 5 * row + 2)
         low_b = tl.load(stats_ptr + 5 * row + 3)
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
         if KIND == "kl":
             # q − p, with neither the loss nor Σ q · u.
+            # Two exponentials an element, and no select: neither probability multiplies a logarithm.
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
             _, q, u = sides(lq, lp, beta, KIND)
+            # The Jacobian of the softmax, applied to q · u: dz = q · (u − Σ q · u).
             dx = q * (u - tl.load(stats_ptr + 5 * row + 4)) * (1.0 if KIND == "tvd" else LN2)
         # k · log 2 is 1 / temperature: from z, which the softmax sees, to the logits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
+        # d(½ |p − q|)/dq, without a softmax in between: input and target are probabilities.
         dx = half_sign(a, b)
     elif KIND == "kl":
+        # KL is linear in log q: the slope is −p, and q is not needed.
         dx = -b if FORM == "probabilities" else -tl.exp2(b * k)
     else:
         _, q, u = sides(a * k, b * k, beta, KIND)
+        # With respect to log q: the reverse KL, Σ q (log q − log p), has q · (u + 1). In JSD that 1 cancels against the
+        # slope of log M.
         dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
     # A select, since an ignored row's upstream gradient may be NaN.
+    # drows_ptr is fp32, as the rows are; stride_g is 0 where all rows share one upstream gradient.
     dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
     tl.store(dinput_ptr + row * stride_dm + cols, dx.to(dinput_ptr.dtype.element_ty), mask=here)
 
@@ -417,6 +458,8 @@ def _divergence_bwd_kernel(
     drows_ptr, input_ptr, target_ptr, mask_ptr, stats_ptr, dinput_ptr, V, stride_g, stride_im, stride_tm, beta, k,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # EDGES: a body is at most V // 4 · 4 wide, whatever the dtype. The grid needs one bound for all rows, while a body
+    # depends on its row's address.
     blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     # A flat grid: with the row's statistics known an element depends on nothing else in its row.
@@ -426,15 +469,19 @@ def _divergence_bwd_kernel(
     if FORM == "logits":
         high_a = tl.load(stats_ptr + 5 * row)
         low_a = tl.load(stats_ptr + 5 * row + 1)
+        # The forward pass has left +inf for an ignored row: the mask is not read again, nor are that row's other
+        # statistics used.
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # of integers: the interpreter has no mask of float scalars
     elif mask_ptr is not None:
         valid = tl.load(mask_ptr + row) != 0
+    # dinput is dense.
     width, stride_dm = V, V
     if EDGES:
         target_ptr += row * stride_tm
         if input_ptr is not None:
             input_ptr += row * stride_im
         dinput_ptr += row * V
+        # By the target, since there may be no input.
         first, width = split(target_ptr, V)
         if tl.program_id(0) % blocks == 0:
             # The first program of a row has its edges, too.
@@ -460,6 +507,8 @@ def _divergence_bwd_kernel(
 def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
     """Blocks folded at a time, columns of a block, and warps. Many warps read a wide row that is read twice: fewer rows
     are then between their readings, and the cache serves more of the second reading."""
+    # JSD of log-probabilities keeps both sides, their ratio and a logarithm of every element: depth 1. A block is 8
+    # numbers a thread.
     twice = form == "logits" and kind != "kl"
     warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
     block = min(next_power_of_2(v), warps * 32 * 8)
@@ -467,12 +516,14 @@ def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
 
 
 def _bwd_tile(v: int) -> tuple[int, int]:
+    # 16 numbers a thread. No sum joins the threads of a row.
     return min(2048, next_power_of_2(v)), 4
 
 
 def _divergence_fwd_fake(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
+    # fp32 from 16-bit inputs too: whoever sums the rows rounds once, after that.
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
     return rows, input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
 
@@ -488,10 +539,12 @@ def _divergence_fwd(
     rows, stats = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature)
     if input.numel() == 0:
         return rows.zero_(), stats
+    # Each side has a row stride of its own: slices of wider rows are read where they lie.
     a, b = rows_of(input), rows_of(target)
     M, V = a.shape
     arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form, uneven(a, b))
     tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
+    # `uneven`, which addresses decide, is among the arguments.
     key = (M, arguments, a.dtype, b.dtype, mask is None)
 
     def plan() -> Plan:
@@ -518,6 +571,7 @@ def _divergence_bwd(
     drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
     beta: float, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    # In the input's dtype, which is an argument: the input itself may not have been saved.
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
         return dinput
@@ -526,6 +580,7 @@ def _divergence_bwd(
     g = drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
     a, b = None if input is None else rows_of(input), rows_of(target)
     M, V = b.shape
+    # Without an input its stride is 0: the kernel's arguments are the same in number.
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
     apart = uneven(b, dinput.view(M, V), *(() if a is None else (a,)))
     arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form, apart)
@@ -546,6 +601,8 @@ def _divergence_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, target, mask, *ctx.options = inputs
+    # The gradient is computed in the backward pass, where the upstream gradient is known: loss scaling reaches it
+    # before it is rounded. An evaluation that goes no further pays for none.
     ctx.dtype = input.dtype
     # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
     linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"

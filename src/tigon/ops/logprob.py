@@ -90,6 +90,7 @@ def logprob(
         result = logprob_reference(logits, target, *options)
     else:
         result = LogProb(*_logprob(logits, target, *options))
+    # Log-sum-exp, rank and mean have no gradient: detached on the torch path too, where autograd would give them one.
     return LogProb(*result[:2], *(t.detach() for t in result[2:]))
 
 
@@ -109,6 +110,7 @@ def logprob_reference(
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
+    # Before the division by τ: mean_logit is of the model's logits, and does not follow the temperature.
     mean = z.mean(-1)
     z = z / temperature
     logp = torch.log_softmax(z, -1)
@@ -118,6 +120,7 @@ def logprob_reference(
     entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
     top = z.amax(-1) if z.shape[-1] else of_target  # no classes, so no rows
     results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= top, mean
+    # A select, not a product: an ignored row's target may be no class, and its results NaN.
     return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
 
 
@@ -130,6 +133,7 @@ def _gradient_reference(
     stats: statistics of all classes, if the logits are those of some classes.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    # dz/dlogits = scale / τ, times 1 − tanh² under a softcap.
     slope: Tensor | float = scale / temperature
     if softcap:
         t = torch.tanh(z / softcap)
@@ -138,6 +142,7 @@ def _gradient_reference(
     if stats is None:
         logp = torch.log_softmax(z / temperature, -1)
     else:
+        # The maximum as logits are stored, or capped, and a logarithm to the base 2, as the kernel leaves them.
         top, log2_sum, entropy = stats.split(1, dim=-1)
         unit = 1.0 if softcap else scale
         logp = (z - top * unit) / temperature - log2_sum * math.log(2.0)
@@ -146,10 +151,12 @@ def _gradient_reference(
     dz = torch.zeros_like(p)
     if dlogprob is not None:
         d = dlogprob.to(p.dtype).unsqueeze(-1)
+        # A target may be none of a shard's classes: then −p is the whole gradient.
         here = valid & ((target >= 0) & (target < p.shape[-1])).unsqueeze(-1)
         at = torch.where(here.squeeze(-1), target, 0).long().unsqueeze(-1)
         dz = (-d * p).scatter_add_(-1, at, torch.where(here, d, 0.0))
     if dentropy is not None:
+        # d entropy / dz = −p · (log p + entropy). 0 · (-inf) would be NaN.
         terms = torch.where(p == 0, 0.0, p * logp)
         entropy = -terms.sum(-1, keepdim=True) if entropy is None else entropy
         dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms + p * entropy)
@@ -173,6 +180,7 @@ def _logprob_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
     logits_ptr += row * stride_m
+    # One branch for the whole program: an ignored row costs no reading of its logits.
     target = tl.load(target_ptr + row)
     if target == ignore_index:
         tl.store(logprob_ptr + row, 0.0)
@@ -190,11 +198,14 @@ def _logprob_fwd_kernel(
             for i in tl.static_range(3):
                 tl.store(stats_ptr + 3 * row + i, 0.0)
         return
+    # Whether a pointer is None is known at compile time: a result without a place takes its sum out of the loop.
     ENTROPY: tl.constexpr = entropy_ptr is not None
     MEAN: tl.constexpr = mean_ptr is not None
     row_top, row_total, along, sum_z = row_moments(
         logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, EDGES, DEPTH, BLOCK
     )
+    # The maximum's own exponential is 1, so that the sum is at least 1. In a row of -inf alone it is 0, and the
+    # log-probability becomes NaN, as torch's.
     log2_sum = tl.log2(row_total)
     # A target out of range reads nothing and turns results and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
@@ -211,10 +222,13 @@ def _logprob_fwd_kernel(
         entropy = (log2_sum - along / row_total) * LN2
         tl.store(entropy_ptr + row, entropy)
     if lse_ptr is not None:
+        # The one place where maximum and log-sum are added: this result is asked for as one number.
         tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
     if top1_ptr is not None:
+        # Both are capped under a softcap, where different large logits may round to one: such a tie is a hit as well.
         tl.store(top1_ptr + row, ((z_target >= row_top) & valid).to(tl.int8))
     if mean_ptr is not None:
+        # Σ z is of stored logits, and the scale is applied once, to the mean. Capped logits have it already.
         mean = sum_z / V
         if not SOFTCAP:
             mean = mean * unit
@@ -233,26 +247,34 @@ def _write_gradient(
     row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some columns of a row, whose classes are first + cols. here: columns of the row."""
+    # The mask of the loads. The store has `here` alone: an ignored row is not read, but its gradient of 0 is written.
     mask = here & counts
     # Three numbers a row stand for all of its logits: each element of the gradient is independent of the others.
     top = tl.load(stats_ptr + 3 * row)
     log2_sum = tl.load(stats_ptr + 3 * row + 1)
+    # 0 and not -inf outside: nothing is summed here, and what masked lanes compute stays finite.
     z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
     # From z to natural logarithms: scale and temperature together.
+    # k · log 2 is scale / τ, or 1 / τ under a softcap, whose own slope brings the scale.
     slope = k * LN2
     if SOFTCAP:
         z, steep = cap(z, unit, softcap)
         slope = slope * steep
+    # p = exp(z − logsumexp) to the base 2, by the difference first, where it is exact.
     log2_p = (z - top) * k - log2_sum
     p = tl.exp2(log2_p)
+    # Both upstream gradients go into one dz: the logits are read once, whichever of the two there are.
     dz = tl.zeros(cols.shape, tl.float32)
     if dlogprob_ptr is not None:
         # stride_p is 0 where all rows have one upstream gradient: it is read without a copy.
         dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
+        # d logprob / dz = 1[target] − p. The comparison finds no column where the target is another shard's.
         dz += dlogprob * (tl.where(first + cols == target, 1.0, 0.0) - p)
     if dentropy_ptr is not None:
         dentropy = tl.load(dentropy_ptr + row * stride_e).to(tl.float32)
         entropy = tl.load(stats_ptr + 3 * row + 2)
+        # d entropy / dz = −p · (log p + entropy). The upstream gradient is inside the select: an infinite one meets no
+        # 0.
         # p · log p → 0, where log p may be -inf.
         dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
     # A select: an ignored row's upstream gradient may be NaN.
@@ -268,23 +290,30 @@ def _logprob_bwd_kernel(
     SOFTCAP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dlogits may be logits: the thread that writes an element has read it."""
+    # A flat grid: an element needs its row's three numbers and nothing else. EDGES: a body is at most V // 4 · 4 wide,
+    # whatever the dtype. The grid needs one bound for all rows, while a body depends on its row's address.
     blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
+    # The blocks of a row are neighbours in the grid: the row's statistics come from the cache after the first.
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
+    # A mask and no branch: an ignored row has to be written all the same.
     counts = target != ignore_index
     first, width = 0, V
     if EDGES:
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
+        # dlogits' rows lie like those of the logits: `uneven` was asked of both.
         first, width = split(logits_ptr, V)
         if tl.program_id(0) % blocks == 0:
             # The first program of a row has its edges, too.
+            # Edges and body share no element: in place, neither overwrites what the other has yet to read.
             edge, real = edges(logits_ptr, first, width, V)
             _write_gradient(
                 logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
                 row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
             )  # fmt: skip
+        # From here on column 0 is class `first`.
         logits_ptr = aligned(logits_ptr, first)
         dlogits_ptr = aligned(dlogits_ptr, first)
         # The pointers are the row's already.
@@ -300,17 +329,21 @@ def _logprob_bwd_kernel(
 
 def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
     """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
+    # 1024 columns on 4 warps are 8 numbers a thread, 16 bytes in 16 bits. Cross entropy's plain pass folds 8 blocks at
+    # a time. Here Σ e · log e and Σ z take the registers of half of them, and a tanh those of half again.
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if softcap else 4, next_power_of_2(V) // block)), block, 4
 
 
 def _bwd_tile(V: int) -> tuple[int, int]:
     # Wide loads, and nothing to sum.
+    # 16 numbers a thread.
     return min(2048, next_power_of_2(V)), 4
 
 
 def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
     """softcap, the factor from stored numbers to logits, and k, the factor from compared numbers to powers of 2."""
+    # Without a cap the scale is folded into k: no element is multiplied by it before it is compared.
     return softcap, scale, (1.0 if softcap else scale) / temperature / math.log(2.0)
 
 
@@ -331,6 +364,7 @@ def logprob_rows(
             if place is not None:
                 place.copy_(value)
         return
+    # A result without a place is a None pointer, which leaves its arithmetic out of the kernel.
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
         # The kernel stores bytes of 0 and 1, which is what torch.bool is made of.
@@ -343,6 +377,8 @@ def logprob_rows(
         softcap != 0.0,
         uneven(logits),
     )
+    # Which results are wanted is part of the key, since None changes the kernel. `uneven`, which an address decides, is
+    # among the arguments.
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
 
     def plan() -> Plan:
@@ -362,17 +398,21 @@ def logprob_gradient_rows(
     merged: the statistics are of all classes, the V classes are a shard of them, and a target may lie elsewhere.
     """
     M, V = logits.shape
+    # A grid of no programs cannot be launched, and there is nothing to write.
     if M * V == 0:
         return
     if stats is None or not use_triton(logits):
+        # Statistics of a whole row are computed anew from its logits; those of a shard could not be.
         known = stats if merged else None
         dlogits.copy_(
             _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
         )
         return
     # A reduced loss expands one number over all rows: its stride of 0 goes to the kernel, and no copy is made.
+    # A gradient that is None has a stride all the same, since the kernel's arguments are the same in number.
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
+    # A dense gradient beside logits of another row stride is moved number by number.
     apart = uneven(logits, dlogits)
     arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0, apart)
     dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
@@ -381,6 +421,7 @@ def logprob_gradient_rows(
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
         # The edges of a row are its first program's: the others share what is left of it.
+        # One dimension of programs, since a grid's second one ends at 65535.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
@@ -389,7 +430,9 @@ def logprob_gradient_rows(
 def _logprob_fwd_fake(
     logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    # 12 bytes a row for the backward pass, beside the logits that autograd holds.
     one = logits.new_empty(target.shape, dtype=torch.float32)
+    # Results are fp32 from 16-bit logits too: a log-probability of −10 in bf16 has steps of 1/16.
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
     stats = logits.new_empty((target.numel(), 3), dtype=torch.float32)
     return one, torch.empty_like(one), torch.empty_like(one), top1, torch.empty_like(one), stats
@@ -402,6 +445,7 @@ def _logprob_fwd_fake(
 )
 def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *results, stats = _logprob_fwd_fake(logits, target, *options)
+    # Targets in a contiguous row: 8 bytes a token, cheap to copy beside its logits.
     if logits.numel():
         logprob_rows(rows_of(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
     elif target.numel():  # without classes every target is out of range
@@ -425,9 +469,12 @@ def _logprob_bwd_fake(
 def _logprob_bwd(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
 ) -> Tensor:
+    # A new tensor: logits are the caller's here. Walks over chunks, which own theirs, call `logprob_gradient_rows` in
+    # place.
     dlogits = logits.new_empty(logits.shape)
     if logits.numel():
         rows = dlogits.view(-1, logits.shape[-1])
+        # One number for all rows keeps its stride of 0 through reshape. One a sequence becomes a copy, 4 bytes a token.
         dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))
         labels = target.reshape(-1).contiguous()
         logprob_gradient_rows(rows_of(logits), labels, stats, dlogprob, dentropy, rows, *options)
@@ -439,11 +486,13 @@ def _logprob_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.options = inputs
+    # No probabilities: they are computed again from the logits, which costs an exponential and no memory.
     ctx.save_for_backward(logits, target, output[5])
 
 
 def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     dlogits = None
+    # A loss of one of the two leaves the other's gradient None, and its terms out of the kernel.
     if (dlogprob is not None or dentropy is not None) and ctx.needs_input_grad[0]:
         dlogits = _logprob_bwd(*ctx.saved_tensors, dlogprob, dentropy, *ctx.options)
     return dlogits, None, None, None, None, None

@@ -44,8 +44,11 @@ LEAST = torch.finfo(torch.float32).min
 def local_labels(target: Tensor, ignore_index: int, first: int, size: int, classes: int) -> Tensor:
     """Global targets, of any integer dtype, as labels of the `size` classes from `first` on, int64."""
     target = target.long()
+    # In int64: a bound beyond a narrow dtype's range would wrap, and the comparison with it be wrong.
     here = (target >= first) & (target < first + size)
     labels = torch.where(here, target - first, ELSEWHERE)
+    # Each selection overrides the one before: a class is another device's unless it is here, and no class if out of
+    # range. ignore_index comes last, since it may be a valid class.
     labels = torch.where((target >= 0) & (target < classes), labels, OUTSIDE)
     return torch.where(target == ignore_index, IGNORED, labels)
 
@@ -63,10 +66,12 @@ def _statistics_reference(
 ) -> Tensor:
     k = _units(temperature, softcap, scale)[2]
     z = _capped(logits, softcap, scale)
+    # Finite for a row of -inf alone, of which z − top is then -inf and not NaN.
     top = z.amax(-1, keepdim=True).clamp(min=LEAST)
     power = (z - top) * k
     e = torch.exp2(power)
     here = labels >= 0
+    # Column 0 stands in for classes that are elsewhere: what it gives is not taken.
     of_target = z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1)
     found = [top.squeeze(-1), e.sum(-1), torch.where(here, of_target, 0.0)]
     if along:
@@ -94,9 +99,11 @@ class _Merged(NamedTuple):
 def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total: bool) -> _Merged:
     tops, sums = parts[..., 0], parts[..., 1]
     top = tops.amax(0)
+    # As the kernel bounds it: 2⁻¹⁰⁰⁰ is 0, and 0 · step stays 0 for a device without classes.
     step = ((tops - top) * k).clamp(min=-1000.0)
     shrink = torch.exp2(step)
     row_sum = (sums * shrink).sum(0)
+    # A target out of range is labelled so on every device: all get NaN, and none has to tell another.
     log2_sum = torch.where(labels == OUTSIDE, float("nan"), row_sum.log2())
     entropy = None
     if along:
@@ -114,10 +121,12 @@ def _shard_statistics_kernel(
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
+    # int64: row times the stride of logits may pass 2**31. Columns stay int32.
     row = tl.program_id(0).to(tl.int64)
     # Three numbers, and one for each further sum that is wanted: what is sent is as small as the call allows.
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     out_ptr += row * COLUMNS
+    # Only IGNORED ends the program here. A row whose target is elsewhere, or nowhere, has a share in the sums.
     label = tl.load(label_ptr + row)
     if label == IGNORED:
         # Written all the same: every row is sent, and memory never written would differ from run to run.
@@ -125,10 +134,12 @@ def _shard_statistics_kernel(
             tl.store(out_ptr + i, 0.0)
         return
     logits_ptr += row * stride_m
+    # The row's one reading: no value of the logits is needed again before the gradient but the target's.
     top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, EDGES, DEPTH, BLOCK)
     # 0 where the class is another device's: the sum over devices is then the logit, without asking who has it.
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
+        # The cap of 0 is 0, so that a class that is elsewhere stays 0.
         z_target, _ = cap(z_target, unit, softcap)
     # Sums are sent relative to this device's maximum, unlogarithmised: they can then be added.
     tl.store(out_ptr, top)
@@ -147,11 +158,15 @@ def _merged_rows(
 ):  # fmt: skip
     """Over all classes: max z, log₂ of the sum, the target's z, entropy in nats, Σ z. Added in the order of devices."""
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
+    # Rows lie COLUMNS fp32 apart, 12 to 20 bytes: a warp's loads of one statistic skip the others, which the next loads
+    # find in the cache.
     # A lane is a row: devices are few, rows many, and no lane has to meet another.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     # The maximum first, in a reading of its own: with it every sum is rescaled once, and in the same way on all
     # devices.
+    # A loop and not unrolled: the number of devices is an argument, so that one compiled kernel serves any.
     for part in range(world):
+        # rows is int64, and with it the offset: devices × rows × columns may pass 2**31.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
@@ -161,6 +176,7 @@ def _merged_rows(
         at = parts_ptr + (part * M + rows) * COLUMNS
         # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
         step = tl.maximum((tl.load(at, mask=inside, other=LOWEST) - top) * k, -1000.0)
+        # 1 beyond M, so that the logarithm and the quotient below stay finite there.
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
         # In the order of devices, so that all of them get the same bits.
@@ -171,9 +187,11 @@ def _merged_rows(
             # A sum that was relative to the device's maximum: its log shifts by step, hence the second term.
             along += shrink * (tl.load(at + 3, mask=inside, other=0.0) + own * step)
         if SUM:
+            # Σ z is relative to nothing: it is added as it is.
             sum_z += tl.load(at + 3 + ALONG, mask=inside, other=0.0)
     # A target out of range: NaN for loss and gradient, on every device.
     log2_sum = tl.where(labels == OUTSIDE, float("nan"), tl.log2(total))
+    # entropy = log Σ e − Σ e · log e / Σ e. Without ALONG its caller drops it, and the compiler with it.
     return top, log2_sum, z_target, (log2_sum - along / total) * LN2, sum_z
 
 
@@ -191,6 +209,7 @@ def _merge_cross_entropy_kernel(
     top, log2_sum, z_target, _entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, False, SMOOTHING, OUTSIDE, BLOCK
     )
+    # Without class weights: they are no option of a head, whose losses alone come here.
     loss, _, _ = row_loss(
         z_target, 1.0, top, log2_sum, sum_z, 0.0, classes, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
     )
@@ -216,6 +235,7 @@ def _merge_logprob_kernel(
     top, log2_sum, z_target, entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, ALONG, SUM, OUTSIDE, BLOCK
     )
+    # The difference of close numbers first. The same line as in `_logprob_fwd_kernel`, from merged statistics.
     logprob = ((z_target - top) * k - log2_sum) * LN2
     tl.store(logprob_ptr + rows, tl.where(counts, logprob, 0.0), mask=inside)
     if ALONG:
@@ -227,12 +247,15 @@ def _merge_logprob_kernel(
         first = counts & (labels != OUTSIDE) & (z_target >= top)
         tl.store(top1_ptr + rows, first.to(tl.int8), mask=inside)
     if SUM:
+        # Scaled once, at the end; capped logits have the scale already.
         # Over the classes of all devices.
         mean = sum_z / classes
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + rows, tl.where(counts, mean, 0.0), mask=inside)
     # The layout of `_logprob_fwd_kernel`, whose backward kernel reads it.
+    # 0 for ignored rows, since the backward kernel computes with them before it selects 0. Without ALONG the third
+    # number stays unwritten, and that kernel does not load it.
     tl.store(stats_ptr + 3 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + 3 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
     if ALONG:
@@ -247,6 +270,7 @@ ROWS = 128  # rows of a program of the merge
 def _tile(V: int, capped: bool, more: bool) -> tuple[int, int, int]:
     """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
     # As deep as `row_moments` has registers for: each further sum takes a lane's worth.
+    # 1024 columns on 4 warps are 8 numbers a thread, 16 bytes in 16 bits.
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if capped else 4 if more else 8, next_power_of_2(V) // block)), block, 4
 
@@ -261,6 +285,7 @@ def shard_statistics(
     along: Σ e · log₂ e, for the entropy. total: Σ z, for smoothing and the mean logit.
     """
     M, V = logits.shape
+    # An empty batch: a grid of no programs cannot be launched.
     if M == 0:
         return
     if V == 0:  # a device without classes: empty sums, and the least maximum
@@ -272,7 +297,9 @@ def shard_statistics(
             here = logits[part].to(out.dtype), labels[part]
             out[part] = _statistics_reference(*here, temperature, softcap, scale, along, total)
         return
+    # One of the units is k, from z to powers of 2, with the temperature in it: exponentials are of z / τ.
     sizes = V, logits.stride(0), *_units(temperature, softcap, scale)
+    # IGNORED is a constant of the kernel, which reads no Python global.
     branches = softcap != 0.0, along, total, IGNORED, uneven(logits)
     key = (M, sizes, branches, logits.dtype)
 
@@ -293,11 +320,13 @@ def merge_cross_entropy(
     stats: (4 + 2 M,), as in `tigon.ops.cross_entropy.launches`.
     """
     world, M, _ = parts.shape
+    # Cross entropy has no temperature: k is log₂ e, times the scale where no cap has applied it.
     k = _units(1.0, softcap, scale)[2]
     if M == 0:
         return
     if not use_triton(parts):
         merged = _merge_reference(parts, labels, k, False, label_smoothing != 0.0)
+        # `tigon.tiles.loss.row_loss` in PyTorch, without weights.
         unit = 1.0 if softcap else scale
         log_sum = merged.log2_sum * LN_2
         found = (merged.top - merged.of_target) * unit + log_sum
@@ -308,11 +337,13 @@ def merge_cross_entropy(
         counts = labels != IGNORED
         loss.copy_(torch.where(counts, found, 0.0))
         both = torch.stack([merged.top, merged.log2_sum], -1)
+        # The first four numbers are the reduction's, of which a head's loss has none.
         stats[4:] = torch.where(counts.unsqueeze(-1), both, 0.0).view(-1)
         return
     # Many rows a program: the statistics of a row are a few numbers.
     sizes = M, world, classes, label_smoothing, z_loss, scale, k
     branches = label_smoothing != 0.0, softcap != 0.0, IGNORED, OUTSIDE, ROWS
+    # The key below needs no dtypes: statistics, losses and labels have one each, fp32 and int64.
     plan = cdiv(M, ROWS), (*sizes, *branches), {"num_warps": 4}
     launch(_merge_cross_entropy_kernel, (sizes, branches), (parts, labels, loss, stats), lambda: plan)
 
@@ -344,9 +375,11 @@ def merge_logprob(
             if value is not None:
                 stats[:, i] = torch.where(counts, value, 0.0)
         return
+    # As in `logprob_rows`: bytes of 0 and 1 are what torch.bool is made of.
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
         values[3] = values[3].view(torch.int8)
+    # The softcap's value stays behind: every z is capped already, and the kernel asks only whether there is a cap.
     sizes = M, world, classes, *units[1:]
     branches = softcap != 0.0, IGNORED, OUTSIDE, ROWS
     key = (sizes, branches, *(t is None for t in values))

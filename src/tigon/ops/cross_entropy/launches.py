@@ -316,7 +316,7 @@ def _launch_gradient(
         return
     # All rows may share one upstream gradient: 0-d for a reduced loss, strides 0 where a sum over rows expanded it.
     same = not any(dloss.stride())
-    # reshape of an expanded tensor would copy it to full size, hence the case before.
+    # A 0-d gradient stays 0-d: it has no stride, and the kernel gets 0 for it.
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
