@@ -116,14 +116,17 @@ def cross_entropy(
     target = checked_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
     if weight is not None:
         _check_weight(weight, logits)
+    # A softcap of 0.0 stands for none from here on: an operator's schema has floats, and the kernel a branch.
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
     if not use_triton(logits, weight):
         return _composed(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
         if isinstance(divisor, Tensor):
+            # A tensor, so that its value may change from call to call without another kernel or another graph.
             divisor = divisor.detach().to(logits.device)
         else:
             divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
+    # Details are another operator: without them nothing is allocated for predictions, and the loop has no comparison.
     if not details:
         return _loss_of_logits(logits, target, weight, divisor, reduction, inplace, *options)
     loss, *others = _loss_and_details(logits, target, weight, divisor, reduction, inplace, *options)
@@ -138,18 +141,21 @@ def _composed(
     target = target.long()
     rows, z_rows = loss_and_z_reference(logits, target, weight, *options)
     valid = target != options[0]
+    # Two divisors: with class weights the loss is divided by their sum, z-loss by the number of rows.
     over: Tensor | float = 1.0
     z_over: Tensor | float = 1.0
     if reduction == "mean":
         over = z_over = valid.sum().clamp(min=1) if divisor is None else divisor
         if weight is not None and divisor is None:
             mass = torch.where(valid, weight[torch.where(valid, target, 0).long()], 0.0).sum()
+            # The mean over no row is 0. Weights that sum to 0 over rows that count stay 0 / 0, as in PyTorch.
             over = torch.where(valid.any(), mass, 1.0)
         if isinstance(over, Tensor):
             over = over.detach().to(rows.device, rows.dtype)
     if reduction == "none":
         loss = rows if z_rows is None else rows + z_rows
     else:
+        # One sum where both have one divisor, as the kernel adds them.
         loss = rows.sum() / over if over is not z_over or z_rows is None else (rows + z_rows).sum() / over
         if over is not z_over and z_rows is not None:
             loss = loss + z_rows.sum() / z_over
@@ -160,6 +166,7 @@ def _composed(
         z = z if reduction == "none" else z.sum() / z_over
         largest = logits.argmax(-1) if logits.numel() else target.long()
         predicted = torch.where(valid, largest, -1)
+        # 0 / 0 is NaN where every row is ignored.
         accuracy = ((predicted == target) & valid).sum().float() / valid.sum()
     return CrossEntropyDetails(loss, z, accuracy, predicted)
 
@@ -173,6 +180,7 @@ def check_options(
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    # A negative scale would make the least logit the likeliest: running maxima are taken before the scale is applied.
     if scale <= 0:
         raise ValueError(f"{name}: scale must be positive, got {scale}.")
     if softcap is not None and softcap <= 0:
@@ -206,6 +214,7 @@ def inverse_divisor(
     if reduction != "mean":
         return None
     if divisor is None:
+        # On the device: `.item()` would stop the host until all queued work is done.
         divisor = (target != ignore_index).sum().clamp(min=1)
     elif not isinstance(divisor, Tensor):
         return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)

@@ -29,15 +29,18 @@ def loss_and_z_reference(
     softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A row's cross entropy and, if there is one, its z-loss: both (...)."""
+    # In fp32 at least, and in fp64 where logits are: this is what the kernels are held to.
     z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
     labels = target.reshape(-1).long()
     rows = z.reshape(labels.numel(), z.shape[-1])
+    # F.cross_entropy wants weights of the logits' dtype.
     weight = None if weight is None else weight.to(rows.dtype)
     loss = F.cross_entropy(
         rows, labels, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     ).view(target.shape)
     if not z_loss:
         return loss, None
+    # Apart from the loss: class weights do not weigh z-loss, so that the two means have different divisors.
     return loss, z_loss * torch.where(target != ignore_index, torch.logsumexp(z, dim=-1).square(), 0.0)
 
 
@@ -58,9 +61,12 @@ def rows_reference(
     options = ignore_index, label_smoothing, z_loss, softcap, scale
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
+    # An ignored target may be no class: class 0 is gathered in its place, and the row is set to 0 below.
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
     logp = torch.log_softmax(z, dim=-1)
+    # lse = z − log p of any class: logsumexp would read the logits once more.
     lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
+    # loss = −(1 − ε) · log p[target] − ε/V · Σ log p + z_loss · lse².
     loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
     if label_smoothing:
         loss -= label_smoothing * logp.mean(-1)
@@ -69,6 +75,7 @@ def rows_reference(
     loss = torch.where(valid, loss, 0.0)
     if not gradient:
         return loss, None
+    # logp is handed over: its memory becomes the gradient's.
     return loss, _slope_reference(logp, lse, slope, target, factor, z.shape[-1], *options)
 
 
@@ -81,9 +88,11 @@ def gradient_reference(
     stats: (M, 2), the maximum of z (without a softcap: of the logits) and log₂ Σ exp(z − max).
     """
     z, slope = _cap_reference(logits, softcap, scale)
+    # To nats: the maximum is of logits before the scale unless they were capped, and the log-sum is to the base 2.
     top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
     lse = (top + log_sum).squeeze(-1)
     options = ignore_index, label_smoothing, z_loss, softcap, scale
+    # In this order, as in the kernel: the difference of close numbers first.
     return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
 
 
@@ -92,6 +101,8 @@ def _slope_reference(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
     """factor · d(loss)/d(logits), in the memory of logp. A target may be none of these classes."""
+    # dz = p · (1 + 2 · z_loss · lse) − the target distribution, every step in place, since logp is a temporary of the
+    # caller's.
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
@@ -102,6 +113,7 @@ def _slope_reference(
     dz.scatter_add_(-1, at, torch.where(here, dz.new_full((), label_smoothing - 1), 0.0).unsqueeze(-1))
     if label_smoothing:
         dz -= label_smoothing / classes
+    # dz/dlogits, left out where it is 1: each step is a pass over the rows.
     if softcap or scale != 1.0:
         dz *= slope
     return dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))

@@ -15,7 +15,8 @@ def _layer_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The widest rows: a persistent grid, whose next rows are on their way while this one is summed and stored.
+    # With more than one stage a persistent grid, whose next rows are on their way while this one is summed and stored.
+    # With one stage each program has one tile, and the loop runs once.
     cols = tl.arange(0, BLOCK_N)
     col_mask = (cols < N)[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
@@ -27,6 +28,7 @@ def _layer_norm_fwd_kernel(
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         # The mean of the centred row corrects the rounding of the first mean. A row of equal numbers then has exactly
         # their mean.
+        # Masked columns hold 0, which adds nothing. N divides, not the tile's width.
         mean = tl.sum(x, 1) / N
         centred = tl.where(col_mask, x - mean[:, None], 0.0)
         left = tl.sum(centred, 1) / N
@@ -40,6 +42,7 @@ def _layer_norm_fwd_kernel(
         # x is subtracted before it is scaled: mean · rstd, taken out of the bracket, would round at the size of the
         # mean.
         y = (x - mean[:, None]) * rstd[:, None]
+        # Weight and bias are the same for every row: they come from the cache after the first.
         if w_ptr is not None:
             y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
         if b_ptr is not None:
@@ -49,6 +52,7 @@ def _layer_norm_fwd_kernel(
 
 @jit
 def _add_pairs(a, b, c, d):
+    # For tl.reduce over pairs: two sums share one exchange between warps, and one barrier.
     return a + c, b + d
 
 
@@ -79,6 +83,7 @@ def _layer_norm_row_fwd_kernel(
 ):  # fmt: skip
     # One row a program, in one part or in two. Once the sums are known the row is read again, from the L1 cache. The
     # registers that do not hold it in between serve another program, which waits for memory while this one sums.
+    # Row r begins at (r // inner) · stride_xo + (r % inner) · stride_xi: one head of a packed projection is not copied.
     row = tl.program_id(0)
     # int64: an output of 2**31 elements is 512k rows of 4096. From here on a row is addressed by columns alone, in
     # int32.
@@ -140,12 +145,14 @@ def _layer_norm_bwd_kernel(
         dy = tl.load(dy_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if NEED_DW or dx_ptr is not None:
             x_ptrs = x_ptr + (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+            # In masked columns xhat is −mean · rstd, which meets a dy of 0 in every product.
             x = tl.load(x_ptrs[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             # Mean and 1/std lie side by side: one load of 8 bytes brings both.
             pair = rows[:, None] * 2 + tl.arange(0, 2)[None, :]
             mean, rstd = tl.split(tl.load(stats_ptr + pair, mask=row_mask[:, None], other=0.0))
             mean, rstd = mean[:, None], rstd[:, None]
             xhat = (x - mean) * rstd
+        # With xhat = (x − mean) · rstd, over the rows: dW = Σ dy · xhat and dbias = Σ dy.
         if NEED_DW:
             dw += dy * xhat
         if dx_ptr is not None:
@@ -154,6 +161,7 @@ def _layer_norm_bwd_kernel(
                 wdy = dy * w[None, :]
             # The two sums are the components of wdy along xhat and along the constant, which a norm cannot pass on.
             along, shift = sum2(wdy * xhat, wdy)
+            # dx = rstd · (wdy − mean(wdy) − xhat · mean(wdy · xhat)).
             dx = (wdy - shift[:, None] / N - xhat * (along[:, None] / N)) * rstd
             tl.store(dx_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if NEED_DB:
@@ -216,6 +224,7 @@ def _layer_norm_row_bwd_kernel(
     # One row at a time: a share for each row of a tile, as in the kernel above, would not fit into registers.
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
+    # The second part has sums of its own: a tile has one power of 2 for its width.
     if BLOCK_REST > 0:
         rest = BLOCK_N + tl.arange(0, BLOCK_REST)
         dw_rest = tl.zeros((BLOCK_REST,), tl.float32)
@@ -238,6 +247,7 @@ def _layer_norm_row_bwd_kernel(
             if SECTORS > 0:
                 # Prefetch: loading one number of each sector of the next row brings the whole row into the cache, and
                 # takes one register where the row would take sixteen.
+                # Behind the program's last row it is row M − 1, lest a load reach beyond the tensor.
                 ahead = tl.minimum(row + tl.num_programs(0), M - 1)
                 dy_ahead = dy_ptr + ahead // inner_dy * stride_dyo + ahead % inner_dy * stride_dyi + sectors * 16
                 x_ahead = x_ptr + ahead // inner * stride_xo + ahead % inner * stride_xi + sectors * 16
@@ -260,6 +270,7 @@ def _layer_norm_row_bwd_kernel(
                 dy_row, x_row, w_ptr, dx_row, rest, rest < N, mean, rstd, along, shift, dw_rest, db_rest,
                 NEED_DW, NEED_DB,
             )  # fmt: skip
+        # Used at the row's end and not where it is loaded, lest the row's own work wait for it.
         if SECTORS > 0 and dx_ptr is not None:
             seen = tl.maximum(seen, hint)
     if SECTORS > 0 and dx_ptr is not None:
@@ -283,12 +294,14 @@ def _layer_norm_wide_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Two readings, block by block: a row this wide does not stay in registers. Statistics first, then the result.
     row = tl.program_id(0)
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     # Sums are taken about the mean of the first block, which lies within sqrt(N / BLOCK_N) standard deviations of the
     # row's mean, whatever the row holds. The difference of squares below therefore keeps its digits.
     cols = tl.arange(0, BLOCK_N)
+    # Divided by BLOCK_N and not N: rows of this kernel are longer than a block, so that the first is full.
     about = tl.sum(tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32), 0) / BLOCK_N
     total = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
@@ -306,6 +319,7 @@ def _layer_norm_wide_fwd_kernel(
     rstd = tl.rsqrt(tl.maximum(tl.fma(shift * -1.0, shift, tl.sum(squares, 0) / N), 0.0) + eps)
     tl.store(stats_ptr + 2 * row, mean)
     tl.store(stats_ptr + 2 * row + 1, rstd)
+    # The second reading finds in the cache what has stayed there.
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         y = (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean) * rstd
@@ -323,6 +337,7 @@ def _layer_norm_wide_dx_kernel(
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Mean and 1/std are the forward's, so that one reading takes both sums of dx, and a second one writes it.
     row = tl.program_id(0)
     dy_ptr += (row // inner_dy).to(tl.int64) * stride_dyo + (row % inner_dy).to(tl.int64) * stride_dyi
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
@@ -366,6 +381,7 @@ def _layer_norm_wide_dw_kernel(
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     # A fixed set of rows in a fixed order: the same bits on every run.
+    # dy and x are read once more than for dx: the price of sums that stay in registers over all rows.
     for r in range(part, M, P):
         row = r + tl.full((), 0, tl.int64)
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi

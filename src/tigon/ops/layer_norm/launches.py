@@ -47,6 +47,7 @@ def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int
     compiler buffers weight and bias too. itemsizes: bytes an element of x, weight and bias.
     """
     block_n = next_power_of_2(n)
+    # As ALONE and TWICE stand, rows of more than 8192 columns go to other kernels, and no row is prefetched here.
     # Narrower rows have other programs beside them, which hide their loads.
     stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
     return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
@@ -60,6 +61,7 @@ def _row_tile(n: int) -> tuple[int, int, int]:
     """
     block_n = next_power_of_2(n)
     warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
+    # 256 numbers a warp are 8 a thread: 16 bytes in 16 bits.
     rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
     return (block_n // 2, rest, warps) if rest < block_n // 2 else (block_n, 0, warps)
 
@@ -74,16 +76,19 @@ def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
     block_n = next_power_of_2(n)
     if 4 * n <= 3 * block_n and 4096 <= block_n <= 8192 and x.element_size() == 2:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
+        # Two inputs, four stages, two bytes a number, and room for the exchanges between warps.
         if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
             return 1, block_n, warps, 4, programs
     # 16 KiB a tile, whatever the width: as many loads on their way, narrow rows or wide.
     block_m = max(1, 16384 // x.element_size() // block_n)
+    # Two inputs in three stages are six tiles. A tile beyond 16 KiB is one wide row, with twice the warps for its sums.
     tile_bytes = block_m * block_n * x.element_size()
     stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
 
 
 def _layer_norm_fwd_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    # 8 bytes a row, mean and 1/std. Without them the backward pass would have to sum x again.
     return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
 
 
@@ -93,6 +98,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     if x.numel() == 0:
         return y, stats
     M, N = stats.shape[0], x.shape[-1]
+    # Strides in place of a copy, for rows that two of them describe. y is dense.
     x, *strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
@@ -103,12 +109,14 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     def plan() -> Plan:
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
+            # 16 numbers a thread: two loads of 16 bytes in 16 bits.
             return M, (*arguments, 8192), {"num_warps": 16}
         if twice:
             return M, (*arguments, 2048), {"num_warps": 8}
         if alone:
             *parts, warps = _row_tile(N)
             return M, (*arguments, *parts), {"num_warps": warps}
+        # Only what is there: a missing bias is not buffered.
         itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
         block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
         # One program a tile, or, with a prefetch, one a multiprocessor, which walks.
@@ -119,6 +127,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
     if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
+    # None for what is missing: its None pointer makes another kernel.
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
     return y, stats
@@ -144,8 +153,10 @@ def _layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx, dw, db = _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db)
     if x.numel() == 0:
+        # Without rows the sums over rows are 0, and no kernel writes them.
         return dx, dw.zero_(), db.zero_()
     M, N = stats.shape[0], x.shape[-1]
+    # dy and x each have strides of their own: a gradient may lie otherwise than its input.
     dy, *dy_strides = row_groups(dy)
     x, *x_strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
@@ -160,14 +171,17 @@ def _layer_norm_bwd(
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages, each = _bwd_tile(N, x)
         # As many programs as run at a time: each has a row of partial sums, which are traffic too.
+        # No more than there are tiles: a program without rows would still store a row of zeros, to be added.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
 
         # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
+        # Such rows are of 16-bit numbers: in fp32 the limit above is 8192 columns.
         by_row = block_n > 8192
 
         def plan() -> Plan:
+            # A sector holds 16 such numbers: the prefetch has one lane for each.
             tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, stages)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
 
@@ -176,11 +190,13 @@ def _layer_norm_bwd(
     else:
         if need_dx:
             # dx and the sums read dy and x once each: together, a wide row would leave no registers for the sums.
+            # Sums along a row need all of its columns, sums over rows need all rows: two kernels, two grids.
             tensors = (dy, x, weight, stats, dx)
             launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
         if halves:
             # Columns alone are too few programs for wide rows: rows are shared out as well, among four a
             # multiprocessor.
+            # 1024 columns on 4 warps are 8 a thread in each of the two sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial = x.new_empty((programs, halves, N), dtype=torch.float32)
@@ -204,6 +220,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         return None, None, None, None
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, need_dx, need_dw, need_db)
+    # An operator returns tensors: an unwanted result is empty, and becomes None here.
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
 
 
