@@ -335,6 +335,8 @@ def gated_backward(
     dgate: Tensor | None, dup: Tensor | None, y: Tensor | None,
 ) -> None:  # fmt: skip
     """Write dgate, dup and y = act(gate) · up, each unless it is None; y may be dy if dy is scratch memory."""
+    # Not an op of its own: the results go into memory that the caller gives, which a registered op would have to
+    # declare.
     if dy.numel():
         N = dy.shape[-1] if dy.dim() else 1
         tensors = (dy, gate, up, dgate, dup, y)
