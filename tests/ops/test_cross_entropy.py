@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.ops.cross_entropy
 import tigon.ops.cross_entropy.launches as launches_module
+from tigon.ops.cross_entropy.reference import rows_reference
 from tigon.runtime import HAS_TRITON
 
 
@@ -34,6 +35,27 @@ def test_same_as_torch(reduction, weighted, smoothing, backend, device):
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad(loss.sum(), logits) for loss in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_an_infinity_in_an_ignored_row_stays_there(smoothing, triton_backend, device):
+    """Not so in eager's gradient, where an ignored row's 0 is multiplied by NaN."""
+    logits, target = logits_and_target(device)
+    with torch.no_grad():
+        logits[1, 7] = torch.inf
+        logits[4] = -torch.inf
+    loss = tigon.cross_entropy(logits, target, label_smoothing=smoothing, z_loss=0.1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    kept = target != -100
+    clean = logits[kept].detach().requires_grad_()
+    expected = tigon.cross_entropy(clean, target[kept], label_smoothing=smoothing, z_loss=0.1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient[kept], torch.autograd.grad(expected, clean)[0])
+    assert not gradient[~kept].any()
+    # What the losses of a head run where there are no kernels.
+    _, rows = rows_reference(logits.detach(), target, None, True, -100, smoothing, 0.1, 0.0, 1.0)
+    assert not rows[~kept].any()
+    torch.testing.assert_close(rows[kept] / kept.sum(), gradient[kept])
 
 
 def test_z_loss_is_not_weighted(backend, device):

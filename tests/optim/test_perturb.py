@@ -191,3 +191,25 @@ def test_weights_are_back_where_moving_them_failed(monkeypatch):
     assert len(sizes) == 2
     for p, old in zip(params, before, strict=True):
         assert torch.equal(p, old)
+
+
+def test_memory_may_run_out_between_two_launches(monkeypatch, triton_backend, device):
+    """Tensors of two dtypes take two launches."""
+    params = [torch.randn(5, device=device), torch.randn(5, device=device).bfloat16()]
+    before = [p.clone() for p in params]
+    grads = [torch.randn_like(p) for p in params]
+    run, launches = perturbation._run, []
+
+    def fails(kernel, *rest):
+        launches.append(kernel)
+        if len(launches) == 2:
+            raise torch.OutOfMemoryError
+        return run(kernel, *rest)
+
+    squares = perturbation.squared_norm(params, grads)
+    monkeypatch.setattr(perturbation, "_run", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        perturbation.perturb(params, grads, squares, [0.1] * 2)
+    assert len(launches) == 2
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, old)

@@ -99,10 +99,12 @@ def linear_logprob(
     valid = walk.number(name)
     if valid < 0 and x.device.type == "cpu" and can_look(labels):
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
+    frozen = not (weight.requires_grad and torch.is_grad_enabled())
+    budget = chunk_budget(x.device, walk.chunk_bytes, frozen=frozen)
     arguments = (
         x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
-        chunk_budget(x.device, walk.chunk_bytes), walk.keep_bytes, accumulate == "fp32", float(lora_scale),
-        ignore_index, temperature, softcap or 0.0, scale,
+        budget, walk.keep_bytes, accumulate == "fp32", float(lora_scale), ignore_index,
+        temperature, softcap or 0.0, scale,
     )  # fmt: skip
     results = _linear_logprob(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     logprob, entropy, *rest = (r.view(target.shape) for r in results)

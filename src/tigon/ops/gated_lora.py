@@ -302,7 +302,7 @@ class Gradients(NamedTuple):
 
     u: (M, rg + ru), the gradients of tg and tu beside each other, in the tensors' dtype.
     db_gate, db_up: (N, rg), (N, ru). da: (rd, N), of the layer behind. All in fp32; None where not asked for.
-    t: (M, rd), y Aᵀ of the layer behind, in the tensors' dtype; None where not asked for.
+    t: (M, rd), y (scale · A)ᵀ of the layer behind, in the tensors' dtype; None where not asked for.
     """
 
     u: Tensor
@@ -402,7 +402,7 @@ def _backward(
         return cdiv(N, block_n) * cdiv(M, rows), arguments, options
 
     kinds = gate.dtype, bg.dtype, bu.dtype, None if ad is None else ad.dtype
-    key = (M, N, rows, strides, scales, ranks, act, b, a, t, y is None, kinds)
+    key = (M, N, rows, strides, scales, ranks, act, b, a, t, y is None, thin is None, kinds)
     launch(_gated_lora_bwd_kernel, key, tensors, plan)
 
 

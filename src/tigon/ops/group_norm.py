@@ -345,7 +345,6 @@ class _Cut(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-@functools.cache
 def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
     """One program a slab, or several if slabs alone would keep no more than a quarter of the device busy. Slabs are cut
     by channels, which needs no further sums, and also by space if channels are too few. A tile has 16 KiB; two more

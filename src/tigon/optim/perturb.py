@@ -379,9 +379,9 @@ def _perturb(
             lengths = _table(tuple(rho[i] for i in members), torch.float32, device)
             tensors = (*tables, lengths, squares)
             _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
-    # Kernels write behind autograd's back. A graph that has saved one of these tensors then raises instead of using new
-    # numbers.
-    torch.autograd.graph.increment_version([*params, *kept])
+            # Kernels write behind autograd's back. A graph that has saved one of these tensors then raises instead of
+            # using new numbers. After each launch: should memory run out before the next, versions say what has moved.
+            torch.autograd.graph.increment_version([of[i] for of in (params, kept) for i in members])
 
 
 def _run(

@@ -309,7 +309,7 @@ def _distill(
     spared = 0
     if need_dw and inverse is not None:
         spared = spared_by_one_chunk(weight, compute, walk.accumulate, classes.widest)
-    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared)
+    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared, frozen=not need_dw)
     unit = config.temperature**2 if config.temperature_squared else 1.0
     call = Call(
         rows, weight, bias, teacher.x, teacher.weight, teacher.bias, labels, inverse, valid, compute, logits,

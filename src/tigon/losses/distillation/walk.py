@@ -1,8 +1,8 @@
 """The walk over chunks: both heads' logits for one chunk of rows at a time, and all gradients along the way.
 
 for each chunk of rows:
-    teacher ← x' W'ᵀ (+ bias)     matrix product into the teacher's buffer; the next chunk overwrites it
     logits  ← x Wᵀ (+ bias)       matrix product into the student's buffer
+    teacher ← x' W'ᵀ (+ bias)     matrix product into the teacher's buffer; the next chunk overwrites it
     logits  ← d loss / d logits   one launch, or of a split head three, with exchanges between them
     dx ← logits W;  dw += logitsᵀ x
 

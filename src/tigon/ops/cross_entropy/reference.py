@@ -116,4 +116,7 @@ def _slope_reference(
     # dz/dlogits, left out where it is 1: each step is a pass over the rows.
     if softcap or scale != 1.0:
         dz *= slope
-    return dz.mul_(torch.where(valid, 1.0 if factor is None else factor, 0.0).to(dz.dtype).unsqueeze(-1))
+    if factor is not None:
+        dz *= factor.to(dz.dtype).unsqueeze(-1)
+    # A select: 0 times the NaN of an ignored row that holds an infinity is NaN.
+    return dz.masked_fill_(~valid.unsqueeze(-1), 0.0)
