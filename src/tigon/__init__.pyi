@@ -9,10 +9,10 @@ from tigon import optim as optim
 from tigon import runtime as runtime
 from tigon.fusion.model import Fusion as Fusion
 from tigon.fusion.model import fuse as fuse
-from tigon.linear.adapters import LoRA as LoRA
 from tigon.linear.adapters import lora_linear as lora_linear
 from tigon.linear.gated_mlp import gated_mlp as gated_mlp
 from tigon.linear.head import Head as Head
+from tigon.linear.lora import LoRA as LoRA
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy

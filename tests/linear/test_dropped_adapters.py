@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from numerics import check, evaluate
 
 import tigon
-from tigon.linear.adapters import LoRA, gated_lora_linear, lora_linear
+from tigon.linear.adapters import gated_lora_linear, lora_linear
+from tigon.linear.lora import LoRA
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.linear.opaque import Opaque, opaque_lora_linear
 from tigon.linear.tiled_lora_mlp import tiled_lora_mlp

@@ -7,13 +7,9 @@ from numerics import check, evaluate
 from test_invariants import Work
 
 import tigon
-from tigon.linear.adapters import (
-    LoRA,
-    _product,
-    gated_lora_linear,
-    lora_linear,
-    lora_linear_reference,
-)
+from tigon.linear.adapter_products import rounded_product
+from tigon.linear.adapters import gated_lora_linear, lora_linear, lora_linear_reference
+from tigon.linear.lora import LoRA
 from tigon.ops.acts import ACTS
 
 EACH = ("weight", "a", "b", "bias")
@@ -318,12 +314,12 @@ def test_double_backward_is_refused(frozen, device):
 @pytest.mark.parametrize("saved_first", [False, True])
 def test_checkpoints_stop_before_the_wide_product(saved_first, device, monkeypatch):
     """What a checkpoint saves comes first, so that it need not compute the wide products of its last layer again."""
-    from tigon.linear import adapters
+    from tigon.linear import adapter_products as products_of
     from tigon.memory.recompute import Recompute
 
     products = []
-    dense = adapters.dense
-    monkeypatch.setattr(adapters, "dense", lambda weight, dtype: products.append(1) or dense(weight, dtype))
+    dense = products_of.dense
+    monkeypatch.setattr(products_of, "dense", lambda weight, dtype: products.append(1) or dense(weight, dtype))
     inputs = made(dtype=torch.float32)(torch.Generator().manual_seed(0), device)
 
     def run(*tensors):
@@ -572,10 +568,10 @@ def test_a_narrow_result_of_wide_factors_is_rounded_once(device):
     """An adapter in bf16 beside one in fp32: its gradient is the product in fp32, rounded."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(*shape, generator=generator).to(device) for shape in ((9, 200), (200, 4)))
-    got = _product(left, right, torch.bfloat16, 0.5)
+    got = rounded_product(left, right, torch.bfloat16, 0.5)
     torch.testing.assert_close(got, (left @ right * 0.5).bfloat16(), rtol=2**-8, atol=1e-6)
     exact = left.double() @ right.double() * 0.5
     assert (got.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
-    mixed = _product(left.half(), right.half(), torch.bfloat16)
+    mixed = rounded_product(left.half(), right.half(), torch.bfloat16)
     assert mixed.dtype == torch.bfloat16
     torch.testing.assert_close(mixed, (left.half() @ right.half()).bfloat16(), rtol=2**-7, atol=1e-2)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from numerics import check, evaluate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.linear.adapters import LoRA, lora_linear, lora_linear_reference
+from tigon.linear.adapters import lora_linear, lora_linear_reference
+from tigon.linear.lora import LoRA
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.linear.opaque import Opaque, opaque_lora_linear
 from tigon.linear.tiled_lora_mlp import tiled_lora_mlp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tigon.linear.adapters import stacked
+from tigon.linear.adapter_products import stacked
 from tigon.ops.cast_together import MOST, cast_together
 
 

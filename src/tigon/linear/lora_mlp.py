@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import (
-    Group,
-    LoRA,
-    checked_layers,
-    gated_lora_linear,
-    lora_linear,
-    runs_by_hand,
-    stacked,
-    widest_dtype,
-)
+from tigon.linear.adapter_products import Group, stacked
+from tigon.linear.adapters import gated_lora_linear, lora_linear
+from tigon.linear.lora import LoRA, checked_layers, runs_by_hand, widest_dtype
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated_lora import (
     WIDEST,

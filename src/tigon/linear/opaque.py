@@ -24,17 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import (
-    Group,
-    LoRA,
-    _outer,
-    _plus,
-    _skinny,
-    adapter_reference,
-    checked_layers,
-    runs_by_hand,
-    stacked,
-)
+from tigon.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stacked
+from tigon.linear.adapters import adapter_reference
+from tigon.linear.lora import LoRA, checked_layers, runs_by_hand
 from tigon.ops.lora_dropout import Masks, draw_masks
 from tigon.runtime import autocast_device, autocast_dtype, first_order, keep, kept, way_back
 
@@ -227,7 +219,7 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
             dx = low if rows is None else rows.add_(low) if over else low.add_(rows)
         else:
             # dx' is read in the epilogue of the adapters' product.
-            dx = _outer(u, own, group.dtype) if rows is None else _plus(rows, u, own, over=over)
+            dx = outer_product(u, own, group.dtype) if rows is None else add_outer_product(rows, u, own, over=over)
         dx = dx.view(ctx.shape)
     if any(needs):
         # d[A…] in one product: x is read once here as well.
@@ -286,8 +278,8 @@ class _Added(torch.autograd.Function):
         factors = t, b.to(group.thin).t()
         # No scale of 1/(1-p) here: it is part of ctx.scale.
         if y is None:
-            return (_outer(*factors, group.dtype, ctx.scale),)
-        total = _plus(y.reshape(-1, y.shape[-1]), *factors, ctx.scale, over).view(y.shape)
+            return (outer_product(*factors, group.dtype, ctx.scale),)
+        total = add_outer_product(y.reshape(-1, y.shape[-1]), *factors, ctx.scale, over).view(y.shape)
         if over:
             # Autograd then raises where another node has saved y, and the result is y itself, not a copy.
             ctx.mark_dirty(y)
@@ -311,7 +303,7 @@ def _added_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     rows = dy.reshape(-1, dy.shape[-1])
     need_y, need_t, need_b = ctx.needs_input_grad[:3]
     # Two skinny products over dy. They cannot be one: u multiplies rows of dy, and dB its columns.
-    u = _skinny(rows, b.to(thin), thin, scale) if need_t else None
-    db = _skinny(rows.t(), t, b.dtype, scale) if need_b else None
+    u = skinny_product(rows, b.to(thin), thin, scale) if need_t else None
+    db = skinny_product(rows.t(), t, b.dtype, scale) if need_b else None
     # The sum passes dy on as it is: no copy, and what the layer's backward pass reads is the upstream gradient itself.
     return dy if need_y else None, u, db, None, None, None, None

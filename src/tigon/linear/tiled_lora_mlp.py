@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.linear.adapters import Group, LoRA, checked_layers, multiplier, runs_by_hand
+from tigon.linear.adapter_products import Group
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.linear.gated_mlp import HELD
+from tigon.linear.lora import LoRA, checked_layers, multiplier, runs_by_hand
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.runtime import first_order, use_triton

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.probe import HOOKS
 from tigon.fusion.reasons import Reason
-from tigon.linear.adapters import LoRA
+from tigon.linear.lora import LoRA
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.parts.bases import dequantised, is_4bit, is_plain, known, multiplies_itself, opaque
 from tigon.runtime import autocast_dtype

@@ -24,7 +24,8 @@ from tigon.fusion.part import Part, Stage, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.reasons import Reason
 from tigon.fusion.site import Site
-from tigon.linear.adapters import LoRA, lora_linear
+from tigon.linear.adapters import lora_linear
+from tigon.linear.lora import LoRA
 from tigon.linear.opaque import Opaque, opaque_lora_linear
 from tigon.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, lora_of
 from tigon.parts.bases import multiplies_itself, source

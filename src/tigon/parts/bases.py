@@ -108,7 +108,7 @@ def is_tensor_class(weight: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Dequantised:
-    """A weight of a tensor class that quantises the weight alone, as a `tigon.linear.adapters.Frozen`."""
+    """A weight of a tensor class that quantises the weight alone, as a `tigon.linear.lora.Frozen`."""
 
     source: Tensor
 

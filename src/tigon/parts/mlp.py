@@ -373,7 +373,7 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
                 # product.
                 written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
                 share = 0.5 if dtype == torch.float32 or written_out else 2**-15
-                terms, roundings = expected.abs() + share * _product(g, u), 6 if written_out else 2
+                terms, roundings = expected.abs() + share * rounded_product(g, u), 6 if written_out else 2
                 if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
                     here = between or None, gate_scale or None
                     break
@@ -440,7 +440,7 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
     with torch.no_grad():
         written_out = case.dtype != torch.float32 and formula.act == "gelu_tanh"
         share = 0.5 if case.dtype == torch.float32 or written_out else 2**-15
-        terms = (expected.abs() + share * _product(g, u)) * (4 if case.dtype == torch.float32 else 1)
+        terms = (expected.abs() + share * rounded_product(g, u)) * (4 if case.dtype == torch.float32 else 1)
         roundings = 6 if written_out else 2
         last = F.linear(hidden, down.weight, down.bias) * (numbers[formula.after] * numbers[formula.scale])
         if not case.broken:
@@ -465,7 +465,7 @@ def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
     return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
 
 
-def _product(gate: Tensor, up: Tensor | None) -> Tensor:
+def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return (gate * up).abs()
