@@ -10,8 +10,9 @@ inner numbers on the tensor cores.
     dy          of the frozen layer behind alone: the part of its adapter, u A, is added to the tile as well
 
 The adapters' own gradients are products of dgate, dup and y with r other columns. Up to rank 16 the backward pass makes
-these products from the tiles that it holds, and y is not written at all; `gated_lora_gradients` returns them. Beyond,
-`gated_lora_backward` writes y as well, over dy, and leaves the products to its caller.
+these products from the tiles that it holds, and `gated_lora_gradients` returns them; y is written only where masks of
+dropout lie between y and the adapter behind. Beyond rank 16 `gated_lora_backward` writes y, over dy, and leaves all
+products to its caller.
 
 Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
 """
@@ -318,6 +319,7 @@ def gated_lora_gradients(
 ) -> Gradients:  # fmt: skip
     """As `gated_lora_backward`, and all products that the adapters' gradients need; for ranks up to SUMMED.
 
+    y: as there. It is needed where the layer behind drops elements of y: `added` has None in its place then.
     b, a, t: which of the gradients are wanted. a and t are of the layer behind, the third of `added`.
     The same call gives the same bits: sums over columns and over rows are added up in a second launch, in one order.
     """
