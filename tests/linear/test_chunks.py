@@ -6,6 +6,7 @@ import flat
 import pytest
 import torch
 
+import tigon
 from tigon.linear.chunks import (
     CHUNK_BYTES,
     CPU_CHUNK_BYTES,
@@ -279,3 +280,23 @@ def test_logits_with_a_bias_are_rounded_once(V, device):
     for of in (head, head._replace(both=with_bias(weight, bias))):
         out = empty_logits(50, V, x, torch.bfloat16)
         assert (of.logits(x, out) != exact).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_losses_know_whether_their_head_is_frozen(trained, monkeypatch):
+    """All of them ask for the budget with it: under adapters the head is frozen."""
+    asked = []
+
+    def budget(*args, frozen=False, **options):
+        asked.append(frozen)
+        return chunk_budget(*args, **options)
+
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(10, 8, requires_grad=trained)
+    target = torch.randint(10, (6,))
+    for name in ("linear_cross_entropy", "linear_logprob", "token_loss", "distillation"):
+        monkeypatch.setattr(importlib.import_module(f"tigon.losses.{name}"), "chunk_budget", budget)
+    tigon.linear_cross_entropy(x, weight, target)
+    tigon.linear_logprob(x, weight, target)
+    tigon.losses.orpo(x.view(2, 3, 8), weight, target.view(2, 3))
+    tigon.losses.distill(x, weight, tigon.losses.Hidden(x.detach(), weight.detach()))
+    assert asked == [not trained] * 4

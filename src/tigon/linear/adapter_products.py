@@ -58,15 +58,21 @@ def skinny_product(
     return total if out is None else out.copy_(total)
 
 
+def _narrow_factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Factors in dtype with the same product; of wider ones the halves, as three times as many inner numbers."""
+    if left.dtype == dtype:
+        return left, right
+    # (high + low)(upper + lower) without low · lower, which is below the error of the others. Three products stand
+    # in one of 3r inner numbers, whose result is written once.
+    (high, low), (upper, lower) = _halves(left, dtype), _halves(right, dtype)
+    return torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
+
+
 def outer_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, bias: Tensor | None = None
 ) -> Tensor:
     """scale · left right + bias over r inner numbers, in dtype; the factors may be in fp32."""
-    if left.dtype != dtype:
-        # (high + low)(upper + lower) without low · lower, which is below the error of the others. Three products stand
-        # in one of 3r inner numbers, whose result is written once.
-        (high, low), (upper, lower) = _halves(left, dtype), _halves(right, dtype)
-        left, right = torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
+    left, right = _narrow_factors(left, right, dtype)
     # The bias enters here, with the adapter's part: the frozen product that follows adds to both, and no pass is made
     # for it.
     if bias is not None:
@@ -78,10 +84,7 @@ def add_outer_product(
     out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, over: bool = False
 ) -> Tensor:  # fmt: skip
     """out + scale · left right over r inner numbers, written to out or not; the factors may be in fp32."""
-    if left.dtype != out.dtype:
-        # As in `outer_product`: three products of halves in one of 3r inner numbers.
-        (high, low), (upper, lower) = _halves(left, out.dtype), _halves(right, out.dtype)
-        left, right = torch.cat((high, high, low), 1), torch.cat((upper, lower, upper), 0)
+    left, right = _narrow_factors(left, right, out.dtype)
     # Either way `out` is read in the product's epilogue, and not in a pass of its own. `over` saves memory, not
     # traffic.
     return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
@@ -89,20 +92,18 @@ def add_outer_product(
 
 def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     """Each stack of matrices as one, in this dtype; all that is copied for it is copied by one launch."""
+    wholes = [stack[0] for stack in stacks]
     # A single factor in the right dtype is multiplied where it lies.
-    copied = [stack for stack in stacks if len(stack) > 1 or stack[0].dtype != dtype]
+    copied = [i for i, stack in enumerate(stacks) if len(stack) > 1 or stack[0].dtype != dtype]
     if not copied:
-        return [stack[0] for stack in stacks]
-    parts = [t for stack in copied for t in stack]
+        return wholes
     # One buffer and one launch for all factors of the group: they are small, and a launch each costs more than its
     # copy.
-    flat = cast_together(parts, dtype)
+    flat = cast_together([t for i in copied for t in stacks[i]], dtype)
     # The matrices of a stack lie one behind the other, so a view joins them: [A…] is (Σr, H) without another copy.
-    wholes = iter(flat.split([sum(t.numel() for t in stack) for stack in copied]))
-    return [
-        next(wholes).view(-1, stack[0].shape[1]) if len(stack) > 1 or stack[0].dtype != dtype else stack[0]
-        for stack in stacks
-    ]
+    for i, part in zip(copied, flat.split([sum(t.numel() for t in stacks[i]) for i in copied]), strict=True):
+        wholes[i] = part.view(-1, wholes[i].shape[1])
+    return wholes
 
 
 class Group:
