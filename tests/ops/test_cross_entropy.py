@@ -384,6 +384,7 @@ def test_the_checked_mode_raises(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     logits = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(0, 131072, (17000,), device=device)

@@ -195,6 +195,7 @@ def test_a_mask_is_read_where_it_lies(op, backend, device):
 
 @pytest.mark.gpu
 @OF_LOGITS
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(op, device, triton_backend):
     a = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     b = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16)

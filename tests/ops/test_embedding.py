@@ -100,6 +100,7 @@ def test_rows_are_read_16_bytes_at_a_time():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     weight = torch.randn(300000, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
     ids = torch.tensor([0, 299999, 299999], device=device)

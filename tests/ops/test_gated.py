@@ -94,6 +94,7 @@ def test_the_two_gelus_differ(backend, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     gate = torch.randn(2**18 + 1, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
     y = tigon.swiglu(gate, gate.detach())

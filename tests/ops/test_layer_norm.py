@@ -139,6 +139,7 @@ def test_two_parts_hold_every_column_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     x = torch.randn(2**19 + 3, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
     y = tigon.layer_norm(x)

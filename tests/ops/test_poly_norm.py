@@ -75,6 +75,7 @@ def test_only_the_inputs_are_kept(device, triton_backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     x = torch.randn(2**18 + 1, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
     y = tigon.poly_norm(x, *parameters(device))

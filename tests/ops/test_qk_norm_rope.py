@@ -98,6 +98,7 @@ def test_a_gradient_of_one_side_alone(inputs, side, backend, device):
     assert all(one[i] is None or not one[i].any() for i in (1 - side, 3 - side))
 
 
+@pytest.mark.xdist_group("2**31 elements")
 def test_heads_two_to_the_31_elements_apart(inputs, device, triton_backend):
     """As in one sequence of 512k tokens, stored head by head. On a CPU memory that nobody touches costs nothing."""
 

@@ -89,6 +89,7 @@ def test_rows_that_overlap(backend, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     x = torch.randn(2**19 + 3, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(4096, device=device, dtype=torch.bfloat16)

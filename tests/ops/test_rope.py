@@ -223,6 +223,7 @@ def test_neighbours_as_families_rotate_them(qk, family, width, backend, device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.xdist_group("2**31 elements")
 def test_heads_two_to_the_31_elements_apart(device, triton_backend):
     """As in one sequence of 512k tokens, stored head by head. On a CPU memory that nobody touches costs nothing."""
 

@@ -152,6 +152,7 @@ def test_a_learned_mask_is_refused_only_where_it_would_learn(backend, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [tigon.softmax, tigon.sparsemax])
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(op, device, triton_backend):
     x = torch.randn(70000, 32000, device=device, dtype=torch.bfloat16).requires_grad_()
     y = op(x)

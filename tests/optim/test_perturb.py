@@ -150,6 +150,7 @@ def test_fp64(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend):
     p = torch.zeros(2**31 + 4100, device=device, dtype=torch.bfloat16)
     g = torch.zeros_like(p)
