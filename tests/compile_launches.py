@@ -191,7 +191,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 x = torch.empty(8192, 4096, dtype=dtype, requires_grad=True)
                 sizes = (14336, 4096), (14336, 4096), (4096, 14336)
                 layers = [adapted(n, k, rank, dtype, dropout=dropout) for n, k in sizes]
-                lora_mlp(x, tuple(layers)).sum().backward()
+                lora_mlp(x, tuple(layers), residual=x).sum().backward()
                 # As a checkpoint computes again: what goes through down's A comes from the backward kernel.
                 lora_mlp(x, tuple(layers), saved_by=(lambda t: t, lambda t: t)).sum().backward()
         for dtype, own, rank in DROPPED:

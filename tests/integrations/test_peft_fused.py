@@ -16,7 +16,9 @@ import transformers
 from small_llama import batch, llama
 
 import tigon
+from tigon.linear import lora_mlp
 from tigon.memory.recompute import LEVELS
+from tigon.ops.adapted_sum import adapted_sum
 from tigon.ops.lora_dropout import draw_masks, keep_mask
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -386,6 +388,31 @@ def test_levels_of_recomputation(recompute, backend, device):
     for name, g in theirs.items():
         assert (grads[name] - g).abs().max() <= 1e-5 * g.abs().max() + 2e-6 * largest, name
     assert bool(fusion.report().tensors_not_kept) == (recompute in ("cheap", "mlp"))
+
+
+@pytest.mark.parametrize("obstacle", [None, "checkpoint", "hook", "mlp", "bias"])
+def test_the_mlp_adds_to_the_stream(obstacle, monkeypatch, triton_backend, device):
+    seen, calls = [], []
+    monkeypatch.setattr(lora_mlp, "adapted_sum", lambda *args: calls.append(args) or adapted_sum(*args))
+    plain, model = (adapted(device=device).bfloat16() for _ in range(2))
+    if obstacle == "checkpoint":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    with tigon.use_backend("auto"):
+        expected, theirs = step(plain, batch(), device=device)
+    tigon.fuse(model, recompute="mlp" if obstacle == "mlp" else "cheap")
+    layers = model.get_base_model().model.layers
+    if obstacle == "hook":
+        layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    if obstacle == "bias":
+        for layer in layers:
+            layer.mlp.down_proj.base_layer.bias = nn.Parameter(torch.zeros(32, device=device).bfloat16(), False)
+    loss, grads = step(model, batch(), device=device)
+    assert len(calls) == {None: 2, "checkpoint": 2, "hook": 1, "mlp": 0, "bias": 0}[obstacle]
+    assert len(seen) == (obstacle == "hook")
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
+    off = torch.stack([(grads[name] - g).norm() for name, g in theirs.items()]).norm()
+    assert off <= 0.05 * torch.stack([g.norm() for g in theirs.values()]).norm()
 
 
 def test_two_forwards_before_one_backward(device):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import tigon
 from tigon.linear.lora_mlp import lora_mlp
+from tigon.ops.adapted_sum import adapted_sum, adapted_sum_reference
 from tigon.ops.gated_lora import Added, gated_lora_forward, gated_lora_reference
 
 H, N, SCALES = 48, 72, (2.0, 0.5, 1.5)
@@ -74,6 +75,61 @@ def test_forward_and_gradients(rows, options, act, dtype, triton_backend, device
         ours, eager, lambda g: drawn(g, rows, dtype, device, **options), eager=eager, grad=grad,
         draws=4, act=act,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (7, {}),
+        (70, {"ranks": (16, 4, 24)}),
+        (5, {"bias": True}),
+        (5, {"ranks": (8, 8, 130)}),
+        (5, {"ranks": (8, 200, 8)}),
+    ],
+)
+def test_added_to_a_stream(rows, options, triton_backend, device):
+    def tensors(generator):
+        x, *others = drawn(generator, rows, torch.bfloat16, device, **options)
+        return (4 * torch.randn(rows, H, generator=generator).bfloat16().to(device), x, *others)
+
+    def joined(stream, x, *others, act="silu"):
+        return lora_mlp(x, layers_of(others), act=act, residual=stream)
+
+    def apart(stream, *others, act="silu"):
+        return stream + eager(*others, act=act)
+
+    grad = [0, *(i + 1 for i in TRAINED), *([11] if options.get("bias") else [])]
+    check(joined, apart, tensors, eager=apart, grad=grad, draws=4)
+
+
+@pytest.mark.parametrize(("width", "rank"), [(72, 8), (130, 70), (7, 1)])
+def test_a_sum_with_a_stream_is_rounded_once(width, rank, triton_backend, device):
+    g = torch.Generator().manual_seed(0)
+    stream, y = (torch.randn(70, width, generator=g).bfloat16().to(device) for _ in range(2))
+    t = torch.randn(70, 2 * rank, generator=g).bfloat16().to(device)[:, rank:]
+    b = torch.randn(width, rank, generator=g).bfloat16().to(device)
+    exact = adapted_sum_reference(stream.double(), y.double(), t.double(), b.double(), 0.5)
+    got = adapted_sum(stream, y.clone(), t, b, 0.5)
+    assert (got.double() - exact).abs().le(exact.abs() * 2**-8 + 1e-5).all()
+    turned = adapted_sum(stream, y.t().contiguous().t(), t, b, 0.5)
+    torch.testing.assert_close(turned, got)
+
+
+def test_a_stream_of_another_dtype_or_shape_is_added_by_torch(triton_backend, device):
+    x, *tensors = drawn(torch.Generator().manual_seed(0), 6, torch.bfloat16, device)
+    layers = layers_of(tensors)
+    y = lora_mlp(x, layers)
+    for stream in (torch.ones(6, H, device=device), torch.ones(H, device=device, dtype=torch.bfloat16)):
+        assert torch.equal(lora_mlp(x, layers, residual=stream), stream + y)
+
+
+def test_the_stream_is_not_differentiated_twice(triton_backend, device):
+    x, *tensors = drawn(torch.Generator().manual_seed(0), 4, torch.bfloat16, device)
+    stream = torch.randn(4, H, device=device).bfloat16().requires_grad_()
+    y = lora_mlp(x, layers_of(tensors), residual=stream * 1)
+    (g,) = torch.autograd.grad(y.square().sum(), stream, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        g.square().sum().backward()
 
 
 def test_the_kernel_adds_what_the_reference_adds(triton_backend, device):

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from zoo import batch, build
 
+from tigon.ops.rms_norm import forked_rms_norm
 from tigon.parts.head_norm import HeadNorm
 
 
@@ -82,6 +83,33 @@ class Closing(Layer):
         return self.mix(self.norm(x))
 
 
+class Streamed(Layer):
+    """As a decoder layer: the stream beside its norm, a sum and its norm, and a sum with a unit's result."""
+
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        x = self.mix(x)
+        x = residual + x
+        residual = x
+        x = self.second(x)
+        x = self.mix(x)
+        x = residual + x
+        return x * self.bend
+
+
+class Written(Layer):
+    """The stream is read by more than sums."""
+
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        x = residual + self.mix(x)
+        x = self.second(x)
+        residual = x + residual.relu()
+        return residual * self.bend
+
+
 def inputs(dtype=torch.float32, width=24):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, 5, width, generator=generator).to(dtype).requires_grad_() for _ in range(2)]
@@ -112,6 +140,61 @@ def test_sums_and_their_norms(kind, joined, checkpointed):
         torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
     assert all(torch.equal(a, b) for a, b in zip(run(layer, *inputs()), plain, strict=True))
     assert "forward" not in vars(layer)
+
+
+def nodes_of(t):
+    """The names of the autograd nodes behind t, one for each node."""
+    todo, seen = [t.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "forks"), [(Streamed, 1), (Written, 0)])
+def test_the_norm_sums_the_gradients_of_the_stream_beside_it(kind, forks, dtype, triton_backend, device):
+    torch.manual_seed(0)
+    layer = kind().train().to(device, dtype)
+    x = inputs(dtype)[0].to(device)
+    exact = run(copy.deepcopy(layer).double(), x.double())
+    plain = run(layer, x)
+    with tigon.fuse(layer) as fusion:
+        fused = run(layer, x)
+        behind = layer(x.detach().requires_grad_())
+        assert sum("Forked" in name for name in nodes_of(behind)) == forks
+        assert counted(fusion, "norm") == 2 * 2
+    for y, expected, right in zip(fused, plain, exact, strict=True):
+        bound = 1.5 * (expected.double() - right).norm() + 1e-6 * right.norm()
+        assert (y.double() - right).norm() <= bound
+
+
+def test_a_stream_without_gradient_or_with_a_hooked_norm_is_left(triton_backend, device):
+    torch.manual_seed(0)
+    layer, seen = Streamed().to(device), []
+    with tigon.fuse(layer):
+        assert not any("Forked" in name for name in nodes_of(layer(inputs()[0].detach().to(device))))
+        handle = layer.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+        assert not any("Forked" in name for name in nodes_of(layer(inputs()[0].to(device))))
+        handle.remove()
+    assert len(seen) == 1
+
+
+def test_a_forked_norm_by_itself(triton_backend, device):
+    x, weight = (t.to(device) for t in (inputs()[0].detach(), torch.linspace(0.5, 1.5, 24)))
+    x.requires_grad_()
+    y, stream = forked_rms_norm(x * 1, weight)
+    assert torch.equal(y, tigon.rms_norm(x, weight))
+    assert torch.equal(stream, x)
+    (of_stream,) = torch.autograd.grad(stream.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(of_stream, 2 * x)
+    (of_norm,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(of_norm, torch.autograd.grad(tigon.rms_norm(x, weight).square().sum(), x)[0])
+    (twice,) = torch.autograd.grad((y * stream).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        twice.sum().backward()
 
 
 def counted(fusion, kind="add_norm"):

@@ -69,6 +69,8 @@ class ModulePart(Part):
     forward: replaces the module's forward. It finds the formula in `self._tigon.formula`, counts its calls by
         `ledger.count(kind, patch.key)`, and calls `plain_forward` where the formula does not apply.
     owns_activation: the child that the formula names as `act_module` belongs to this part, and is not fused by itself.
+    add: (module, residual, x) → residual + module(x) in one pass, or None where the caller is to add. A layer whose
+        forward adds the module's result to the residual stream asks for it.
     """
 
     kind: str
@@ -76,6 +78,7 @@ class ModulePart(Part):
     recognize: Callable[[nn.Module], Any]
     forward: Callable[..., Any]
     owns_activation: bool = False
+    add: Callable[[Any, Any, Any], Any] | None = None
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         formula = site.recognized(self, module)

@@ -5,6 +5,7 @@ the frozen products stand alone, and the gated unit adds the adapters to the til
 So does the backward pass with the gradient that comes through the layer behind.
 
     forward     t = x [Ag; Au]ᵀ;  g = x Wgᵀ, u = x Wuᵀ;  h = act(g + sg tg Bgᵀ) · (u + su tu Buᵀ);  y = down(h)
+                with a residual stream r in the last pass over y: r + (h Wdᵀ + sd td Bdᵀ)
     backward    dh = dy Wd, and the adapter's part in the kernel that gives dg, du and h again; then as for any layers
     kept        x, t, g, u
 
@@ -22,6 +23,7 @@ from tigon.linear.adapter_products import Group, stacked
 from tigon.linear.adapters import gated_lora_linear, lora_linear
 from tigon.linear.lora import LoRA, checked_layers, runs_by_hand, widest_dtype
 from tigon.ops.acts import Act, checked_act
+from tigon.ops.adapted_sum import adapted_sum
 from tigon.ops.gated_lora import (
     WIDEST,
     Added,
@@ -30,12 +32,12 @@ from tigon.ops.gated_lora import (
     gated_lora_gradients,
     sums_along,
 )
-from tigon.runtime import first_order, graph_is_kept, keep, kept, use_triton
+from tigon.runtime import first_order, graph_is_kept, keep, kept, use_triton, way_back
 
 
 def lora_mlp(
     x: Tensor, layers: tuple[LoRA, LoRA, LoRA], *, act: Act = "silu", inplace: bool = True,
-    saved_by: tuple[Any, Any] | None = None,
+    saved_by: tuple[Any, Any] | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x and the frozen results of gate and up.
 
@@ -46,7 +48,9 @@ def lora_mlp(
         inplace: the backward pass writes the gradients of gate and up over them, which nobody else can see. Not where
             the graph is kept (`retain_graph=True`).
         saved_by: as in `lora_linear`.
-    Returns: (..., H') in x's dtype.
+        residual: (..., H'), what the result is added to, or None. The adapter's part of down, the frozen product and
+            the residual stream are then added in one pass, and the sum is rounded once.
+    Returns: (..., H') in x's dtype, of residual and the result in the promoted one.
     Raises: ValueError as `lora_linear`, and for layers whose sizes do not fit each other.
 
     Replaces::
@@ -54,7 +58,7 @@ def lora_mlp(
         g, u = (F.linear(x, w) + s * F.linear(F.linear(x, a), b) for w, a, b, s, *_ in layers[:2])
         h = F.silu(g) * u
         w, a, b, s, *_ = layers[2]
-        y = F.linear(h, w) + s * F.linear(F.linear(h, a), b)
+        y = residual + (F.linear(h, w) + s * F.linear(F.linear(h, a), b))
     """
     checked_act("lora_mlp", act)
     gate, up, down = layers
@@ -81,23 +85,33 @@ def lora_mlp(
     # more bytes.
     if not one_pass:
         g, u = lora_linear(x, (gate, up), saved_by=saved_by)
-        return gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
+        y = gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
+        return y if residual is None else residual + y
+    # A stream in another dtype is promoted by torch's sum, and so is one that broadcasts. A bias would be one more
+    # operand of the pass, which no family of models has.
+    joined = (
+        residual is not None
+        and (residual.dtype, residual.shape) == (dtype, (*x.shape[:-1], down.weight.shape[0]))
+        and down.bias is None
+        and use_triton(residual)
+    )
     x = x if x.dtype == dtype else x.to(dtype)
     # A group draws its masks when it is made: none is made where another operator makes it.
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     # tensors() gives A, B, biases and weights, two each: [6:] leaves the two weights, as gate and up have no bias here.
     own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
-    y = _LoraMLP.apply(x, plans, act, inplace, saved_by, *own)
-    return y[0]  # type: ignore[no-any-return]
+    y, *_ = _LoraMLP.apply(x, plans, act, inplace, saved_by, residual if joined else None, *own)
+    return y if joined or residual is None else residual + y  # type: ignore[no-any-return]
 
 
 class _LoraMLP(torch.autograd.Function):
-    """x, …, A and B of gate and up, their weights, and A, B, bias and weight of down → y."""
+    """x, …, the stream, A and B of gate and up, their weights, and A, B, bias and weight of down → y."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plans: tuple[Group, Group], act: str, inplace: bool, saved_by: Any, *tensors: Any
-    ) -> tuple[Tensor]:
+        ctx: Any, x: Tensor, plans: tuple[Group, Group], act: str, inplace: bool, saved_by: Any,
+        residual: Tensor | None, *tensors: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plans, ctx.act, ctx.inplace = True, plans, act, inplace
         first, last = plans
@@ -119,9 +133,20 @@ class _LoraMLP(torch.autograd.Function):
         td = last.thin_products(h, own_ad)
         if saved_by is None:
             keep(ctx, saved_by, x, t, g, u, td, *tensors)
-        # h is freed when this returns, and y is written by the adapter and added to by the frozen product.
-        y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
-        return (y.view(*x.shape[:-1], y.shape[1]),)
+        # h is freed when this returns.
+        if residual is None:
+            # y is written by the adapter and added to by the frozen product.
+            y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
+            return (y.view(*x.shape[:-1], y.shape[1]),)
+        # The frozen product stands alone, and the pass that adds it to the stream adds the adapter's part to it. Were
+        # the stream the product's addend, the sum would be rounded twice at the stream's size.
+        y = last.product(0, h, (wd,))
+        y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
+        # The stream is the one input that nothing saved leads to.
+        way = () if saved_by is not None else way_back(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
+        if way:
+            ctx.save_for_backward(*ctx.to_save, *way)
+        return (y.view(residual.shape), *way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -134,15 +159,15 @@ def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Add
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
 
-def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     first, last = ctx.plans
     # In the order of `keep` in forward; the bias of down is saved too, and not needed.
-    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept(ctx)
+    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept(ctx)[:15]
     if dy is None:
-        return (None,) * 15
+        return (None,) * 16
     # Arguments 1 to 4 are the plans and options; the weights' places are skipped, as they are frozen.
-    need_x, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
-        ctx.needs_input_grad[i] for i in (0, *range(5, 15))
+    need_x, need_residual, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
+        ctx.needs_input_grad[i] for i in (0, *range(5, 16))
     )
     rows = dy.reshape(-1, dy.shape[-1])
     joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
@@ -202,4 +227,6 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
     dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None
-    return dx, None, None, None, None, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
+    # The stream's gradient is the upstream one itself: nothing here writes to it.
+    dresidual = dy if need_residual else None
+    return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None

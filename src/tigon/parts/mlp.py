@@ -63,6 +63,22 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _mlp(self, patch, x)
 
 
+def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:
+    """residual + module(x), where all three layers of an MLP have adapters and one pass adds; None elsewhere."""
+    patch: Patch = module._tigon
+    formula: Gated = patch.formula
+    if not patch.ledger.active or torch.compiler.is_compiling() or transformed():
+        return None
+    # Hooks on the module see its result, which is not computed here.
+    if not isinstance(residual, Tensor) or not patch.is_all_of(module) or not patch.still_holds(module):
+        return None
+    if formula.same_dtypes or any(f is not None for f in (formula.scale, formula.dropout, formula.after)):
+        return None
+    if patch.ledger.recompute.mlp and torch.is_grad_enabled():
+        return None  # in tiles
+    return _adapted_mlp(module, patch, x, residual=residual)
+
+
 def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
     formula: Gated = patch.formula
     gate, down = getattr(self, formula.gate), getattr(self, formula.down)
@@ -123,8 +139,11 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     return _after_mlp(self, formula, y)
 
 
-def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False) -> Tensor | None:
-    """The whole unit of three layers with adapters, in tiles or at once; None if one of them is another layer."""
+def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual: Tensor | None = None) -> Tensor | None:
+    """The whole unit of three layers with adapters, in tiles or at once; None if one of them is another layer.
+
+    residual: what the unit adds its result to, not in tiles.
+    """
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
     plain = formula.between is None and formula.gate_scale is None and recompute.product
@@ -142,7 +161,7 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False) -> Tensor
     if down is None:
         return None
     if not tiled:
-        y = lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks())
+        y = lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks(), residual=residual)
     else:
         if recompute.is_elsewhere() and is_one_tile(x, gate.b.shape[0]):
             return None  # a checkpoint recomputes the whole unit anyway
@@ -471,4 +490,4 @@ def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return (gate * up).abs()
 
 
-register(ModulePart("mlp", "mlp", recognize_mlp, mlp_forward))
+register(ModulePart("mlp", "mlp", recognize_mlp, mlp_forward, add=add_mlp))

@@ -14,6 +14,16 @@ The clone is made from the layer's own source. Where the norm of a sum follows t
 
 which computes the same by construction, whatever the layer does elsewhere: where `add_rms_norm` does not apply,
 `_tigon_add_norm` adds and calls the norm's module. The clone keeps line numbers, globals and decorators.
+
+Such a layer's clone joins two more pairs of statements, in the same way. The stream that goes on beside its norm
+gets its two gradients summed by the norm's backward pass, and an adapted MLP adds its result to the stream itself:
+
+    residual = hidden_states                                →  residual, _tigon_norm = _tigon_fork_norm(
+    hidden_states = self.input_layernorm(hidden_states)            self.input_layernorm, hidden_states)
+                                                               hidden_states = _tigon_norm
+
+    hidden_states = self.mlp(hidden_states)                 →  hidden_states = _tigon_add_unit(
+    hidden_states = residual + hidden_states                       self.mlp, residual, hidden_states)
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Iterator
@@ -36,10 +47,11 @@ from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
 from tigon.logits.recipe import DTYPES
-from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.ops.rms_norm import add_rms_norm, forked_rms_norm, rms_norm
 from tigon.parts.norm import is_rms_norm, norm_fits
+from tigon.parts.sharded_rows import is_dtensor
 
-_CALL, _RESULT = "_tigon_add_norm", "_tigon_norm"
+_SUM, _FORK, _UNIT, _RESULT = "_tigon_add_norm", "_tigon_fork_norm", "_tigon_add_unit", "_tigon_norm"
 
 
 class ResidualNorm(Part):
@@ -113,6 +125,34 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
     return total, normed
 
 
+def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
+    """x, and norm(x): where x goes on as the residual stream, and its two gradients are summed."""
+    # Without a gradient of x there is nothing to sum.
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.requires_grad or transformed():
+        return x, norm(x)
+    patch: Patch | None = vars(norm).get("_tigon") if is_rms_norm(norm) else None
+    if patch is None or not patch.ledger.active or not patch.is_all_of(norm):
+        return x, norm(x)
+    formula = patch.formula
+    weight = None if formula.weight is None else getattr(norm, formula.weight)
+    # A norm that would cut x into heads gives no tensor.
+    if patch.heads or not patch.still_holds(norm) or not norm_fits(x, weight, formula) or is_dtensor(weight):
+        return x, norm(x)
+    patch.ledger.count("norm", patch.key)
+    options = formula.form(norm).options
+    normed, stream = forked_rms_norm(x, weight, **options)
+    patch.ledger.recompute.note(normed, functools.partial(rms_norm, **options), x, weight)
+    return stream, normed
+
+
+def add_unit(unit: Any, residual: Any, x: Any) -> Any:
+    """residual + unit(x), by the unit's own part where that has one pass for it: an MLP with adapters has."""
+    patch: Patch | None = vars(unit).get("_tigon") if isinstance(unit, nn.Module) else None
+    add = None if patch is None else getattr(patch.part, "add", None)
+    total = None if add is None else add(unit, residual, x)
+    return residual + unit(x) if total is None else total
+
+
 def _is_plain_sum(one: Any, other: Any) -> bool:
     plain = (Tensor, nn.Parameter)
     if type(one) not in plain or type(other) not in plain or one.shape != other.shape or one.device != other.device:
@@ -166,25 +206,49 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     if tree is None:
         return NO_SOURCE
     function = tree.body[0]
-    for statements, at, until, norm in list(_sites(function)):
+    sites = list(_sites(function))
+    taken = [statements[i] for statements, at, until, _ in sites for i in (at, until)]
+    forks, units = list(_forks(function, taken)), list(_units(function, taken))
+    for statements, at, until, norm in sites:
         before, after = statements[at], statements[until]
         assert isinstance(before, ast.Assign)
         assert isinstance(before.value, ast.BinOp)
         name = before.targets[0]
         call = ast.Call(
-            ast.Name(_CALL, ast.Load()),
-            [ast.Attribute(ast.Name("self", ast.Load()), norm, ast.Load()), before.value.left, before.value.right],
+            ast.Name(_SUM, ast.Load()),
+            [_of_self(norm), before.value.left, before.value.right],
             [],
         )
         pair = ast.Tuple([name, ast.Name(_RESULT, ast.Store())], ast.Store())
         statements[at] = ast.copy_location(ast.Assign([pair], call), before)
         statements[until] = _Result(norm).visit(after)
+    for statements, at, norm in forks:
+        first, second = statements[at : at + 2]
+        assert isinstance(first, ast.Assign)
+        call = ast.Call(ast.Name(_FORK, ast.Load()), [_of_self(norm), first.value], [])
+        pair = ast.Tuple([first.targets[0], ast.Name(_RESULT, ast.Store())], ast.Store())
+        # At the line of the norm, which is the statement that may raise.
+        statements[at] = ast.copy_location(ast.Assign([pair], call), second)
+        statements[at + 1] = _Result(norm).visit(second)
+    for statements, at, unit in units:
+        first, second = statements[at : at + 2]
+        assert isinstance(first, ast.Assign)
+        assert isinstance(second, ast.Assign)
+        assert isinstance(first.value, ast.Call)
+        assert isinstance(second.value, ast.BinOp)
+        call = ast.Call(ast.Name(_UNIT, ast.Load()), [_of_self(unit), second.value.left, first.value.args[0]], [])
+        statements[at] = ast.copy_location(ast.Assign(first.targets, call), first)
+        statements[at + 1] = ast.copy_location(ast.Pass(), second)
     ast.fix_missing_locations(tree)
     scope = dict(fn.__globals__)
-    scope[_CALL] = functools.partial(add_norm, name_of(fn))
+    scope[_SUM], scope[_FORK], scope[_UNIT] = functools.partial(add_norm, name_of(fn)), fork_norm, add_unit
     # Dynamo guards a global through the module `__name__`, which does not have `add_norm` under this name.
     scope.pop("__name__", None)
     return rebuilt(fn, scope, None, code=_compiled(tree, fn))
+
+
+def _of_self(name: str) -> ast.Attribute:
+    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
 
 
 class _Result(ast.NodeTransformer):
@@ -201,13 +265,11 @@ class _Result(ast.NodeTransformer):
 
 def _sites(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
     """The places where a name is assigned a sum, and the next statement that does more than rename the sum norms it."""
-    for node in ast.walk(function):
-        for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
-            if isinstance(statements, list):
-                for at, statement in enumerate(statements):
-                    found = _norm_after(statements, at) if _is_sum(statement) else None
-                    if found is not None:
-                        yield statements, at, *found
+    for statements in _bodies(function):
+        for at, statement in enumerate(statements):
+            found = _norm_after(statements, at) if _is_sum(statement) else None
+            if found is not None:
+                yield statements, at, *found
 
 
 def _is_sum(statement: ast.stmt) -> bool:
@@ -217,6 +279,59 @@ def _is_sum(statement: ast.stmt) -> bool:
         and isinstance(statement.targets[0], ast.Name)
         and isinstance(statement.value, ast.BinOp)
         and isinstance(statement.value.op, ast.Add)
+    )
+
+
+def _bodies(function: Any) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if isinstance(statements, list):
+                yield statements
+
+
+def _forks(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str]]:
+    """The places where a name keeps x as the residual stream, and the next statement norms x."""
+    for statements in _bodies(function):
+        for at, (first, second) in enumerate(itertools.pairwise(statements)):
+            if not (_is_assignment(first) and _is_assignment(second)) or second in taken:
+                continue
+            stream, x = first.targets[0].id, first.value  # type: ignore[attr-defined]
+            if not isinstance(x, ast.Name) or not _only_added(function, stream):
+                continue
+            calls = [c for c in _always_evaluated(second.value) if _normed_name(c) == x.id]  # type: ignore[attr-defined]
+            if len(calls) == 1 and stream != x.id:
+                yield statements, at, calls[0].func.attr  # type: ignore[attr-defined]
+
+
+def _units(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str]]:
+    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself."""
+    for statements in _bodies(function):
+        for at, (first, second) in enumerate(itertools.pairwise(statements)):
+            if not (_is_assignment(first) and _is_sum(second)) or second in taken:
+                continue
+            name, unit, total = first.targets[0].id, first.value, second.value  # type: ignore[attr-defined]
+            if _normed_name(unit) is None or not isinstance(total.left, ast.Name) or total.left.id == name:
+                continue
+            if isinstance(total.right, ast.Name) and total.right.id == name == second.targets[0].id:  # type: ignore[attr-defined]
+                yield statements, at, unit.func.attr
+
+
+def _is_assignment(statement: ast.stmt) -> bool:
+    """Whether it assigns one name."""
+    one = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    return one and isinstance(statement.targets[0], ast.Name)  # type: ignore[attr-defined]
+
+
+def _only_added(function: Any, name: str) -> bool:
+    """Whether a name is read as a term of sums alone: a view of the stream may go there, and nobody writes into it."""
+    added = {
+        id(term) for node in ast.walk(function) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+        for term in (node.left, node.right)
+    }  # fmt: skip
+    reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
+    return all(isinstance(n.ctx, ast.Store) or id(n) in added for n in reads) and not any(
+        isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name) and n.target.id == name
+        for n in ast.walk(function)
     )
 
 
