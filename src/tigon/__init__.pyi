@@ -7,6 +7,7 @@ from tigon import nn as nn
 from tigon import ops as ops
 from tigon import optim as optim
 from tigon import runtime as runtime
+from tigon.capture import graph_step as graph_step
 from tigon.fusion.model import Fusion as Fusion
 from tigon.fusion.model import fuse as fuse
 from tigon.linear.adapters import lora_linear as lora_linear

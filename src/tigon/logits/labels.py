@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.runtime.capturing import is_captured
+
 IGNORED = -100
 
 
@@ -70,7 +72,7 @@ def counted(labels: Any) -> Any:
 
 def is_far(labels: Tensor) -> bool:
     """Whether the host would have to wait for a count of these labels, and an asynchronous copy can avoid that."""
-    return labels.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return labels.is_cuda and not is_captured(labels)
 
 
 def valid_count(target: Tensor, ignore_index: int) -> Any:

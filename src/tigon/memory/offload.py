@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.capturing import is_captured
 from tigon.runtime.dispatch import stands_for_gpu
 
 # A smaller tensor stays: the launch of its copy costs more than the memory is worth.
@@ -55,7 +56,7 @@ class Trip:
         size = t.numel() * t.element_size()
         if size < LEAST_BYTES or not (counted or t.is_cuda):
             return None
-        if not counted and torch.cuda.is_current_stream_capturing():
+        if not counted and is_captured(t):
             return None
         key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
         known = self._known.get(key)

@@ -25,6 +25,7 @@ from tigon.logits.recipe import DTYPES, version_of
 from tigon.ops.rope import rope
 from tigon.parts.head_norm import as_tensor, bare, rope_of
 from tigon.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
+from tigon.runtime.capturing import is_captured
 
 
 class RotaryPart(Part):
@@ -176,7 +177,7 @@ def _may_keep(*angles: Tensor) -> bool:
 
 
 def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_captured(t)
 
 
 def _tensors_fit(*tensors: Any) -> bool:

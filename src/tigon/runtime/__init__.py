@@ -7,6 +7,7 @@ launches    launching a compiled kernel without Triton's dispatch
 device      properties of a device on which launches depend
 rows        how the rows of a tensor lie in memory
 autocast    which dtype autocast casts to
+capturing   whether a CUDA graph is being captured, or rehearsed
 arguments   what callers may pass: tensors, layers, keywords that exist
 """
 
@@ -25,6 +26,7 @@ from tigon.runtime.autograd import (
     launcher,
     way_back,
 )
+from tigon.runtime.capturing import is_captured, rehearsal
 from tigon.runtime.device import (
     can_describe,
     describe,
@@ -68,6 +70,7 @@ __all__ = [
     "first_order",
     "graph_is_kept",
     "has_copy_engine",
+    "is_captured",
     "is_exporting",
     "is_hopper",
     "is_traced",
@@ -80,6 +83,7 @@ __all__ = [
     "multiprocessors",
     "next_power_of_2",
     "register_limit",
+    "rehearsal",
     "row_groups",
     "rows_of",
     "shared_memory",

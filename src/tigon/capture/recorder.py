@@ -1,0 +1,134 @@
+"""Capturing what a function launches: the stream, the memory, and what torch says when it goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+# What torch says where a step waits for the device.
+_WAITS = "called a synchronizing CUDA operation"
+# What it says to nobody's use: of a capturable optimizer's eager step, and of the mode that reports waits.
+_NOISE = "running without CUDA graph capture", "Synchronization debug mode is a prototype"
+
+
+class Recorder:
+    """The stream of rehearsals and captures, and the memory that all graphs of a step share.
+
+    One graph runs at a time, and what it computes is copied or in the parameters before the next one runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Lines of the step that waited for the device in the last rehearsal.
+        self.waits: list[str] = []
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream of the captures: cuBLAS, for one, has a workspace for each stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def hand_over(self, results: list[Tensor]) -> None:
+        for t in results:
+            t.record_stream(torch.cuda.current_stream(self.device))
+
+    def forget(self) -> None:
+        """The graphs recorded so far are dropped: their memory is free once they are."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Capture what run launches. Returns: what run returned, and what launches it again."""
+        graph = torch.cuda.CUDAGraph()
+        # The rehearsals' memory: the graph has its own.
+        torch.cuda.synchronize(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        failure: BaseException | None = None
+        # Not `with torch.cuda.graph`: where the end of the capture raises, it hides the step's error, and leaves the
+        # stream. thread_local: a thread that pins memory for a loader would break a "global" capture.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                made = run()
+            except BaseException as error:
+                failure = error
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                failure = failure or error
+        if failure is None:
+            return made, graph.replay
+        self._recover()
+        if isinstance(failure, RuntimeError) and ("captur" in str(failure) or "CUDA error" in str(failure)):
+            raise RuntimeError(self._sentence(failure)) from failure
+        raise failure
+
+    def _recover(self) -> None:
+        """Let the process go on after a capture that failed, which torch leaves half open."""
+        # The allocator would serve this stream from the graph's memory for good.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        self.forget()
+        # The generator would refuse to draw outside of a capture, until a capture ends well.
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros((), device=self.device)
+            graph.capture_end()
+
+    def _sentence(self, failure: RuntimeError) -> str:
+        said = str(failure).strip().split("\n")[0].rstrip(".")
+        if self.waits:
+            hint = f"Lines that waited for the device in the call before, as no capture can: {', '.join(self.waits)}."
+        else:
+            hint = (
+                "It must not wait for the device (.item(), .cpu(), `if tensor`, an index of booleans), bring tensors "
+                "from the host, or go backward while the loss of an earlier eager step is still alive."
+            )
+        return (
+            f"graph_step: the step cannot be captured in a CUDA graph: {said}. {hint} If CUDA fails from now on, start "
+            "the process anew."
+        )
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def is_capturing(device: torch.device) -> bool:
+    return can_capture(device) and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def listening(waits: list[str] | None) -> Iterator[None]:
+    """Keep back torch's warning that an optimizer runs eagerly. waits: takes the lines that wait for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0
+        listens = waits is not None and torch.cuda.is_available() and mode == 0
+        if listens:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            if listens:
+                torch.cuda.set_sync_debug_mode(mode)
+    for w in caught:
+        if waits is not None and listens and _WAITS in str(w.message):
+            place = f"{w.filename}:{w.lineno}"
+            if place not in waits:
+                waits.append(place)
+        elif not any(noise in str(w.message) for noise in _NOISE):
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
