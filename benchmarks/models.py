@@ -25,7 +25,7 @@ from tigon.bench.processes import Processes
 from tigon.bench.training import Side
 
 # The levels of recompute, and the highest level with activations in host memory; only --sides selects them.
-LEVELS = ("tigon-none", "tigon-product", "tigon-mlp", "tigon-offload")
+LEVELS = ("tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload")
 ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
 
 

@@ -18,9 +18,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tigon import use_backend
+from tigon.memory import auto
 from tigon.runtime import dispatch as backend_module
 
 HAS_TRITON = backend_module.HAS_TRITON
+LEAST_WORK = auto.LEAST_WORK
 
 
 if backend_module.INTERPRET and HAS_TRITON:
@@ -87,6 +89,18 @@ def _products_of_fp32_are_exact():
         torch.set_float32_matmul_precision("highest")
         for place in places:
             place.fp32_precision = "none"
+
+
+@pytest.fixture(autouse=True)
+def _large_batches(monkeypatch):
+    """recompute="auto" takes a test's tiny batch for a large one, and recomputes; `batches_as_they_are` undoes this."""
+    monkeypatch.setattr(auto, "LEAST_WORK", 0)
+
+
+@pytest.fixture
+def batches_as_they_are(_large_batches, monkeypatch):
+    """recompute="auto" decides as users see it."""
+    monkeypatch.setattr(auto, "LEAST_WORK", LEAST_WORK)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ PROBLEMS = [
     ((*TRAIN, "--lr", "-1"), "--lr must be above 0"),
     ((*TRAIN, "--schedule", "spiral"), "cosine, linear, constant"),
     ((*TRAIN, "--precision", "int3"), "--precision must be one of"),
-    ((*TRAIN, "--recompute", "all"), "--recompute must be one of none, product, cheap, mlp, got all"),
+    ((*TRAIN, "--recompute", "all"), "--recompute must be one of auto, none, product, cheap, mlp, got all"),
     ((*TRAIN, "--plain", "--offload"), "--offload is a part of tigon.fuse, and --plain trains without it"),
     ((*TRAIN, "--plain", "--recompute", "mlp"), "--recompute is a part of tigon.fuse, and --plain trains without it"),
     ((*TRAIN, "--eval-fraction", "1"), "--eval-fraction"),

@@ -283,15 +283,20 @@ ENGINES: dict[str, Engine] = {
 # ---------------------------------------------------------------------------------------------------------- training
 
 
-def train(rank: int, world: int, device: torch.device, name: str, fused: str) -> dict[str, Any]:
-    """Some steps by one engine. fused: "" for the plain model, or when tigon.fuse is called: "before", "after"."""
-    engine = ENGINES[name]
+def train(
+    rank: int, world: int, device: torch.device, name: str, fused: str, levels: tuple[Any, ...] = ("cheap",)
+) -> dict[str, Any]:
+    """Some steps by one engine. fused: "" for the plain model, or when tigon.fuse is called: "before", "after".
+
+    levels: of recompute, one for all ranks or one for each.
+    """
+    engine, level = ENGINES[name], levels[rank % len(levels)]
     model = engine.model().to(device)
     if engine.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    fusion = tigon.fuse(model) if fused == "before" else None
+    fusion = tigon.fuse(model, recompute=level) if fused == "before" else None
     wrapped = engine.shard(model, device)
-    fusion = tigon.fuse(wrapped) if fused == "after" else fusion
+    fusion = tigon.fuse(wrapped, recompute=level) if fused == "after" else fusion
     if engine.cp:
         gather_keys_and_values()
         model.set_attn_implementation("gathered")

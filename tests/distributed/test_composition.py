@@ -93,6 +93,17 @@ def test_losses_and_gradients_of_one_process(request, measures, record, name, si
         assert [engine.left in what for what in why] == ([True] if engine.left else [])
 
 
+@pytest.mark.parametrize("name", ["FSDP2, layers", "FSDP2, adapters"])
+def test_ranks_with_unlike_batches_may_choose_unlike_levels(two, name):
+    """recompute="auto" chooses by a rank's own tokens: recipes call no collective, and change no bit."""
+    same = two.run(train, name, "before", ("cheap",))[0]
+    unlike = two.run(train, name, "before", ("cheap", "product"))[0]
+    assert same["numbers"].keys() == unlike["numbers"].keys()
+    for key, value in same["numbers"].items():
+        assert torch.equal(value, unlike["numbers"][key]), key
+    assert min(found["report"]["tensors_not_kept"] for found in (same, unlike)) > 0
+
+
 def largest(errors):
     """Of the losses, and of any gradient, relative to its largest element."""
     relative = {

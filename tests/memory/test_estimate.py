@@ -213,7 +213,7 @@ MEASURED = [
 @pytest.mark.parametrize(
     "row", MEASURED, ids=lambda r: f"{r['model']}-{r['side']}-{r['batch']}x{r['seq']}{'-ckpt' * r['checkpointing']}"
 )
-def test_estimates_are_near_what_was_measured(row):
+def test_estimates_are_near_what_was_measured(row, batches_as_they_are):
     pytest.importorskip("transformers")
     model = build(row)
     if row["side"] != "hf":

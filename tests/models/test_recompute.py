@@ -505,7 +505,7 @@ def test_a_copy_keeps_the_level():
 
 def test_an_unknown_level_is_refused_before_anything_happens():
     model = build("llama")
-    with pytest.raises(ValueError, match=r"recompute must be one of \('none', .*got 'all'"):
+    with pytest.raises(ValueError, match=r"recompute must be one of \('auto', 'none', .*got 'all'"):
         tigon.fuse(model, recompute="all")
     assert "_tigon_fusion" not in vars(model)
 

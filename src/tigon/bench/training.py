@@ -93,8 +93,8 @@ SIDES: dict[str, Callable[[Any], None]] = {
     "liger": _liger,
     "tigon": _tigon,
     "tigon-compile": _tigon_compile,
-    # Fused models at other levels of recompute than the default.
-    **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "mlp")},
+    # Fused models at levels of recompute that do not look at the batch.
+    **{f"tigon-{level}": functools.partial(_tigon, recompute=level) for level in ("none", "product", "cheap", "mlp")},
     "tigon-offload": functools.partial(_tigon, recompute="mlp", offload=True),
 }
 DEFAULT_SIDES = ("hf", "liger", "tigon")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = ("none", "product", "cheap", "mlp")
+RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")
 BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",
@@ -48,7 +48,7 @@ def inspect(
     ] = False,
     recompute: Annotated[
         str, typer.Option(help=f"{', '.join(RECOMPUTE)}: what the fused model computes again.")
-    ] = "cheap",
+    ] = "auto",
     offload: Annotated[bool, typer.Option("--offload", help="Fused: keep what is saved in host memory.")] = False,
     lora: Annotated[int | None, typer.Option(help="Rank of LoRA adapters.", min=1)] = None,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, separated by commas.")] = "all-linear",

@@ -41,7 +41,7 @@ class Setup:
     precision: str = "bf16"
     optimizer: str = "adamw"
     gradient_checkpointing: bool = False
-    recompute: str = "cheap"
+    recompute: str = "auto"
     offload: bool = False
     lora: int | None = None
     lora_targets: str = "all-linear"

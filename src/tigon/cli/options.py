@@ -20,7 +20,13 @@ PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
 QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = ("none", "product", "cheap", "mlp")  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
+RECOMPUTE = (
+    "auto",
+    "none",
+    "product",
+    "cheap",
+    "mlp",
+)  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 SHARDED = ("fsdp", "hsdp")  # those that train adapters too
 # Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.
@@ -66,7 +72,7 @@ class TrainOptions:
     seed: int = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
-    recompute: str = "cheap"
+    recompute: str = "auto"
     offload: bool = False
     compile: bool = False
     parallel: str = "ddp"

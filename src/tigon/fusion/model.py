@@ -21,16 +21,18 @@ import tigon.parts  # noqa: F401  registers the parts
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.part import Stage, parts_of
 from tigon.fusion.patch import Patch, install, nothing, restore
+from tigon.fusion.probe import shape_of
 from tigon.fusion.reasons import Reason
 from tigon.fusion.report import Report, Row
 from tigon.fusion.site import Record, Site
 from tigon.fusion.step import step_of
+from tigon.memory.auto import Extent
 from tigon.memory.recompute import LEVELS, Level, Recompute
 
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, adapters: bool = True, recompute: Level = "cheap", offload: bool = False,
+    experts: bool = True, adapters: bool = True, recompute: Level = "auto", offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -44,7 +46,8 @@ def fuse(
             of one input at once.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
             product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
-            1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step.
+            1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step. "auto":
+            "cheap" for a batch that is large enough to keep the device busy, "product" for a smaller one.
         offload: keep saved activations in pinned host memory until backward (GPU only). With checkpointing these are
             the layers' inputs.
         Returns: a Fusion. `report()` says what was replaced and what was not; `remove()` restores the model exactly. A
@@ -104,7 +107,7 @@ def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
 class Fusion:
     """What tigon.fuse did to one model. The model keeps it; it does not keep the model."""
 
-    def __init__(self, model: nn.Module, recompute: Level = "cheap", offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, recompute: Level = "auto", offload: bool = False) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._ledger = Ledger(model, Recompute(recompute, offload))
@@ -143,6 +146,7 @@ class Fusion:
             calls=dict(totals),
             logits_built_by=dict(ledger.built_by),
             recompute=ledger.recompute.level,
+            recompute_auto=ledger.recompute.why,
             tensors_not_kept=ledger.recompute.tensors,
             bytes_not_kept=ledger.recompute.bytes,
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
@@ -210,6 +214,7 @@ class Fusion:
                     if not site.is_taken(module):
                         part.fuse(site, module)
         if self._record.modules:
+            self._ledger.recompute.extent = extent_of(site.model)
             self._begin_steps(site.entrances or ([site.model] if is_plain else []), site)
 
     def _begin_steps(self, entrances: list[nn.Module], site: Site) -> None:
@@ -229,3 +234,17 @@ class Fusion:
                     site.forget(part)
                     part.fuse(site, site.model)
                     self._begin_steps(site.entrances, site)
+
+
+def extent_of(model: nn.Module) -> Extent:
+    """The sizes of a model, by its fused norms and its weights, by which recompute="auto" chooses."""
+    weights = list(model.parameters())
+    formulas = [(m, p.formula) for m in model.modules() if (p := vars(m).get("_tigon")) is not None]
+    noted = [(m, formula) for m, formula in formulas if hasattr(formula, "noted_widths")]
+    width = max((formula.width_of(m) or 0 for m, formula in noted), default=0)
+    size = next((p.element_size() for p in weights if p.is_floating_point()), 0)
+    return Extent(
+        width,
+        sum(formula.noted_widths for _, formula in noted) * width * size,
+        sum(shape_of(p).numel() * p.element_size() * (1 + p.requires_grad) for p in weights),
+    )

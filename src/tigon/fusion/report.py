@@ -29,6 +29,7 @@ class Row:
 class Report:
     """The parts that tigon.fuse replaced, the parts it left and why, and the parts that ran in the last step.
 
+    recompute_auto: what recompute="auto" chose for the last forward pass with gradients, and why; else empty.
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
     adapters_before: layers with adapters that ran fused in the last of the steps before in which any did.
 
@@ -42,6 +43,7 @@ class Report:
     calls: dict[str, int] = field(default_factory=dict)
     logits_built_by: dict[str, int] = field(default_factory=dict)
     recompute: str = "none"
+    recompute_auto: str = ""
     tensors_not_kept: int = 0
     bytes_not_kept: int = 0
     bytes_offloaded: int = 0
@@ -89,6 +91,8 @@ class Report:
         if self.adapters_off:
             text += f" The adapters of {self.adapters_off} layers were switched off or merged"
             text += f"; in the last step with adapters {self.adapters_before} ran." if self.adapters_before else "."
+        if self.recompute_auto:
+            text += f" Recompute auto: {self.recompute_auto}."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
             text += f" Computed again instead of kept: {self.tensors_not_kept} activations, {size}."

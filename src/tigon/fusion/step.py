@@ -69,7 +69,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
         try:
             if compiling:  # torch.compile's partitioner decides which activations are kept
                 return run(*args, **kwargs)
-            with ledger.recompute.forward():
+            with ledger.recompute.forward(args, kwargs):
                 return run(*args, **kwargs)
         except RuntimeError as error:
             if "support saved tensor hooks" in str(error):

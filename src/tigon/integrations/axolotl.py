@@ -40,7 +40,7 @@ class TigonArgs(BaseModel):
     tigon_rotary: bool | None = None
     tigon_experts: bool | None = None
     tigon_adapters: bool | None = None
-    tigon_recompute: Literal["none", "product", "cheap", "mlp"] | None = None
+    tigon_recompute: Literal["auto", "none", "product", "cheap", "mlp"] | None = None
     tigon_offload: bool | None = None
 
     @model_validator(mode="before")

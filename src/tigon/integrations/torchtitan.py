@@ -79,7 +79,7 @@ else:
             norms: bool = True
             mlp: bool = True
             rotary: bool = True
-            recompute: str = "cheap"
+            recompute: str = "auto"
 
         def __init__(self, config: Config) -> None:
             names = ("norms", "mlp", "rotary", "recompute")

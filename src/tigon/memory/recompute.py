@@ -11,13 +11,14 @@ projection, an adapter, a router, attention. The recipe gives the backward pass 
     saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
 
 Checkpoints, other saved-tensor hooks (of offloading, say) and torch.compile keep what they save: no recipe replaces it.
+Where a step is so small that the hooks would take longer than they are worth, "auto" runs without hooks (auto.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 from weakref import ref
 
@@ -25,11 +26,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from tigon.memory.auto import Choice, Extent
 from tigon.memory.offload import VIEWS, Away, Offload, check_unwritten
 from tigon.runtime import autocast_dtype
 from tigon.runtime.autocast import autocast_as
 
-Level = Literal["none", "product", "cheap", "mlp"]
+Level = Literal["auto", "none", "product", "cheap", "mlp"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 # At most this many recomputed results are alive per device. Normally the last consumer frees one; this bounds the case
 # where backward skips a consumer.
@@ -43,22 +45,31 @@ _hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", 
 
 
 class Recompute:
-    """What one fused model recomputes, by level. Each level includes the levels before.
+    """What one fused model recomputes, by level. Each level from "none" on includes the levels before.
 
     none: nothing. product: act(gate) · up, in `gated_linear`. cheap: also results of norms, and heads that are normed
-    and rotated. mlp: also gate and up, with the projections that make them.
+    and rotated. mlp: also gate and up, with the projections that make them. auto: cheap or product, chosen anew for
+    each forward pass.
+
+    extent: the sizes of the model by which "auto" chooses. choice: what it chose for the last forward pass.
     """
 
     def __init__(self, level: Level, offload: bool = False) -> None:
         self.level = level
-        self.product, self.cheap, self.mlp = (LEVELS.index(level) >= at for at in (1, 2, 3))
+        self.auto = level == "auto"
+        rank = LEVELS.index("cheap" if self.auto else level)
+        self.product, self.cheap, self.mlp = (rank >= LEVELS.index(least) for least in ("product", "cheap", "mlp"))
         # Either offload or recipes, not both: a recipe keeps its inputs on the device, and offload sends them away.
         self.offload = Offload() if offload else None
         self.cheap = self.cheap and not offload
+        self.extent = Extent()
+        self.choice: Choice | None = None
         self._last: Pass | None = None
 
     def __deepcopy__(self, memo: Any) -> Recompute:
-        return Recompute(self.level, self.offload is not None)
+        copied = Recompute(self.level, self.offload is not None)
+        copied.extent = self.extent
+        return copied
 
     @property
     def tensors(self) -> int:
@@ -70,14 +81,31 @@ class Recompute:
         """The size of the tensors that the last forward pass did not keep."""
         return 0 if self._last is None else self._last.bytes
 
+    @property
+    def why(self) -> str:
+        """What "auto" chose for the last forward pass, and why; "" at other levels, and before the first pass."""
+        if self.auto and self.offload is not None:
+            return "product, as saved activations go to host memory"
+        return "" if self.choice is None else str(self.choice)
+
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the model's forward pass: puts recipes in the place of the tensors that `note` was told of."""
+    def forward(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Around the model's forward pass: puts recipes in the place of the tensors that `note` was told of.
+
+        args, kwargs: the arguments of that forward, by which "auto" chooses.
+        """
         # Other hooks are on top: of a model around this one, or of code that handles every saved tensor itself.
         wanted = self.cheap or self.offload is not None
         if not wanted or not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
             yield
             return
+        if self.auto and self.offload is None:
+            # Installed hooks are the choice: all that asks for the level in this pass asks for the hooks on top.
+            self.choice = self.extent.choice(args, kwargs or {})
+            if not self.choice.cheap:
+                self._last = None
+                yield
+                return
         # The pass holds the state of one forward: two threads may run the same model at the same time.
         current = self._last = Pass(self)
         try:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -114,6 +114,12 @@ class Norm:
     bias: str | None = None
     gated: bool = False
     ranks: tuple[int, ...] = ()
+    # How many results of the model's width `Recompute.note` hears of at each call.
+    noted_widths: ClassVar[int] = 1
+
+    def width_of(self, module: nn.Module) -> int | None:
+        """The width of a module with this formula; None if it accepts any."""
+        return self.width if self.weight is None else shape_of(getattr(module, self.weight)).numel()
 
     def form(self, module: Any) -> RMSForm:
         """The RMSForm of a module, with its eps as it is now."""

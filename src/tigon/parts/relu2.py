@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 @dataclass(frozen=True)
 class Squared:
     """y = relu(x)², as `tigon.relu2` computes it: a module that is an activation only."""
+
+    noted_widths: ClassVar[int] = 4  # the inner width of an MLP, in widths of the model, about
+
+    def width_of(self, module: nn.Module) -> int | None:
+        return None  # an activation accepts any width
 
     def __str__(self) -> str:
         return "relu(x)²"
