@@ -197,12 +197,13 @@ def test_an_optimizer_that_is_not_named_is_refused_before_it_steps():
     sgd(model).step()  # the watch ends with the call
 
 
-def test_an_optimizer_around_another_is_that_other(monkeypatch):
+def test_an_optimizer_around_another_is_that_other(recorded):
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):
             self.optimizer = optimizer
 
         param_groups = property(lambda self: self.optimizer.param_groups)
+        state = property(lambda self: self.optimizer.state)
 
         def step(self):
             self.optimizer.step()
@@ -210,9 +211,10 @@ def test_an_optimizer_around_another_is_that_other(monkeypatch):
         def zero_grad(self):
             self.optimizer.zero_grad()
 
-    steps = [(b, {}) for b in batches(3)]
-    got = trained(tigon.graph_step, steps, make=lambda m: Wrapper(sgd(m)))
+    steps = [(b, {}) for b in batches(EAGER + 2)]
+    got = trained(recorded, steps, make=lambda m: Wrapper(sgd(m)))
     same(got, trained(plain, steps))
+    assert got[2].replays == 2
 
 
 # ---------------------------------------------------------------------------------------------------- around a capture
