@@ -44,7 +44,8 @@ class Bound:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
+        module = self._module()
+        return self.__func__(self.__self__ if module is None else module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "_module"):  # copy and pickle ask a half-made object
@@ -107,15 +108,20 @@ class Patch:
         if self.act is None:
             return True
         act = getattr(module, self.formula.act_module)
-        if act is not self.act or any(vars(act).get(name) for name in HOOKS):
+        if act is not self.act or is_hooked(act):
             return False
-        return all(getattr(act, name, self) == value for name, value in self.watched_act)
+        for name, value in self.watched_act:
+            if getattr(act, name, self) != value:
+                return False
+        return True
 
     def is_all_of(self, module: nn.Module) -> bool:
         """Whether calling the module runs this forward alone: neither the module nor all modules have hooks."""
-        state = vars(module)
-        hooked = torch.nn.modules.module._has_any_global_hook() or any(state.get(name) for name in HOOKS)
-        return self.installed_on(module) and not hooked
+        return (
+            self.installed_on(module)
+            and not is_hooked(module)
+            and not torch.nn.modules.module._has_any_global_hook()
+        )
 
     def __reduce__(self) -> Any:
         return nothing, ()
@@ -130,6 +136,16 @@ class Patch:
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own."""
+    # No generator: this is asked several times a layer, of modules without hooks.
+    state = vars(module)
+    for name in HOOKS:
+        if state.get(name):
+            return True
+    return False
 
 
 def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> None:

@@ -14,10 +14,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tigon.fusion.part import ModulePart, register
-from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.patch import Patch, is_hooked, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
-    HOOKS,
     Case,
     linear_widths,
     probe_of,
@@ -206,7 +205,7 @@ def _is_plain_linear(layer: Any, x: Tensor) -> bool:
     if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
         return False
     state = vars(layer)
-    if "forward" in state or any(state.get(name) for name in HOOKS):
+    if "forward" in state or is_hooked(layer):
         return False
     weight = layer.weight
     plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
