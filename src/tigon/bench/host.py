@@ -56,7 +56,7 @@ class HostSettings:
 
 
 @dataclass
-class _Timed:
+class Timed:
     """One closure, and the times of its batches so far."""
 
     call: Callable[[], Any]
@@ -81,7 +81,7 @@ def run_host(
     inputs = op.make(op.tiny, dtype, device, 0.0)
     dtype_name = str(dtype).removeprefix("torch.")
     rows: dict[str, HostRow] = {}
-    timed: dict[tuple[str, str], _Timed] = {}
+    timed: dict[tuple[str, str], Timed] = {}
     for name, implementation in implementations.items():
         say(f"{op.name}: {name}")
         row = rows[name] = HostRow(op.name, op.tiny, dtype_name, name, note=implementation.note)
@@ -94,14 +94,14 @@ def run_host(
             fn, own = implementation.load(), inputs.clone()
             for _ in range(settings.warmup):
                 run_once(fn, own)
-            timed[name, "forward"] = _Timed(functools.partial(fn, **own.arguments), [], [])
-            timed[name, "total"] = _Timed(functools.partial(run_once, fn, own), [], [])
+            timed[name, "forward"] = Timed(functools.partial(fn, **own.arguments), [], [])
+            timed[name, "total"] = Timed(functools.partial(run_once, fn, own), [], [])
         except Exception as error:  # a peer may fail in any way; its row then says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
             row.status, row.reason = "failed", one_line(error)
     say(f"{op.name}: {settings.batches} batches")
-    _take_turns(timed, device, settings)
+    take_turns(timed, device, settings)
     _fill(rows, timed)
     return list(rows.values())
 
@@ -129,8 +129,8 @@ def run_floor(device: torch.device, settings: HostSettings | None = None) -> lis
     for call in calls.values():
         for _ in range(settings.warmup):
             call()
-    timed = {key: _Timed(call, [], []) for key, call in calls.items()}
-    _take_turns(timed, device, settings)
+    timed = {key: Timed(call, [], []) for key, call in calls.items()}
+    take_turns(timed, device, settings)
     _fill(rows, timed)
     return list(rows.values())
 
@@ -150,7 +150,7 @@ class _Nothing(torch.autograd.Function):
         return dy.new_empty(dy.shape)
 
 
-def _take_turns(timed: dict[Any, _Timed], device: torch.device, settings: HostSettings) -> None:
+def take_turns(timed: dict[Any, Timed], device: torch.device, settings: HostSettings) -> None:
     gc.collect()
     for _ in range(settings.batches):
         for one in timed.values():
@@ -165,7 +165,7 @@ def _take_turns(timed: dict[Any, _Timed], device: torch.device, settings: HostSe
             one.waits.append((time.perf_counter() - issued) / (issued - start))
 
 
-def _fill(rows: dict[str, HostRow], timed: dict[tuple[str, str], _Timed]) -> None:
+def _fill(rows: dict[str, HostRow], timed: dict[tuple[str, str], Timed]) -> None:
     for (name, part), one in timed.items():
         setattr(rows[name], f"{part}_us", statistics.median(one.us))
         # Not on a CPU, where a call returns when its work is done.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,11 @@ def bench(
         bool, typer.Option("--checkpointing", help="Gradient checkpointing, with --model.")
     ] = False,
     host: Annotated[
-        bool, typer.Option("--host", help="Time the host instead: microseconds per call, on tiny inputs.")
+        bool,
+        typer.Option(
+            "--host",
+            help="Time the host instead: microseconds per call, on tiny inputs; with OP layer, of a model's layer.",
+        ),
     ] = False,
     peers: Annotated[
         str | None,
@@ -268,10 +273,16 @@ def _bench_host(
     from tigon.bench.inputs import DTYPES
     from tigon.bench.runner import choose
 
-    chosen = _chosen(names, peers, dtype)
+    layer = "layer" in names or (not names and find_spec("transformers") is not None)
+    if layer:
+        needs("tigon bench --host layer", "hf", "transformers")
+    operators = [name for name in names if name != "layer"]
+    chosen = _chosen(operators, peers, dtype)
+    if names and not operators:
+        chosen = []
     settings = HostSettings(10, 5, 3) if quick else HostSettings()
     plan = [choose(op, peers, device) for op in chosen]
-    with _progress(1 + sum(1 + len(implementations) for implementations in plan)) as step:
+    with _progress(1 + sum(1 + len(implementations) for implementations in plan) + (6 if layer else 0)) as step:
         step("floor", 0)
         rows = run_floor(device, settings)
         for op, implementations in zip(chosen, plan, strict=True):
@@ -283,8 +294,14 @@ def _bench_host(
                 settings=settings,
                 say=lambda text: step(text, 1),
             )
-            content = report.result("host", rows, device=device)
-            keep(content)
+            keep(report.result("host", rows, device=device))
+        if layer:
+            from tigon.bench.host_layer import run_layer
+
+            wanted = None if peers is None else ["tigon", *peers]
+            rows += run_layer(DTYPES[dtype], device, names=wanted, settings=settings, say=lambda text: step(text, 1))
+        content = report.result("host", rows, device=device)
+        keep(content)
     return content
 
 
