@@ -60,7 +60,10 @@ def run_layer(
             models = {depth: build(MODEL, device, dtype, num_hidden_layers=depth, **SIZES) for depth in (1, 1 + LAYERS)}
             for depth, model in models.items():
                 sides[side](model)
-                calls = {"forward": functools.partial(_loss, model, ids), "total": functools.partial(_step, model, ids)}
+                calls: dict[str, Callable[[], Any]] = {
+                    "forward": functools.partial(_loss, model, ids),
+                    "total": functools.partial(_step, model, ids),
+                }
                 for _ in range(settings.warmup):
                     calls["total"]()
                 timed |= {(name, part, depth): Timed(call, [], []) for part, call in calls.items()}
@@ -126,4 +129,4 @@ def _kernels(model: Any, ids: Tensor) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         _step(model, ids)
         torch.cuda.synchronize(ids.device)
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+    return sum(event.device_type.name == "CUDA" for event in profiler.events())
