@@ -522,21 +522,30 @@ def test_the_report_says_it(device):
     assert report.to_dict()["recompute"] == "cheap"
 
 
-def test_what_a_node_saves_of_its_own_does_not_keep_it_alive(device, monkeypatch):
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.exp(),  # saves its result
+        lambda x: (x * 1).view(-1, 8).relu_(),  # saves its result, whose node is that of a view
+        lambda x: (x * 1).transpose(0, 1).relu_(),
+        lambda x: (x * 1).view(-1, 8) @ torch.ones(8, 2, device=x.device).t().t(),
+    ],
+    ids=["result", "written view", "written transpose", "view"],
+)
+def test_what_a_node_saves_of_its_own_does_not_keep_it_alive(step, device, monkeypatch):
     """Such a tensor knows its node: held as it is, the two would hold each other, and nothing would ever be freed."""
     kept = []
     pack = Pass.pack
 
     def seen(self, t):
-        packed = pack(self, t)
-        kept.append(weakref.ref(packed.tensor))
-        return packed
+        kept.append(weakref.ref(t.untyped_storage()))  # whose wrapper lives as long as the memory
+        return pack(self, t)
 
-    class Exp(Mixed):
+    class Steps(Mixed):
         def forward(self, x, labels=None):
-            return x.exp().sum()  # saves its result
+            return step(x).sum()
 
-    model = Exp().to(device)
+    model = Steps().to(device)
     tigon.fuse(model)
     monkeypatch.setattr(Pass, "pack", seen)
     loss = model(torch.randn(3, 5, 16, device=device, requires_grad=True))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 from weakref import ref
 
 import torch
@@ -38,6 +38,8 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 HELD = 2
 # torch's name of the autograd node of a cast, and how many of them in a row are followed back.
 CAST, LONGEST = "ToCopyBackward0", 3
+# torch's names of the nodes of views that a linear layer takes of its weight, and of the product that it made.
+TRANSPOSED, PRODUCT = ("TBackward0", "TransposeBackward0"), "UnsafeViewBackward0"
 
 # torch has no public way to ask which hooks are on top, or whether hooks are allowed.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
@@ -173,14 +175,16 @@ class Pass:
         self, results: Tensor | tuple[Tensor, ...], again: Callable[..., Any], *inputs: Tensor | None, where_known: bool
     ) -> None:
         """As `Recompute.note`."""
-        results = results if isinstance(results, tuple) else (results,)
-        if not all(t is None or _is_plain(t) for t in (*results, *inputs)):
-            return
-        # A result without a gradient has no autograd node that keeps its inputs.
-        if not all(y.requires_grad and y.numel() and y.storage_offset() == 0 for y in results):
-            return
         if where_known and not any(t is not None and self._result_of(t) for t in inputs):
             return
+        results = results if isinstance(results, tuple) else (results,)
+        for y in results:
+            # A result without a gradient has no autograd node that keeps its inputs.
+            if not _is_plain(y) or not y.requires_grad or not y.numel() or y.storage_offset():
+                return
+        for t in inputs:
+            if t is not None and not _is_plain(t):
+                return
         work = _Work(again, [t if t is None else self._stand_in(t) for t in inputs], results[0].device)
         for index, y in enumerate(results):
             self._remember(y, work, index)
@@ -197,11 +201,11 @@ class Pass:
         self._nodes[y.grad_fn, y.output_nr] = result
 
     def _result_of(self, t: Tensor) -> _Result | None:
-        if not _is_plain(t):
+        if not self._results or not _is_plain(t):
             return None
         storage = t.untyped_storage()
         result = self._results.get(_address(storage))
-        if result is None or (result.version, result.dtype) != (t._version, t.dtype) or t.is_neg():
+        if result is None or result.version != t._version or result.dtype != t.dtype or t.is_neg():
             return None  # differing versions: other code wrote into the tensor since
         y = result.tensor()
         # After `y.data = …` another tensor may have y's old address.
@@ -241,12 +245,12 @@ class Pass:
 
     # --------------------------------------------------------------------------------------------- what autograd calls
 
-    def pack(self, t: Tensor) -> _Kept | _Again | Away:
+    def pack(self, t: Tensor) -> Kept | _Again | Away:
         away = None if self.offload is None else self.offload.send(t)
         if away is not None:
             return away
         packed = self._stand_in(t)
-        if isinstance(packed, _Again):
+        if type(packed) is _Again:
             work = packed.work
             work.wanted += 1
             if packed.index not in work.left_out:
@@ -255,27 +259,52 @@ class Pass:
                 self.bytes += t.untyped_storage().nbytes()
         return packed
 
-    def unpack(self, packed: _Kept | _Again | Away) -> Tensor:
+    def unpack(self, packed: Kept | _Again | Away) -> Tensor:
+        if type(packed) is tuple:
+            t, version = packed
+            if t._version != version:
+                check_unwritten(t, version)
+            return t
         if isinstance(packed, Away):
             return packed.tensor()
-        if isinstance(packed, _Again):
-            packed.work.given += 1
-        return self._value(packed)
+        again = cast(_Again, packed)
+        again.work.given += 1
+        return self._value(again)
 
-    def _stand_in(self, t: Tensor) -> _Kept | _Again:
-        if t.dim() > 1 and type(t) is not torch.nn.Parameter:  # a parameter is nobody's result
+    def _stand_in(self, t: Tensor) -> Kept | _Again:
+        # The hooks run for every tensor that autograd saves, so the common cases return as early as they can. No
+        # version is asked of an inference tensor: torch refuses to save such a tensor before it calls a hook.
+        if type(t) is torch.nn.Parameter:  # nobody's result
+            return t, t._version
+        node = t.grad_fn
+        if node is None:
+            result = self._result_of(t) if t.dim() > 1 else None
+            if result is None:
+                return t, t._version
+            return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
+        name, version = node.name(), t._version
+        transposed = name in TRANSPOSED
+        if transposed and type(base := t._base) is torch.nn.Parameter and base.is_leaf:
+            return t, version
+        is_view = transposed or name in VIEWS
+        if t.dim() > 1 and name != PRODUCT:
             result = self._result_of(t)
             if result is not None:
                 return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
-            if self._nodes and t.grad_fn is not None and _is_plain(t) and t.storage_offset() == 0:
-                cast = self._cast(t)
-                if cast is not None:
-                    return _Again(*cast, t.size(), t.stride(), 0)
-        return _Kept(t)
+            if (name == CAST or name in VIEWS) and self._nodes and t.storage_offset() == 0 and _is_plain(t):
+                made = self._cast(t)
+                if made is not None:
+                    return _Again(*made, t.size(), t.stride(), 0)
+        # Detached, since its autograd node may be the node that saves it, which would keep itself alive. The node of a
+        # view saves nothing, unless an operation wrote into the view: behind it is the node of that operation then.
+        return t if is_view and not version else t.detach(), version
 
-    def _value(self, packed: _Kept | _Again) -> Tensor:
-        if isinstance(packed, _Kept):
-            return packed.tensor_as_it_was()
+    def _value(self, packed: Kept | _Again) -> Tensor:
+        if type(packed) is tuple:
+            t, version = packed
+            check_unwritten(t, version)
+            return t
+        packed = cast(_Again, packed)
         work = packed.work
         results = work.results or self._compute(work)  # a local name: another thread may drop work.results now
         value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
@@ -285,12 +314,16 @@ class Pass:
 
     def _compute(self, work: _Work) -> tuple[Tensor, ...]:
         inputs = [t if t is None else self._value(t) for t in work.inputs]
-        if any(t is not None and t.numel() and not t.untyped_storage().nbytes() for t in inputs):
-            raise RuntimeError(
-                "tigon: a norm's input or weight was released before the backward pass of the layer behind it, so "
-                "that it cannot be computed again. Shard it with that layer, or fuse with recompute='product'."
-            )
-        with torch.no_grad(), autocast_as(work.device.type, work.autocast):
+        for t in inputs:
+            if t is not None and t.numel() and not t.untyped_storage().nbytes():
+                raise RuntimeError(
+                    "tigon: a norm's input or weight was released before the backward pass of the layer behind it, so "
+                    "that it cannot be computed again. Shard it with that layer, or fuse with recompute='product'."
+                )
+        if torch.is_grad_enabled() or autocast_dtype(work.device.type) != work.autocast:
+            with torch.no_grad(), autocast_as(work.device.type, work.autocast):
+                made = work.again(*inputs)
+        else:  # as nearly always: the backward pass runs without gradients of its own
             made = work.again(*inputs)
         results = work.results = made if isinstance(made, tuple) else (made,)
         held = self._held.setdefault(work.device, [])
@@ -315,24 +348,11 @@ def _running() -> Pass | None:
 
 def _is_plain(t: Tensor) -> bool:
     """Whether the address of its memory identifies t: t is no DTensor, nested or sparse tensor."""
-    return type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_mkldnn
+    kind = type(t)
+    return (kind is Tensor or kind is torch.nn.Parameter) and t.layout is torch.strided
 
 
-class _Kept:
-    """A saved tensor that is kept as it is."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, t: Tensor) -> None:
-        # Detached: its autograd node may be the node that saves it, which would keep itself alive.
-        self.tensor = t if t.is_leaf else t.detach()
-        self.version = -1 if t.is_inference() else t._version
-
-    def tensor_as_it_was(self) -> Tensor:
-        t = self.tensor
-        if self.version != -1:
-            check_unwritten(t, self.version)
-        return t
+Kept: TypeAlias = tuple[Tensor, int]  # a saved tensor that is kept as it is, and its version then
 
 
 class _Again:
