@@ -183,3 +183,34 @@ def test_a_profilers_hooks_see_every_launch(monkeypatch):
     for _ in range(2):
         launches.launch(kernel, (1,), (ROOM[1], None), lambda: (1, (1, 2, 3.0, False, 4, "silu"), {"num_warps": 4}))
     assert len(calls) == 2
+
+
+def test_a_fused_layer_makes_four_launches_forward_and_six_backward(monkeypatch):
+    """As docs/how-it-works/host.md has it. On small batches each launch is time that the GPU waits."""
+    transformers = pytest.importorskip("transformers")
+    import tigon
+
+    launch, counts = launches.launch, []
+    for depth in (1, 3):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = transformers.LlamaConfig(num_hidden_layers=depth, head_dim=16, vocab_size=48, use_cache=False, **sizes)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = transformers.LlamaForCausalLM(config).to(device)
+        tigon.fuse(model, recompute="product")
+        ids = torch.arange(16, device=device)[None]
+        made = []
+
+        def counted(kernel: Any, *rest: Any, made: list[Any] = made) -> None:
+            made.append(kernel.fn.__name__)
+            launch(kernel, *rest)
+
+        with monkeypatch.context() as patch, tigon.use_backend("triton"):
+            for module in list(sys.modules.values()):
+                if module.__name__.startswith("tigon.") and vars(module).get("launch") is launch:
+                    patch.setattr(module, "launch", counted)
+            loss = model(input_ids=ids, labels=ids).loss
+            forward = len(made)
+            loss.backward()
+        counts.append((forward, len(made) - forward))
+    (forward, backward), (forward_of_3, backward_of_3) = counts
+    assert (forward_of_3 - forward, backward_of_3 - backward) == (2 * 4, 2 * 6)
