@@ -83,7 +83,7 @@ class Choice:
     def __str__(self) -> str:
         """The decision and its reason, for the report."""
         if not self.extent.width:
-            return "cheap, as no fused norm tells the model's width"
+            return ""  # no norm: there is next to nothing to choose
         if self.tokens is None:
             return "cheap, as the arguments do not tell the number of tokens"
         least = -(-LEAST_WORK // self.extent.width**2)
