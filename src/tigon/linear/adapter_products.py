@@ -101,7 +101,7 @@ def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     # copy.
     flat = cast_together([t for i in copied for t in stacks[i]], dtype)
     # The matrices of a stack lie one behind the other, so a view joins them: [A…] is (Σr, H) without another copy.
-    for i, part in zip(copied, flat.split([sum(t.numel() for t in stacks[i]) for i in copied]), strict=True):
+    for i, part in zip(copied, flat.split_with_sizes([sum(t.numel() for t in stacks[i]) for i in copied]), strict=True):
         wholes[i] = part.view(-1, wholes[i].shape[1])
     return wholes
 
@@ -140,6 +140,11 @@ class Group:
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         return [list(tensors[i : i + self.count]) for i in range(0, 4 * self.count, self.count)]
 
+    def columns(self, t: Tensor) -> Sequence[Tensor]:
+        """Each layer's columns of t (M, Σr)."""
+        # Tensor.split is Python, and takes three times as long.
+        return t.split_with_sizes(self.ranks, 1) if self.count > 1 else (t,)
+
     def weight(self, i: int, weights: Sequence[Tensor | None]) -> Tensor:
         own = weights[i]
         frozen = self.frozen[i]
@@ -171,7 +176,7 @@ class Group:
         """The adapter's part comes first: the wide product adds to it, and nothing of y's size is written twice."""
         results = []
         # `own` is a view with the row stride Σr, which the products take as it is.
-        for i, own in enumerate(t.split(self.ranks, 1)):
+        for i, own in enumerate(self.columns(t)):
             factors = own, b[i].t()
             if multiplier(self.frozen[i]) is None:
                 # The outer product writes y, the wide product reads it as its addend: one pass less over y than adding
@@ -203,7 +208,7 @@ class Group:
         # Each layer's product writes its columns of one tensor, so that dx and d[A…] are then one product each, not one
         # a layer.
         u = b[0].new_empty(dys[present[0]].shape[0], sum(ranks))  # type: ignore[union-attr]
-        for i, own in zip(present, u.split(ranks, 1), strict=True):
+        for i, own in zip(present, u.split_with_sizes(ranks, 1), strict=True):
             skinny_product(dys[i], b[i], self.thin, self.scales[i], own)  # type: ignore[arg-type]
         return u
 
@@ -238,7 +243,7 @@ class Group:
         # All of them, in the same order: no copy.
         if len(layers) == len(among):
             return joined
-        parts = dict(zip(among, joined.split([self.ranks[i] for i in among], dim), strict=True))
+        parts = dict(zip(among, joined.split_with_sizes([self.ranks[i] for i in among], dim), strict=True))
         return torch.cat([parts[i] for i in layers], dim)
 
     def a_gradients(
@@ -272,7 +277,7 @@ class Group:
             # added in fp32.
             both = rounded_product(torch.cat(_halves(u, rows.dtype), 1).t(), rows, u.dtype)
             da = both[: u.shape[1]] + both[u.shape[1] :]
-        for i, own in zip(wanted, da.split([self.ranks[i] for i in wanted]), strict=True):
+        for i, own in zip(wanted, da.split_with_sizes([self.ranks[i] for i in wanted]), strict=True):
             # Where dtypes agree this is a view of da: Σr rows of H numbers, so nothing is worth a copy.
             found[i] = own.to(a[i].dtype)
         return found
@@ -284,5 +289,5 @@ class Group:
         # dy is read a second time here, after `upstream`: two skinny products, each bound by the bytes of dy.
         return [
             None if dy is None or not need else skinny_product(dy.t(), own, like.dtype, scale)
-            for dy, own, like, scale, need in zip(dys, t.split(self.ranks, 1), b, self.scales, needs, strict=True)
+            for dy, own, like, scale, need in zip(dys, self.columns(t), b, self.scales, needs, strict=True)
         ]

@@ -34,7 +34,17 @@ from tigon.linear.lora import LoRA, checked_layers, dense, multiplier, runs_by_h
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
 from tigon.ops.lora_dropout import Masks, draw_masks, keep_mask, kept_share
-from tigon.runtime import autocast_device, autocast_dtype, first_order, graph_is_kept, keep, kept, use_triton, way_back
+from tigon.runtime import (
+    applied,
+    autocast_device,
+    autocast_dtype,
+    first_order,
+    graph_is_kept,
+    keep,
+    kept,
+    use_triton,
+    way_back,
+)
 
 
 def lora_linear(
@@ -72,7 +82,7 @@ def lora_linear(
     plan = Group(layers, dtype, wide=not autocast)
     # Tensors go in flat, since autograd looks for them among the arguments and not inside of tuples. What is no tensor
     # travels in the plan.
-    result = _LoraLinear.apply(x, plan, saved_by, *plan.tensors(layers))
+    result = _lora_linear(x, plan, saved_by, *plan.tensors(layers))
     # Behind the results there may be the empty tensor of `way_back`, which is nobody's result.
     return result[: len(layers)]  # type: ignore[no-any-return]
 
@@ -122,7 +132,7 @@ def gated_lora_linear(
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
     plan = Group((layer,), dtype, wide=not autocast)
-    return _GatedLoraLinear.apply(gate, up, plan, act, inplace, saved_by, *plan.tensors((layer,)))[0]  # type: ignore[no-any-return]
+    return _gated_lora_linear(gate, up, plan, act, inplace, saved_by, *plan.tensors((layer,)))[0]  # type: ignore[no-any-return]
 
 
 def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ...]:
@@ -309,3 +319,6 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     if need_a:
         da = plan.a_gradients([rows], u, scratch, a, [True])[0]
     return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None, None
+
+
+_lora_linear, _gated_lora_linear = applied(_LoraLinear), applied(_GatedLoraLinear)

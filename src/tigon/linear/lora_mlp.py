@@ -32,7 +32,7 @@ from tigon.ops.gated_lora import (
     gated_lora_gradients,
     sums_along,
 )
-from tigon.runtime import first_order, graph_is_kept, keep, kept, use_triton, way_back
+from tigon.runtime import applied, first_order, graph_is_kept, keep, kept, use_triton, way_back
 
 
 def lora_mlp(
@@ -100,7 +100,7 @@ def lora_mlp(
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     # tensors() gives A, B, biases and weights, two each: [6:] leaves the two weights, as gate and up have no bias here.
     own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
-    y, *_ = _LoraMLP.apply(x, plans, act, inplace, saved_by, residual if joined else None, *own)
+    y, *_ = _lora_mlp(x, plans, act, inplace, saved_by, residual if joined else None, *own)
     return y if joined or residual is None else residual + y  # type: ignore[no-any-return]
 
 
@@ -155,7 +155,7 @@ class _LoraMLP(torch.autograd.Function):
 
 def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
     # Views: the kernel takes t's row stride, and t stays one tensor for d[A…].
-    one, other = t.split(plan.ranks, 1)
+    one, other = t.split_with_sizes(plan.ranks, 1)
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
 
@@ -230,3 +230,6 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     # The stream's gradient is the upstream one itself: nothing here writes to it.
     dresidual = dy if need_residual else None
     return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
+
+
+_lora_mlp = applied(_LoraMLP)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
+    applied,
     cdiv,
     check_tensors,
     differentiable,
@@ -656,14 +657,13 @@ def forked_rms_norm(
     and with kernels; elsewhere x and its norm are just that.
     """
     _check("forked_rms_norm", x, weight, cast)
-    if not use_triton(x, weight) or is_traced(x) or torch._C._are_functorch_transforms_active():
+    if not use_triton(x, weight) or is_traced(x):
         return rms_norm(x, weight, eps=eps, offset=offset, cast=cast), x
     result: tuple[Tensor, Tensor] = _forked(x, weight, eps, offset, cast)
     return result
 
 
-# Without the Python half of Function.apply, as in `differentiable`.
-_forked: Any = super(torch.autograd.Function, _Forked).apply
+_forked = applied(_Forked)
 
 
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.probe import HOOKS
+from tigon.fusion.patch import is_hooked
 from tigon.fusion.reasons import Reason
-from tigon.linear.lora import LoRA
+from tigon.linear.lora import Known, LoRA
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.parts.bases import dequantised, is_4bit, is_plain, known, multiplies_itself, opaque
 from tigon.runtime import autocast_dtype
@@ -71,9 +71,11 @@ def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
         return SWITCHED_OFF
     modules = layer._modules  # nn.Module.__getattr__ takes longer, and this runs for every layer of every call
     firsts, seconds = modules["lora_A"]._modules, modules["lora_B"]._modules
-    active = [name for name in layer.active_adapters if name in firsts]
-    if len(active) != 1:
-        return SEVERAL if active else NO_ADAPTER
+    active = layer.active_adapters
+    if len(active) != 1 or active[0] not in firsts:
+        active = [name for name in active if name in firsts]
+        if len(active) != 1:
+            return SEVERAL if active else NO_ADAPTER
     name = active[0]
     if name in layer.lora_variant or layer.use_dora.get(name):
         return VARIANT
@@ -99,8 +101,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _calls_nothing_else(layer: nn.Module) -> bool:
-    state = vars(layer)
-    return "forward" not in state and not any(map(state.get, HOOKS))
+    return "forward" not in vars(layer) and not is_hooked(layer)
 
 
 def lora_of(layer: Any, x: Any) -> LoRA | Reason:
@@ -124,9 +125,12 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
     floats = a.dtype.is_floating_point and b.dtype.is_floating_point
     if not floats or not a.device == b.device == x.device or x.shape[-1] != a.shape[1]:
         return DTYPES_DIFFER
-    dtype = autocast_dtype(x.device.type) or x.dtype
+    cast = autocast_dtype(x.device.type)
+    dtype = cast or x.dtype
     if is_plain(base):
-        return _of_linear(base, x, dtype, LoRA(base.weight, a, b, scale, base.bias, dropout))
+        parameters = base._parameters
+        layer = Known(parameters["weight"], a, b, scale, parameters["bias"], dropout)
+        return _of_linear(layer, x, cast)
     weight = _of_4bit(base, x, dtype) if is_4bit(base) else dequantised(base, x, dtype)
     if isinstance(weight, Reason):
         return weight
@@ -137,18 +141,22 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
     return LoRA(weight, a, b, scale, bias, dropout)
 
 
-def _of_linear(base: Any, x: Tensor, dtype: torch.dtype, layer: LoRA) -> LoRA | Reason:
-    weight = base.weight
+def _of_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reason:
+    weight: Any = layer.weight
+    bias = layer.bias
     if weight.requires_grad and torch.is_grad_enabled():
         return TRAINED
-    tensors = (weight,) if layer.bias is None else (weight, layer.bias)
-    if any(type(t) not in _PLAIN for t in tensors):
+    if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return SHARDED
     # Autocast leaves fp64 alone; without autocast torch raises for dtypes that differ.
-    fits = x.dtype == weight.dtype or (dtype != x.dtype or autocast_dtype(x.device.type) is not None)
-    if not fits or (x.dtype == torch.float64 and weight.dtype != x.dtype) or any(t.device != x.device for t in tensors):
+    fits = x.dtype == weight.dtype or (cast is not None and x.dtype != torch.float64)
+    if not fits or weight.device != x.device or (bias is not None and bias.device != x.device):
         return DTYPES_DIFFER
-    return layer
+    # What nobody has changed by hand fits in shape and dtype as well. If somebody has, the operator's checks say it.
+    shapes = weight.dim() == 2 and layer.b.shape == (weight.shape[0], layer.a.shape[0]) and layer.a.dim() == 2
+    plain = shapes and weight.shape[1] == x.shape[-1] and weight.dtype.is_floating_point
+    own = bias is None or (bias.shape == weight.shape[:1] and (cast is not None or bias.dtype == x.dtype))
+    return layer if plain and own else LoRA(*layer)
 
 
 def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | None:

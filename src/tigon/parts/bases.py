@@ -99,7 +99,7 @@ def is_4bit(base: nn.Module) -> bool:
 
 def is_plain(base: nn.Module) -> bool:
     """Whether the base layer is F.linear by a weight that is an ordinary tensor, or sharded: no quantised one."""
-    return type(base) is nn.Linear and not is_tensor_class(base.weight)
+    return type(base) is nn.Linear and not is_tensor_class(base._parameters["weight"])
 
 
 def is_tensor_class(weight: Any) -> bool:

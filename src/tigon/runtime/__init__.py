@@ -14,6 +14,7 @@ arguments   what callers may pass: tensors, layers, keywords that exist
 from tigon.runtime.arguments import Layer, check_tensors, unknown_keyword, weight_and_bias
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
+    applied,
     can_look,
     differentiable,
     differentiable_directly,
@@ -55,6 +56,7 @@ __all__ = [
     "INTERPRET",
     "Layer",
     "Plan",
+    "applied",
     "autocast_as",
     "autocast_device",
     "autocast_dtype",

@@ -196,6 +196,18 @@ def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
     return leaves
 
 
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, in a third less time where no transform of torch.func is active."""
+    # Without the Python half of apply, which looks for functorch's wrappers.
+    bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    transformed = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else bare(*args)
+
+    return apply
+
+
 @overload
 def differentiable(
     launch: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any], *,
@@ -270,14 +282,10 @@ def differentiable(
 
     _name(Eager, launch)
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
-    # Function.apply without its Python half, which looks for functorch's wrappers: a third of what an apply costs.
-    bare_apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
-    transformed = torch._C._are_functorch_transforms_active
+    eager = applied(Eager)
 
     def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return visible(op(*args))
-        return Eager.apply(*args) if transformed() else bare_apply(*args)
+        return visible(op(*args)) if torch.compiler.is_compiling() else eager(*args)
 
     def apply_without_way(*args: Any) -> Any:
         result = apply(*args)
