@@ -86,7 +86,7 @@ def adapters() -> str:
 ADAPTERS = (
     "## Adapters (LoRA, QLoRA)\n\n"
     "One training step on one GPU beside Hugging Face with PEFT, Liger and Unsloth: adapters in fp32 on all seven "
-    "projections, bf16 autocast,\nAdamW, sequences of 2048 tokens, random weights, all in [one run]"
+    "projections, bf16 autocast,\nAdamW, sequences of 2048 tokens, random weights, the sides of a line in [one run]"
     "(docs/bench.md#adapters). Unsloth checkpoints as it does by default, in host memory.\n"
 )
 

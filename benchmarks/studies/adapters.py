@@ -134,7 +134,10 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
         fast = ahead({side: 1 / row["tokens_per_s"] for side, row in right.items() if row["tokens_per_s"]}, scatter)
         small = ahead({side: row["peak_gib"] for side, row in right.items() if row["peak_gib"]})
         cells = [_cell(by.get(side), side in fast, side in small, notes) for side in present]
-        lines.append([title(next(iter(by.values()))), *cells])
+        # Two runs are two machines of one kind, which differ by a per cent or two.
+        apart = len({row.get("date") for row in by.values()}) > 1
+        mark = _mark("Its sides were measured in two runs.", notes) if apart else ""
+        lines.append([title(next(iter(by.values()))) + mark, *cells])
     for row, found in lengths:
         small = ahead({side: kib for side, (kib, _) in found.items()})
         cells = [

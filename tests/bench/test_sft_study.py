@@ -155,11 +155,15 @@ def test_a_run_that_fails_says_why(sft, tmp_path):
 
 
 def test_what_was_recorded_on_a_gpu():
-    """Equal curves: the sides of one seed are nearer to each other than two seeds, and no held-out loss is worse."""
+    """Equal curves: the sides of one seed are nearer to each other than two seeds, and no held-out loss is worse.
+
+    A record of one seed alone has the fall of the loss to compare with.
+    """
     for path in RESULTS.glob("*-sft.json"):
         content = report.load(path)
         assert all(row["status"] == "ok" for row in content["rows"])
         assert all(row["adapters"] > 0 for row in content["rows"] if row["side"] == "tigon")
         found = study.apart(content)
-        assert found["sides"] < 0.2 * found["seeds"]
-        assert found["held_out"] < max(0.01, found["held_out_seeds"])
+        falls = [study.curve(row)[0] - study._end(row) for row in content["rows"]]
+        assert found["sides"] < (0.2 * found["seeds"] if "seeds" in found else 0.01 * min(falls))
+        assert found["held_out"] < max(0.01, found.get("held_out_seeds", 0.0))
