@@ -149,3 +149,19 @@ def test_more_than_two_to_the_31_elements(device, triton_backend):
     expected.backward(torch.ones_like(expected))
     assert torch.equal(y[-3:], expected)
     assert torch.equal(x.grad[-3:], last.grad)
+
+
+def test_an_infinite_gradient_of_one_channel_stays_in_that_channel(triton_backend, device):
+    """A program sums block after block of channels, and may not carry one's sums into the next."""
+    g = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, 512, 40, generator=g).to(device) for _ in range(2))
+    w, b = (torch.randn(512, generator=g).to(device).requires_grad_() for _ in range(2))
+
+    def gradients(dy):
+        return torch.autograd.grad(tigon.group_norm(x, 1, w, b), (w, b), dy)
+
+    expected = gradients(dy)
+    dy[:, 0, 0] = torch.inf
+    for got, right in zip(gradients(dy), expected, strict=True):
+        assert torch.equal(got[1:], right[1:])
+        assert not got[0].isfinite()

@@ -277,11 +277,11 @@ def _group_norm_bwd_kernel(
             if NEED_DW or NEED_DB:
                 # Tiles go through a block of channels before the next: its sums start at its first block of space and
                 # are stored at its last.
-                # 0 at a block's first tile and 1 after it: a multiplication instead of a branch in the loop.
-                keep = tl.where(tile % blocks_s == 0, 0.0, 1.0)
+                # A select and no product with 0 and 1: an infinite dy of one block would reach the next as NaN.
+                begins = tile % blocks_s == 0
                 ends = (c < D) & (tile % blocks_s == blocks_s - 1)
-                dw = dw * keep + products
-                db = db * keep + total
+                dw = tl.where(begins, 0.0, dw) + products
+                db = tl.where(begins, 0.0, db) + total
                 if NEED_DW:
                     tl.store(partial_ptr + c, dw, mask=ends)
                 if NEED_DB:

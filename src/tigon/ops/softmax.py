@@ -27,7 +27,7 @@ from tigon.runtime import (
     uneven,
     use_triton,
 )
-from tigon.tiles.constants import LOG2E
+from tigon.tiles.constants import LOG2E, LOWEST
 from tigon.tiles.edges import aligned, edges, split
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
@@ -245,9 +245,7 @@ def _statistics(
 ):  # fmt: skip
     """The maximum of a row's scores from start to stop, and Σ exp(score − maximum)."""
     lane = tl.arange(0, BLOCK)
-    # A finite start: a lane that has seen only -inf must not compute inf - inf. It is the least fp32 number, which many
-    # masks hold.
-    top = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
+    top = tl.full((BLOCK,), LOWEST, tl.float32)
     # A lane that no column reaches keeps the least maximum and a sum of 0, which counts for nothing below.
     total = tl.zeros((BLOCK,), tl.float32)
     # With EDGES, columns count from the body's first and `last` may be negative: the loop then runs over nothing.
@@ -390,7 +388,7 @@ def _softmax_wide_fwd_kernel(
         partial_ptr += row * P * 2
         # Every program of a row adds up all parts, in one tree: the same bits in each, without a third launch.
         # A part that the row does not see has the least maximum and a sum of 0: it adds nothing.
-        tops = tl.load(partial_ptr + 2 * parts, mask=parts < P, other=-3.4028234663852886e38)
+        tops = tl.load(partial_ptr + 2 * parts, mask=parts < P, other=LOWEST)
         totals = tl.load(partial_ptr + 2 * parts + 1, mask=parts < P, other=0.0)
         top = tl.max(tops, 0)
         total = tl.sum(totals * tl.exp2((tops - top) * LOG2E), 0)
