@@ -289,7 +289,12 @@ def launch_gated(
 
 def _gated_fwd_fake(gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     # Contiguous whatever strides gate has: the next product reads rows.
-    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+    return _dense_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    # A third of the host's time for new_empty(x.shape).
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @launcher(
@@ -310,8 +315,8 @@ def _gated_bwd_fake(
     need_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # An unneeded gradient is an empty tensor, since an op of torch.library cannot return None.
-    dgate = gate.new_empty(gate.shape) if need_dgate else gate.new_empty(0)
-    return dgate, gate.new_empty(gate.shape) if need_dup and up is not None else gate.new_empty(0)
+    dgate = _dense_like(gate) if need_dgate else gate.new_empty(0)
+    return dgate, _dense_like(gate) if need_dup and up is not None else gate.new_empty(0)
 
 
 @launcher(

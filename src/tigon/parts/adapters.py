@@ -103,6 +103,12 @@ def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
 
 
+def may_be_adapted(layer: Any) -> bool:
+    """Whether `adapter_here` has anything to look at: it is asked of every MLP, and most have no adapters."""
+    patch = vars(layer).get("_tigon")
+    return patch is not None and patch.part is ADAPTERS
+
+
 def count_here(layer: Any) -> None:
     patch: Patch = vars(layer)["_tigon"]
     patch.ledger.count("adapters", patch.key)

@@ -35,7 +35,7 @@ from tigon.linear.tiled_lora_mlp import tiled_lora_mlp
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear_saved_by
-from tigon.parts.adapters import adapter_here, count_here
+from tigon.parts.adapters import adapter_here, count_here, may_be_adapted
 from tigon.runtime import autocast_dtype, use_triton
 
 
@@ -66,7 +66,9 @@ def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:
     """residual + module(x), where all three layers of an MLP have adapters and one pass adds; None elsewhere."""
     patch: Patch = module._tigon
     formula: Gated = patch.formula
-    if not patch.ledger.active or torch.compiler.is_compiling() or transformed():
+    if torch.compiler.is_compiling() or not _may_be_adapted(module, formula):
+        return None
+    if not patch.ledger.active or transformed():
         return None
     # Hooks on the module see its result, which is not computed here.
     if not isinstance(residual, Tensor) or not patch.is_all_of(module) or not patch.still_holds(module):
@@ -95,10 +97,14 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
 
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     formula: Gated = patch.formula
-    whole = _adapted_mlp(self, patch, x)
-    if whole is not None:
-        return _after_mlp(self, formula, whole)
-    ours = _adapted_gate_and_up(self, patch, x)
+    ours = None
+    # The partitioner of torch.compile decides what is kept of adapted layers, which are called as they are.
+    adapters = not torch.compiler.is_compiling() and _may_be_adapted(self, formula)
+    if adapters:
+        whole = _adapted_mlp(self, patch, x)
+        if whole is not None:
+            return _after_mlp(self, formula, whole)
+        ours = _adapted_gate_and_up(self, patch, x)
     # Other layers are called as modules, so that hooks and quantisation on them keep working.
     if ours is not None:
         gate, up = ours
@@ -114,7 +120,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     plain = formula.between is None and formula.gate_scale is None
     recompute = patch.ledger.recompute
     adapted = None
-    if plain and recompute.product and fit_each_other(gate, up) and not torch.compiler.is_compiling():
+    if adapters and plain and recompute.product and fit_each_other(gate, up):
         # Without kernels nothing computes the product again, and a recipe stands for it.
         adapted = adapter_here(down, gate) if use_triton(gate, up) else None
     if adapted is not None:
@@ -136,6 +142,16 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
             product = getattr(self, formula.between)(product)
         y = down(product)
     return _after_mlp(self, formula, y)
+
+
+def _may_be_adapted(self: Any, formula: Gated) -> bool:
+    """Whether a layer of the unit may have an adapter; most units have none, and nothing more is asked about them."""
+    layers = self._modules
+    for name in (formula.gate, formula.up, formula.down):
+        layer = layers.get(name) if name is not None else None
+        if layer is not None and may_be_adapted(layer):
+            return True
+    return False
 
 
 def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual: Tensor | None = None) -> Tensor | None:

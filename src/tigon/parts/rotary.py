@@ -134,11 +134,11 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
         fits = plain is recognised and ledger.active and not transformed()  # else it was replaced since
         bound = formula.bind(args, kwargs) if fits else None
-        heads = () if bound is None else tuple(bare(x) for x in bound[0])
+        heads = () if bound is None else tuple([bare(x) for x in bound[0]])
         if bound is None or not _tensors_fit(*heads, *bound[1:3]):
             return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
         waiting, cos, sin, dim = bound
-        flat = formula.flat and cos.dim() == 2 and all(x.dim() == 3 for x in heads) and "unsqueeze_dim" not in kwargs
+        flat = formula.flat and cos.dim() == 2 and "unsqueeze_dim" not in kwargs and all(x.dim() == 3 for x in heads)
         four, angles = heads, (cos, sin)
         if flat:
             four, angles, dim = tuple(x[None] for x in heads), (cos[None], sin[None]), 2
@@ -161,7 +161,7 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:
-            turned = tuple(y.to(x.dtype) for x, y in zip(heads, turned, strict=True))
+            turned = tuple([y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(heads, turned, strict=True)])
         return turned if len(heads) == 2 else turned[0]
 
     return apply
@@ -181,18 +181,23 @@ def _capturing(t: Tensor) -> bool:
 
 
 def _tensors_fit(*tensors: Any) -> bool:
-    if not all(isinstance(t, Tensor) and t.dtype in DTYPES for t in tensors):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors[-2:]))
+    for t in tensors:
+        if not isinstance(t, Tensor) or t.dtype not in DTYPES:
+            return False
+    cos, sin = tensors[-2:]
+    return not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())
 
 
 def _shapes_fit(heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, formula: Rotary) -> bool:
     q = heads[0]
     if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
-    batch, time, width = q.shape[0], q.shape[3 - dim], q.shape[3]
-    if any(x.dim() != 4 or (x.shape[0], x.shape[3 - dim], x.shape[3]) != (batch, time, width) for x in heads):
-        return False
+    shape = q.shape
+    batch, time, width = shape[0], shape[3 - dim], shape[3]
+    for x in heads[1:]:
+        shape = x.shape
+        if len(shape) != 4 or (shape[0], shape[3 - dim], shape[3]) != (batch, time, width):
+            return False
     rotated = cos.shape[2] * (2 if formula.turn.angles == "half" else 1)
     if cos.shape[0] not in (1, batch) or cos.shape[1] != time or not formula.turn.fits(rotated, width):
         return False
