@@ -120,5 +120,16 @@ def test_what_it_says_of_compile_is_of_the_models_measured_with_both():
     assert f"and Tigon {100 * tigon:.1f} %." in text
 
 
+def test_what_it_says_of_unsloth_is_of_the_steps_measured_with_both():
+    rows = report.load(ROOT / "benchmarks" / "results" / "h100-adapters.json")["rows"]
+    speed = {(*report.case_of(row), row["side"]): row["tokens_per_s"] for row in rows if row["status"] == "ok"}
+    gains = [v / speed[(*case, "unsloth")] - 1 for (*case, side), v in speed.items()
+             if side == "tigon" and v and speed.get((*case, "unsloth"))]  # fmt: skip
+    assert len(gains) == 5
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = f"measured with both, Tigon is {100 * min(gains):.1f} to {100 * max(gains):.1f} % faster."
+    assert f"On the five [LoRA and QLoRA steps](#adapters-lora-qlora) that we {said}" in text
+
+
 def percent(gain: float) -> str:
     return f"{100 * gain:+.1f} %".replace("-", "−")
