@@ -98,6 +98,22 @@ class Streamed(Layer):
         return x * self.bend
 
 
+class Chained(Layer):
+    """Pairs that share a statement: the norm of a sum in a sum, and a unit between the stream and its sum."""
+
+    def forward(self, x):
+        residual = x
+        x = x + self.bend
+        x = self.norm(x)
+        x = residual + x
+        residual = x
+        x = self.mix(x)
+        x = residual + x
+        residual = x
+        x = self.second(x)
+        return residual + self.mix(x)
+
+
 class Written(Layer):
     """The stream is read by more than sums."""
 
@@ -154,7 +170,7 @@ def nodes_of(t):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "forks"), [(Streamed, 1), (Written, 0)])
+@pytest.mark.parametrize(("kind", "forks"), [(Streamed, 1), (Chained, 0), (Written, 0)])
 def test_the_norm_sums_the_gradients_of_the_stream_beside_it(kind, forks, dtype, triton_backend, device):
     torch.manual_seed(0)
     layer = kind().train().to(device, dtype)

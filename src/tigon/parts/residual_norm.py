@@ -207,8 +207,11 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
         return NO_SOURCE
     function = tree.body[0]
     sites = list(_sites(function))
+    # A statement is rewritten once: a norm of a sum comes first, then a unit's sum, then the stream beside its norm.
     taken = [statements[i] for statements, at, until, _ in sites for i in (at, until)]
-    forks, units = list(_forks(function, taken)), list(_units(function, taken))
+    units = list(_units(function, taken))
+    taken += [statements[i] for statements, at, _ in units for i in (at, at + 1)]
+    forks = list(_forks(function, taken))
     for statements, at, until, norm in sites:
         before, after = statements[at], statements[until]
         assert isinstance(before, ast.Assign)
@@ -293,7 +296,7 @@ def _forks(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt
     """The places where a name keeps x as the residual stream, and the next statement norms x."""
     for statements in _bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
-            if not (_is_assignment(first) and _is_assignment(second)) or second in taken:
+            if not (_is_assignment(first) and _is_assignment(second)) or first in taken or second in taken:
                 continue
             stream, x = first.targets[0].id, first.value  # type: ignore[attr-defined]
             if not isinstance(x, ast.Name) or not _only_added(function, stream):
@@ -307,7 +310,7 @@ def _units(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt
     """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself."""
     for statements in _bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
-            if not (_is_assignment(first) and _is_sum(second)) or second in taken:
+            if not (_is_assignment(first) and _is_sum(second)) or first in taken or second in taken:
                 continue
             name, unit, total = first.targets[0].id, first.value, second.value  # type: ignore[attr-defined]
             if _normed_name(unit) is None or not isinstance(total.left, ast.Name) or total.left.id == name:
