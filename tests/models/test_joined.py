@@ -106,12 +106,12 @@ class Chained(Layer):
         x = x + self.bend
         x = self.norm(x)
         x = residual + x
+        x = x.tanh()
         residual = x
         x = self.mix(x)
         x = residual + x
-        residual = x
-        x = self.second(x)
-        return residual + self.mix(x)
+        x = x.tanh()
+        return self.second(x)
 
 
 class Written(Layer):
