@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -99,33 +100,34 @@ def _kind(
       leaves out nothing else; of the others whether it is 1, which becomes a constant, and whether 16 divides it;
     - of a float, or of a bool that is no constant, nothing but that it is one.
     """
-    knobs, places = triton.knobs, _places.get(kernel.fn) or _places_of(kernel, len(tensors))
+    knobs, types = triton.knobs, tuple(map(type, arguments))
     # A stage that a hook adds may depend on anything.
-    if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None or not _KNOWN.issuperset(
-        types := [type(a) for a in arguments]
-    ):
+    if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None or not _KNOWN.issuperset(types):
         return None
     modes = knobs.runtime.debug, getattr(knobs.compilation, "instrumentation_mode", None)
-    kind: list[Any] = [kernel.fn, device, *modes, *options.items(), *types]
+    kind: list[Any] = [kernel.fn, device, *modes, *options.items(), types]
     for t, pointer in zip(tensors, pointers, strict=True):
-        if isinstance(t, Tensor):
+        if t is None:
+            kind.append(None)
+        elif isinstance(t, Tensor):
             kind += t.dtype, pointer & 15 == 0
             if _HIP:  # AMD's compiler takes shorter offsets into tensors below 2 GiB
                 kind.append(t.untyped_storage().nbytes() < 2**31)
-        elif t is None:
-            kind.append(None)
         elif type(t) is TensorDescriptor:
             kind += "descriptor", t.base.dtype, *t.block_shape
         else:
             return None
-    constants, sizes, others = places
-    # The text of a float: 0.0 and −0.0 are equal, and two constants.
-    kind += [repr(arguments[i]) if types[i] is float else arguments[i] for i in constants]
-    kind += [_width(arguments[i]) for i in sizes if types[i] is int]
-    for i in others:
-        if types[i] is int:
-            n = arguments[i]
-            kind += 1 if n == 1 else _width(n), n & 15 == 0
+    constants, sizes, others = _places.get(kernel.fn) or _places_of(kernel, len(tensors))
+    values = constants(arguments)
+    # The texts where there are floats: 0.0 and −0.0 are equal, and two constants.
+    kind.append(tuple(map(repr, values)) if float in constants(types) else values)
+    # Of which arguments these are numbers, the types tell.
+    kind += [_width(n) for n in sizes(arguments) if type(n) is int]
+    kind += [
+        ("1" if n == 1 else n & 15 == 0) if -(2**31) <= n < 2**31 else (_width(n), n & 15 == 0)
+        for n in others(arguments)
+        if type(n) is int
+    ]
     return tuple(kind)
 
 
@@ -135,18 +137,28 @@ if HAS_TRITON:
     _KNOWN |= {triton.runtime.JITFunction, tl.dtype}
 _HIP = torch.version.hip is not None
 
-# A kernel's Python function → where its arguments after the tensors are constants, whole numbers of which Triton sees
-# only the width, and others.
-_places: dict[Any, tuple[list[int], list[int], list[int]]] = {}
+Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+# A kernel's Python function → those of its arguments after the tensors that are constants, whole numbers of which
+# Triton sees only the width, and others.
+_places: dict[Any, tuple[Picker, Picker, Picker]] = {}
 
 
-def _places_of(kernel: Any, tensors: int) -> tuple[list[int], list[int], list[int]]:
+def _places_of(kernel: Any, tensors: int) -> tuple[Picker, Picker, Picker]:
     parameters = list(enumerate(kernel.params[tensors:]))
-    constants = [i for i, p in parameters if p.is_constexpr]
-    sizes = [i for i, p in parameters if not p.is_constexpr and p.do_not_specialize]
-    others = [i for i, p in parameters if not p.is_constexpr and not p.do_not_specialize]
-    _places[kernel.fn] = constants, sizes, others
-    return constants, sizes, others
+    found = (
+        _picker([i for i, p in parameters if p.is_constexpr]),
+        _picker([i for i, p in parameters if not p.is_constexpr and p.do_not_specialize]),
+        _picker([i for i, p in parameters if not p.is_constexpr and not p.do_not_specialize]),
+    )
+    _places[kernel.fn] = found
+    return found
+
+
+def _picker(places: list[int]) -> Picker:
+    """A function that picks these places of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
 
 
 def _width(n: int) -> int:
