@@ -116,6 +116,12 @@ class Rotary:
         """Heads, cos and sin, and the dimension of the heads; None for a call that no probe covers."""
         if len(args) > len(self.names):
             return None
+        # As most models call it: nothing is looked up by name.
+        if not kwargs and len(args) == len(self.names) == 4 and not self.complex and self.default in (1, 2):
+            q, k, cos, sin = args
+            if self.names[2].startswith("sin"):
+                cos, sin = sin, cos
+            return (q,) if k is None and self.alone else (q, k), cos, sin, self.default
         given = dict(zip(self.names, args, strict=False))
         dim = self.default
         for name, value in kwargs.items():
