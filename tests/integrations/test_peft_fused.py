@@ -415,6 +415,16 @@ def test_the_mlp_adds_to_the_stream(obstacle, monkeypatch, triton_backend, devic
     assert off <= 0.05 * torch.stack([g.norm() for g in theirs.values()]).norm()
 
 
+def test_an_adapter_changed_by_hand_gets_the_sentence_of_the_operator(device):
+    """Layers that fuse has read pass the operator's checks: those alone whose tensors fit each other."""
+    model = adapted(device=device)
+    tigon.fuse(model)
+    layer = model.get_base_model().model.layers[0].self_attn.o_proj.lora_B["default"]
+    layer.weight.data = layer.weight.data[:5]
+    with pytest.raises(ValueError, match=r"lora_linear: layers\[0\].b must be \(32, \d+\), got \(5, \d+\)"):
+        model(**{k: v.to(device) for k, v in batch().items()})
+
+
 def test_two_forwards_before_one_backward(device):
     """What a checkpoint computes again is grouped as it was the first time, from the first step on."""
     model = adapted(device=device)

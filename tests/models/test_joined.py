@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from zoo import batch, build
 
-from tigon.ops.rms_norm import forked_rms_norm
+from tigon.ops.forked_rms_norm import forked_rms_norm
 from tigon.parts.head_norm import HeadNorm
 
 

@@ -14,14 +14,11 @@ from torch import Tensor
 from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import (
     Plan,
-    applied,
     cdiv,
     check_tensors,
     differentiable,
     do_not_specialize,
     empty_rows,
-    first_order,
-    is_traced,
     jit,
     launch,
     launcher,
@@ -618,52 +615,6 @@ def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tu
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
     return dx, dresidual, dw if need_dw else None, None, None, None
-
-
-class _Forked(torch.autograd.Function):
-    """x, weight → rms_norm(x), and x again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
-    ) -> tuple[Tensor, Tensor]:
-        y, rstd = _rms_norm_fwd.direct(x, weight, eps, offset, cast)  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
-        ctx.hides, ctx.options = True, (eps, offset, cast)
-        ctx.save_for_backward(x, weight, rstd)
-        # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
-        return y, x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_forked_backward, ctx, *gradients)
-
-
-def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    if dy is None:  # the norm was not used: the stream's gradient passes on unchanged
-        return ds, None, None, None, None
-    dx, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None
-
-
-def forked_rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast: Cast = "llama"
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x), x): where x goes on beside its norm, as a residual stream does.
-
-    Autograd would sum the two gradients of x in a pass of its own, which reads both and writes a third. The norm's
-    backward pass adds the stream's gradient to its own instead, in fp32, before the one rounding. In eager mode alone,
-    and with kernels; elsewhere x and its norm are just that.
-    """
-    _check("forked_rms_norm", x, weight, cast)
-    if not use_triton(x, weight) or is_traced(x):
-        return rms_norm(x, weight, eps=eps, offset=offset, cast=cast), x
-    result: tuple[Tensor, Tensor] = _forked(x, weight, eps, offset, cast)
-    return result
-
-
-_forked = applied(_Forked)
 
 
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)

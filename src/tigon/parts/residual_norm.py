@@ -47,7 +47,8 @@ from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
 from tigon.logits.recipe import DTYPES
-from tigon.ops.rms_norm import add_rms_norm, forked_rms_norm, rms_norm
+from tigon.ops.forked_rms_norm import forked_rms_norm
+from tigon.ops.rms_norm import add_rms_norm, rms_norm
 from tigon.parts.norm import is_rms_norm, norm_fits
 from tigon.parts.sharded_rows import is_dtensor
 
@@ -210,37 +211,25 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     # A statement is rewritten once: a norm of a sum comes first, then a unit's sum, then the stream beside its norm.
     taken = [statements[i] for statements, at, until, _ in sites for i in (at, until)]
     units = list(_units(function, taken))
-    taken += [statements[i] for statements, at, _ in units for i in (at, at + 1)]
+    taken += [statements[i] for statements, at, *_ in units for i in (at, at + 1)]
     forks = list(_forks(function, taken))
     for statements, at, until, norm in sites:
         before, after = statements[at], statements[until]
-        assert isinstance(before, ast.Assign)
-        assert isinstance(before.value, ast.BinOp)
-        name = before.targets[0]
-        call = ast.Call(
-            ast.Name(_SUM, ast.Load()),
-            [_of_self(norm), before.value.left, before.value.right],
-            [],
-        )
-        pair = ast.Tuple([name, ast.Name(_RESULT, ast.Store())], ast.Store())
-        statements[at] = ast.copy_location(ast.Assign([pair], call), before)
+        total = _sum_of(before)
+        assert total is not None
+        name, left, right = total
+        statements[at] = ast.copy_location(_pair(name, _call(_SUM, norm, left, right)), before)
         statements[until] = _Result(norm).visit(after)
-    for statements, at, norm in forks:
-        first, second = statements[at : at + 2]
-        assert isinstance(first, ast.Assign)
-        call = ast.Call(ast.Name(_FORK, ast.Load()), [_of_self(norm), first.value], [])
-        pair = ast.Tuple([first.targets[0], ast.Name(_RESULT, ast.Store())], ast.Store())
+    for statements, at, norm, stream, x in forks:
+        second = statements[at + 1]
         # At the line of the norm, which is the statement that may raise.
-        statements[at] = ast.copy_location(ast.Assign([pair], call), second)
+        statements[at] = ast.copy_location(_pair(stream, _call(_FORK, norm, _loaded(x))), second)
         statements[at + 1] = _Result(norm).visit(second)
-    for statements, at, unit in units:
+    for statements, at, unit, residual, x in units:
         first, second = statements[at : at + 2]
-        assert isinstance(first, ast.Assign)
-        assert isinstance(second, ast.Assign)
-        assert isinstance(first.value, ast.Call)
-        assert isinstance(second.value, ast.BinOp)
-        call = ast.Call(ast.Name(_UNIT, ast.Load()), [_of_self(unit), second.value.left, first.value.args[0]], [])
-        statements[at] = ast.copy_location(ast.Assign(first.targets, call), first)
+        name = _assigned(second)[0]  # type: ignore[index]
+        call = _call(_UNIT, unit, _loaded(residual), _loaded(x))
+        statements[at] = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], call), first)
         statements[at + 1] = ast.copy_location(ast.Pass(), second)
     ast.fix_missing_locations(tree)
     scope = dict(fn.__globals__)
@@ -250,8 +239,18 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     return rebuilt(fn, scope, None, code=_compiled(tree, fn))
 
 
-def _of_self(name: str) -> ast.Attribute:
-    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+def _loaded(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())
+
+
+def _call(function: str, module: str, *args: ast.expr) -> ast.expr:
+    """function(self.module, *args)"""
+    return ast.Call(_loaded(function), [ast.Attribute(_loaded("self"), module, ast.Load()), *args], [])
+
+
+def _pair(name: str, call: ast.expr) -> ast.stmt:
+    """name, _tigon_norm = call"""
+    return ast.Assign([ast.Tuple([ast.Name(name, ast.Store()), ast.Name(_RESULT, ast.Store())], ast.Store())], call)
 
 
 class _Result(ast.NodeTransformer):
@@ -261,7 +260,8 @@ class _Result(ast.NodeTransformer):
         self.norm = norm
 
     def visit_Call(self, node: ast.Call) -> Any:
-        if _normed_name(node) is not None and node.func.attr == self.norm:  # type: ignore[attr-defined]
+        called = _called(node)
+        if called is not None and called[0] == self.norm:
             return ast.copy_location(ast.Name(_RESULT, ast.Load()), node)
         return self.generic_visit(node)
 
@@ -270,19 +270,36 @@ def _sites(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
     """The places where a name is assigned a sum, and the next statement that does more than rename the sum norms it."""
     for statements in _bodies(function):
         for at, statement in enumerate(statements):
-            found = _norm_after(statements, at) if _is_sum(statement) else None
+            total = _sum_of(statement)
+            found = None if total is None else _norm_after(statements, at, total[0])
             if found is not None:
                 yield statements, at, *found
 
 
-def _is_sum(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Assign)
-        and len(statement.targets) == 1
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.BinOp)
-        and isinstance(statement.value.op, ast.Add)
-    )
+def _forks(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
+    """The places where a name keeps x as the residual stream, and the next statement norms x: norm, stream and x."""
+    for statements, at, first, second in _pairs(function, taken):
+        kept, normed = _assigned(first), _assigned(second)
+        if kept is None or normed is None or not isinstance(kept[1], ast.Name):
+            continue
+        stream, x = kept[0], kept[1].id
+        calls = [c for call in _always_evaluated(normed[1]) if (c := _called(call)) is not None and c[1] == x]
+        if len(calls) == 1 and stream != x and _only_added(function, stream):
+            yield statements, at, calls[0][0], stream, x
+
+
+def _units(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
+    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself: unit, the other
+    name and x."""
+    for statements, at, first, second in _pairs(function, taken):
+        made, total = _assigned(first), _sum_of(second)
+        called = None if made is None else _called(made[1])
+        if made is None or called is None or total is None:
+            continue
+        name, (unit, x), (target, left, right) = made[0], called, total
+        own = isinstance(right, ast.Name) and right.id == name == target
+        if own and isinstance(left, ast.Name) and left.id != name:
+            yield statements, at, unit, left.id, x
 
 
 def _bodies(function: Any) -> Iterator[list[ast.stmt]]:
@@ -292,64 +309,55 @@ def _bodies(function: Any) -> Iterator[list[ast.stmt]]:
                 yield statements
 
 
-def _forks(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str]]:
-    """The places where a name keeps x as the residual stream, and the next statement norms x."""
+def _pairs(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, ast.stmt]]:
+    """Statements that follow one another, neither of them taken."""
     for statements in _bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
-            if not (_is_assignment(first) and _is_assignment(second)) or first in taken or second in taken:
-                continue
-            stream, x = first.targets[0].id, first.value  # type: ignore[attr-defined]
-            if not isinstance(x, ast.Name) or not _only_added(function, stream):
-                continue
-            calls = [c for c in _always_evaluated(second.value) if _normed_name(c) == x.id]  # type: ignore[attr-defined]
-            if len(calls) == 1 and stream != x.id:
-                yield statements, at, calls[0].func.attr  # type: ignore[attr-defined]
+            if first not in taken and second not in taken:
+                yield statements, at, first, second
 
 
-def _units(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str]]:
-    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself."""
-    for statements in _bodies(function):
-        for at, (first, second) in enumerate(itertools.pairwise(statements)):
-            if not (_is_assignment(first) and _is_sum(second)) or first in taken or second in taken:
-                continue
-            name, unit, total = first.targets[0].id, first.value, second.value  # type: ignore[attr-defined]
-            if _normed_name(unit) is None or not isinstance(total.left, ast.Name) or total.left.id == name:
-                continue
-            if isinstance(total.right, ast.Name) and total.right.id == name == second.targets[0].id:  # type: ignore[attr-defined]
-                yield statements, at, unit.func.attr
+def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """The one name that a statement assigns, and its value; None for any other statement."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    (target,) = statement.targets
+    return (target.id, statement.value) if isinstance(target, ast.Name) else None
 
 
-def _is_assignment(statement: ast.stmt) -> bool:
-    """Whether it assigns one name."""
-    one = isinstance(statement, ast.Assign) and len(statement.targets) == 1
-    return one and isinstance(statement.targets[0], ast.Name)  # type: ignore[attr-defined]
+def _sum_of(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:
+    """The name that is assigned a sum, and the sum's terms; None for any other statement."""
+    found = _assigned(statement)
+    if found is None or not isinstance(found[1], ast.BinOp) or not isinstance(found[1].op, ast.Add):
+        return None
+    return found[0], found[1].left, found[1].right
 
 
 def _only_added(function: Any, name: str) -> bool:
     """Whether a name is read as a term of sums alone: a view of the stream may go there, and nobody writes into it."""
-    added = {
-        id(term) for node in ast.walk(function) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-        for term in (node.left, node.right)
-    }  # fmt: skip
-    reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name]
-    return all(isinstance(n.ctx, ast.Store) or id(n) in added for n in reads) and not any(
-        isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name) and n.target.id == name
-        for n in ast.walk(function)
-    )
+    nodes = list(ast.walk(function))
+    sums = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+    added = {id(term) for node in sums for term in (node.left, node.right)}
+    for node in nodes:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+            return False
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) and id(node) not in added:
+            return False
+    return True
 
 
-def _norm_after(statements: list[ast.stmt], at: int) -> tuple[int, str] | None:
-    names = {statements[at].targets[0].id}  # type: ignore[attr-defined]
+def _norm_after(statements: list[ast.stmt], at: int, total: str) -> tuple[int, str] | None:
+    names = {total}
     for until in range(at + 1, len(statements)):
         statement = statements[until]
         if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
             return None
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if len(targets) == 1 and isinstance(targets[0], ast.Name) and isinstance(statement.value, ast.Name):
-            (names.add if statement.value.id in names else names.discard)(targets[0].id)
+        renamed = _assigned(statement)
+        if renamed is not None and isinstance(renamed[1], ast.Name):
+            (names.add if renamed[1].id in names else names.discard)(renamed[0])
             continue
-        calls = [call for call in _always_evaluated(statement.value) if _normed_name(call) in names]
-        return (until, calls[0].func.attr) if len(calls) == 1 else None  # type: ignore[attr-defined]
+        calls = [c for call in _always_evaluated(statement.value) if (c := _called(call)) is not None and c[1] in names]
+        return (until, calls[0][0]) if len(calls) == 1 else None
     return None
 
 
@@ -363,13 +371,14 @@ def _always_evaluated(node: ast.AST) -> Iterator[ast.Call]:
         yield from _always_evaluated(child)
 
 
-def _normed_name(node: ast.AST) -> str | None:
-    """x of a call `self.name(x)`; None for any other node."""
+def _called(node: ast.AST) -> tuple[str, str] | None:
+    """name and x of a call `self.name(x)`; None for any other node."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
         return None
     func = node.func
-    of_self = isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self"
-    return node.args[0].id if of_self else None
+    if not isinstance(func, ast.Attribute) or not isinstance(func.value, ast.Name) or func.value.id != "self":
+        return None
+    return func.attr, node.args[0].id
 
 
 register(ResidualNorm())

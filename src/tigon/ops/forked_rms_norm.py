@@ -1,0 +1,60 @@
+"""The norm of x beside x itself, which goes on as a residual stream: the norm's backward pass sums both gradients.
+
+Autograd would sum the two gradients of x in a pass of its own, which reads both and writes a third. The backward kernel
+of `rms_norm` adds the stream's gradient to its own instead, as it does for `add_rms_norm`: in fp32, before the one
+rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, rms_norm
+from tigon.runtime import applied, first_order, is_traced, use_triton
+
+
+def forked_rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast: Cast = "llama"
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x), x), with the arguments of `rms_norm`.
+
+    In eager mode alone, and with kernels; elsewhere x and its norm are just that, and autograd sums.
+    """
+    _check("forked_rms_norm", x, weight, cast)
+    if not use_triton(x, weight) or is_traced(x):
+        return rms_norm(x, weight, eps=eps, offset=offset, cast=cast), x
+    result: tuple[Tensor, Tensor] = _forked(x, weight, eps, offset, cast)
+    return result
+
+
+class _Forked(torch.autograd.Function):
+    """x, weight → rms_norm(x), and x again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+    ) -> tuple[Tensor, Tensor]:
+        y, rstd = _rms_norm_fwd.direct(x, weight, eps, offset, cast)  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.options = True, (eps, offset, cast)
+        ctx.save_for_backward(x, weight, rstd)
+        # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
+        return y, x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_forked_backward, ctx, *gradients)
+
+
+def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_dx, need_dw, *_ = ctx.needs_input_grad
+    if dy is None:  # the norm was not used: the stream's gradient passes on unchanged
+        return ds, None, None, None, None
+    dx, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, None, None, None
+
+
+_forked = applied(_Forked)
