@@ -354,7 +354,7 @@ def test_angles_are_spread_within_a_captured_graph(monkeypatch):
         spreads.clear()
         model(q, k, cos, sin)
         assert not spreads
-        monkeypatch.setattr("tigon.parts.rotary._capturing", lambda t: True, raising=False)
+        monkeypatch.setattr("tigon.parts.rotary.is_captured", lambda t: True)
         model(q, k, cos, sin)
         assert spreads
 

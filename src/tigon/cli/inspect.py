@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tigon.cli.options import QUANTIZE, RECOMPUTE
 from tigon.cli.problem import Problem, needs
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
-QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")
 BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
     "forward": "in the forward pass", "loss": "in the loss", "backward": "in the backward pass",

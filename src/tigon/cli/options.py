@@ -20,13 +20,8 @@ PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo")
 QUANTIZE = ("nf4", "fp4", "int8")
-RECOMPUTE = (
-    "auto",
-    "none",
-    "product",
-    "cheap",
-    "mlp",
-)  # repeats tigon.memory.recompute.LEVELS, whose import needs torch
+# Repeats tigon.memory.recompute.LEVELS, whose import needs torch.
+RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 SHARDED = ("fsdp", "hsdp")  # those that train adapters too
 # Defaults that differ by task: preferences and rewards want smaller steps, and rewards no held-out prompts.

@@ -173,11 +173,7 @@ def _may_keep(*angles: Tensor) -> bool:
         return False  # a backward pass cannot use an inference tensor
     if any(t.is_inference() for t in angles):
         return False  # inference tensors have no version counter
-    return not _capturing(angles[0])  # the replay of a CUDA graph must spread the angles of its own step
-
-
-def _capturing(t: Tensor) -> bool:
-    return is_captured(t)
+    return not is_captured(angles[0])  # the replay of a CUDA graph must spread the angles of its own step
 
 
 def _tensors_fit(*tensors: Any) -> bool:

@@ -6,25 +6,14 @@ calls before a capture compile and load what it launches, so they have to take t
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 from torch import Tensor
 
+from tigon.runtime.dispatch import Mode
 
-class rehearsal:
+
+class rehearsal(Mode):
     """Inside a `with` block tensors on a GPU are treated as in a capture, in every thread of the process."""
-
-    active = False
-
-    def __enter__(self) -> rehearsal:
-        self._outer, rehearsal.active = rehearsal.active, True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        rehearsal.active = self._outer
 
 
 def is_captured(t: Tensor) -> bool:

@@ -66,24 +66,29 @@ class use_backend:
         _forced = self._outer.pop()
 
 
-class meta_as_gpu:
+class Mode:
+    """What holds inside a `with` block, in every thread of the process: its class is `active` there."""
+
+    active = False
+
+    def __enter__(self) -> Mode:
+        kind = type(self)
+        self._outer, kind.active = kind.active, True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        type(self).active = self._outer
+
+
+class meta_as_gpu(Mode):
     """Inside a `with` block meta tensors take the path of a GPU's, in every thread of the process.
 
     Operators then allocate what they would allocate on a GPU, and no kernel is launched: a training step on the meta
     device tells how much memory the step takes on a GPU (tigon.memory.estimate). Autocast of meta tensors, which torch
     does not have, is what autocast is on the CPU.
     """
-
-    active = False
-
-    def __enter__(self) -> meta_as_gpu:
-        self._outer, meta_as_gpu.active = meta_as_gpu.active, True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        meta_as_gpu.active = self._outer
 
 
 def stands_for_gpu(t: Tensor) -> bool:
