@@ -128,6 +128,11 @@ REPLACED = [
         "embedding(input, weight, padding_idx=padding_idx)", "y",
         {"input": torch.tensor([[0, 4, 2]]), "weight": randn(5, 8), "padding_idx": 2},
     ),
+    Replaced(
+        "prefix_attention(q, k, v, tigon.PrefixLayout(prefix_lengths, suffix_lengths))", "o",
+        {"q": randn(12, 4, 8), "k": randn(12, 2, 8), "v": randn(1, 12, 2, 8)[0], "prefix_lengths": [3, 2],
+         "suffix_lengths": [[1, 2], [3, 1]]},
+    ),
 ]  # fmt: skip
 GIVEN = {
     "Head": tigon.Head,

@@ -36,6 +36,7 @@ NUMBERS = [
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
     "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",
+    "prefix_attention": "has no kernel yet: ops/test_prefix_attention.py",
     "dropped_product": "a product inside of lora_linear: ops/test_lora_dropout.py",
     "dropped_outer": "as dropped_product",
     "dropped_gradient": "as dropped_product",
@@ -478,7 +479,7 @@ def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
         }
         assert names == set(op.launches), f"{op} calls {sorted(names)}"
         called |= names
-    called |= set(WITHOUT_A_ROW)
+    called |= set(WITHOUT_A_ROW) - {"prefix_attention"}
     registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
     assert called == registered
 

@@ -36,6 +36,8 @@ from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.logprob import LogProb as LogProb
 from tigon.ops.logprob import logprob as logprob
 from tigon.ops.poly_norm import poly_norm as poly_norm
+from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
+from tigon.ops.prefix_attention import prefix_attention as prefix_attention
 from tigon.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from tigon.ops.relu2 import relu2 as relu2
 from tigon.ops.rms_norm import add_rms_norm as add_rms_norm

@@ -17,6 +17,7 @@ from tigon.ops import layer_norm as layer_norm
 from tigon.ops import logprob as logprob
 from tigon.ops import lora_dropout as lora_dropout
 from tigon.ops import poly_norm as poly_norm
+from tigon.ops import prefix_attention as prefix_attention
 from tigon.ops import qk_norm_rope as qk_norm_rope
 from tigon.ops import relu2 as relu2
 from tigon.ops import rms_norm as rms_norm

@@ -1,0 +1,129 @@
+"""Attention of several continuations of one prefix: o_i = Σ_j p_ij v_j, p_i = softmax over what token i may see.
+
+Token j of suffix c of request r sees the whole prefix r and the tokens of its own suffix up to itself; a token of a
+prefix sees the prefix up to itself. Keys and values of a prefix are there once, whatever number of suffixes read them.
+
+Source: Cascade inference, Ye et al. 2024, https://flashinfer.ai/2024/02/02/cascade-inference.html; Hydragen, Juravsky
+et al. 2024, https://arxiv.org/abs/2402.05099; candidates that rank together: LiGR, https://arxiv.org/abs/2502.03417.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tigon.ops.prefix_attention.layout import PrefixLayout
+from tigon.ops.prefix_attention.reference import prefix_attention_reference
+from tigon.runtime import autocast_device, autocast_dtype, check_tensors
+
+__all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
+
+# The widest head of the kernels' tiles.
+WIDEST = 256
+
+
+def prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PrefixLayout,
+    *,
+    across: Literal["none", "suffixes"] = "none",
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of prefixes and of their suffixes, each prefix read where it lies.
+
+    Args:
+        q: (N, H, D), a row for each token: the rows of all prefixes, then those of all suffixes, as `layout` counts
+            them. D is at most 256.
+        k, v: (N, G, D) in q's dtype, H a multiple of G. q, k and v may be views of one packed projection.
+        layout: a `tigon.PrefixLayout` on q's device.
+        across: "none": a suffix reads its prefix and itself, as if it were alone. "suffixes": it also reads all tokens
+            of the other suffixes of its request, as candidates do that are ranked together.
+        scale: multiplies the scores; 1/√D by default.
+        softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.
+        window: a token at position i sees keys with positions above i - window. A suffix continues the positions of
+            its prefix.
+    Returns: (N, H, D) in q's dtype, or in that of autocast, as torch's scaled_dot_product_attention.
+    Raises: ValueError for shapes, dtypes and options that do not fit, and for a layout that counts other rows or lies
+        on another device.
+
+    Replaces::
+
+        seen = torch.zeros(len(q), len(q), dtype=torch.bool)
+        p, s = 0, sum(prefix_lengths)
+        for prefix, suffixes in zip(prefix_lengths, suffix_lengths):
+            seen[p : p + prefix, p : p + prefix] = True
+            for suffix in suffixes:
+                seen[s : s + suffix, p : p + prefix] = True
+                seen[s : s + suffix, s : s + suffix] = True
+                s += suffix
+            p += prefix
+        heads = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(*heads, attn_mask=seen.tril(), enable_gqa=True)[0].transpose(0, 1)
+    """
+    _check(q, k, v, layout, across, scale, softcap, window)
+    dtype = autocast_dtype(q.device.type)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+        with torch.autocast(autocast_device(q.device.type), enabled=False):
+            return _attention(q, k, v, layout, across, scale, softcap, window)
+    return _attention(q, k, v, layout, across, scale, softcap, window)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, across: str, scale: float | None, softcap: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    return prefix_attention_reference(q, k, v, layout, across=across, scale=scale, softcap=softcap, window=window)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, across: str, scale: float | None, softcap: float | None,
+    window: int | None,
+) -> None:  # fmt: skip
+    check_tensors("prefix_attention", q=q, k=k, v=v)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"prefix_attention: {name} must be a plain tensor, got a DTensor: pass to_local(), with a layout of "
+                "the rows that are there."
+            )
+    if not isinstance(layout, PrefixLayout):
+        raise ValueError(f"prefix_attention: layout must be a tigon.PrefixLayout, got {type(layout).__name__}.")
+    if q.dim() != 3 or not q.dtype.is_floating_point:
+        raise ValueError(f"prefix_attention: q must be (N, H, D) floats, got {tuple(q.shape)} {q.dtype}.")
+    N, H, D = q.shape
+    if not 1 <= D <= WIDEST:
+        raise ValueError(f"prefix_attention: q must have heads of 1 to {WIDEST} numbers, got {D}.")
+    if k.dim() != 3 or k.shape[0] != N or k.shape[2] != D or k.shape[1] < 1 or H % k.shape[1] or H < 1:
+        raise ValueError(
+            f"prefix_attention: k must be (N, G, D) beside q {tuple(q.shape)}, H a multiple of G, got {tuple(k.shape)}."
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"prefix_attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}.")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype or t.device != q.device:
+            raise ValueError(
+                f"prefix_attention: {name} must be {q.dtype} on {q.device}, as q is, got {t.dtype} on {t.device}."
+            )
+    if layout.rows != N:
+        raise ValueError(f"prefix_attention: layout must count the rows of q, {N}, got one of {layout.rows} rows.")
+    if layout.device != q.device:
+        raise ValueError(
+            f"prefix_attention: layout must lie on q's device {q.device}, got {layout.device}: make it with device=…, "
+            "or move it by layout.to(…)."
+        )
+    if across not in ("none", "suffixes"):
+        raise ValueError(f"prefix_attention: across must be 'none' or 'suffixes', got {across!r}.")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"prefix_attention: scale must be positive, got {scale}.")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"prefix_attention: softcap must be positive or None, got {softcap}.")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"prefix_attention: window must be a positive int or None, got {window}.")

@@ -1,0 +1,156 @@
+"""Where the rows of prefixes and suffixes lie: offsets, positions and tables of tiles, made once a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PrefixLayout:
+    """R requests, each a prefix and its suffixes, as packed rows: [all prefixes | all suffixes].
+
+    The suffixes of a request lie one behind the other, in the order of the requests, so that both halves are slices of
+    every tensor with a row for each token. Nothing is padded.
+
+    Args:
+        prefix_lengths: R ints, the tokens of each prefix. 0 is allowed: the suffixes are then sequences of their own.
+        suffix_lengths: R lists of ints, the tokens of each suffix of each request.
+        device: of the tensors. Default: torch's default device.
+    Raises: ValueError for other counts of requests, for a request without suffixes, for negative lengths and suffixes
+        without tokens, and for tensors: a layout is made without asking the device.
+
+    Attributes:
+        requests, suffixes: R, and how many suffixes there are in all, C.
+        rows, prefix_rows, suffix_rows: of both halves, and of each.
+        prefix_lengths, suffix_lengths: as given, as tuples.
+        cu_prefix, cu_suffix: (R + 1,) and (C + 1,) int32, where each prefix and each suffix starts in its half.
+        request: (C,) int64, the request of each suffix.
+        positions: (rows,) int64. A suffix continues the positions of its prefix.
+        predictor: (suffix_rows,) int64, the row whose output predicts each token of the suffixes. That of a suffix's
+            first token is the last row of its prefix.
+    """
+
+    def __init__(
+        self,
+        prefix_lengths: Sequence[int],
+        suffix_lengths: Sequence[Sequence[int]],
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        self.prefix_lengths = _lengths("prefix_lengths", prefix_lengths, 0)
+        if isinstance(suffix_lengths, Tensor):
+            raise ValueError(
+                f"PrefixLayout: suffix_lengths must be a list of lists of ints, got {_kind(suffix_lengths)}."
+            )
+        self.suffix_lengths = tuple(_lengths(f"suffix_lengths[{r}]", s, 1) for r, s in enumerate(suffix_lengths))
+        self.requests, count = len(self.prefix_lengths), len(self.suffix_lengths)
+        if self.requests != count:
+            raise ValueError(
+                f"PrefixLayout: suffix_lengths must hold a list for each of the {self.requests} prefixes, got {count}."
+            )
+        # Everything is computed on the host, and reaches the device in one copy.
+        prefix = torch.tensor(self.prefix_lengths)
+        many = torch.tensor([len(s) for s in self.suffix_lengths])
+        suffix = torch.tensor([n for s in self.suffix_lengths for n in s])
+        requests = torch.arange(self.requests)
+        self.suffixes = len(suffix)
+        self.prefix_rows, self.suffix_rows = sum(self.prefix_lengths), int(suffix.sum())
+        self.rows = self.prefix_rows + self.suffix_rows
+        self.longest_suffix = int(suffix.max())
+        self.has_prefixes = min(self.prefix_lengths) > 0
+        of_suffix = requests.repeat_interleave(many)
+        cu_prefix, cu_suffix = _offsets(prefix), _offsets(suffix)
+        # Where the suffixes of each request begin, in rows of the suffixes' half.
+        cu_request = cu_suffix[_offsets(many)]
+        lengths = torch.cat((prefix, suffix))
+        starts = torch.cat((cu_prefix[:-1], cu_suffix[:-1] + self.prefix_rows))
+        first = starts.repeat_interleave(lengths)
+        before = torch.cat((torch.zeros_like(prefix), prefix[of_suffix])).repeat_interleave(lengths)
+        position = torch.arange(self.rows) - first + before
+        of_row = torch.cat((requests, of_suffix)).repeat_interleave(lengths)
+        stop = first + lengths.repeat_interleave(lengths)
+        # Sequences: start, stop, and the rows that they meet as a whole. A prefix meets the suffixes of its request, a
+        # suffix the prefix, and all suffixes of a request together meet it as well.
+        prefixes = torch.stack((cu_prefix[:-1], cu_prefix[1:]), 1)
+        runs = torch.stack((cu_request[:-1], cu_request[1:]), 1) + self.prefix_rows
+        own = torch.stack((cu_suffix[:-1], cu_suffix[1:]), 1) + self.prefix_rows
+        self._prefixes = torch.cat((prefixes, runs), 1).int()
+        self._runs = torch.cat((runs, prefixes), 1).int()
+        self._suffixes = torch.cat((own, prefixes[of_suffix], runs[of_suffix]), 1).int()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        parts = [t.int() for t in (cu_prefix, cu_suffix, of_suffix, first, stop, position, of_row)]
+        parts += [t.flatten() for t in (self._prefixes, self._runs, self._suffixes)]
+        moved: tuple[Tensor, ...] = _copied(torch.cat(parts), device).split([t.numel() for t in parts])
+        self.device = moved[0].device
+        self.cu_prefix, self.cu_suffix, self._of_suffix = moved[:3]
+        self._first, self._stop, self._position, self._of_row = moved[3:7]
+        self._on_device = {
+            "prefixes": moved[7].view(-1, 4), "runs": moved[8].view(-1, 4), "suffixes": moved[9].view(-1, 6)
+        }  # fmt: skip
+        self._tiles: dict[tuple[str, int], Tensor] = {}
+
+    @functools.cached_property
+    def request(self) -> Tensor:
+        return self._of_suffix.long()
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        return self._position.long()
+
+    @functools.cached_property
+    def predictor(self) -> Tensor:
+        if not self.has_prefixes:
+            raise ValueError(
+                f"PrefixLayout: every prefix must have a token for predictor, got an empty one for request "
+                f"{self.prefix_lengths.index(0)}: nothing predicts the first token of its suffixes."
+            )
+        first, rows = self._first[self.prefix_rows :], torch.arange(self.suffix_rows, device=self.device)
+        rows = rows + self.prefix_rows
+        last = self.cu_prefix[1:][self._of_row[self.prefix_rows :].long()].long() - 1
+        return torch.where(rows == first, last, rows - 1)
+
+    def to(self, device: torch.device | str | int) -> PrefixLayout:
+        """This layout with its tensors on a device; itself if they lie there."""
+        device = torch.device(device)
+        if device == self.device or (device.index is None and device.type == self.device.type != "cuda"):
+            return self
+        return PrefixLayout(self.prefix_lengths, self.suffix_lengths, device=device)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixLayout({self.requests} prefixes of {self.prefix_rows} tokens, {self.suffixes} suffixes of "
+            f"{self.suffix_rows}, device={str(self.device)!r})"
+        )
+
+
+def _lengths(name: str, given: Any, least: int) -> tuple[int, ...]:
+    if isinstance(given, (Tensor, str, int)) or not isinstance(given, Sequence):
+        raise ValueError(f"PrefixLayout: {name} must be a list of ints on the host, got {_kind(given)}.")
+    lengths = tuple(given)
+    if not lengths:
+        raise ValueError(f"PrefixLayout: {name} must have at least one length, got an empty list.")
+    for i, n in enumerate(lengths):
+        if type(n) is not int:
+            raise ValueError(f"PrefixLayout: {name}[{i}] must be an int on the host, got {_kind(n)}.")
+        if n < least:
+            raise ValueError(f"PrefixLayout: {name}[{i}] must be at least {least}, got {n}.")
+    return lengths
+
+
+def _kind(given: Any) -> str:
+    return f"a tensor on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _copied(host: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,173 @@
+"""prefix_attention beside sequences that each have a prefix of their own, and PrefixLayout."""
+
+import pytest
+import torch
+
+import tigon
+from tigon.ops.prefix_attention import prefix_attention_reference
+
+RAGGED = [5, 0, 17, 3], [[3, 1, 7], [2, 4], [1], [9, 9, 1, 2]]
+SINGLE = [6, 0, 19], [[1] * 5, [1], [1] * 8]
+ONE_EACH = [4, 9], [[11], [6]]
+
+
+def draw(layout, H=4, G=2, D=16, dtype=torch.float64, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(layout.rows, heads, D, generator=generator).to(device, dtype) for heads in (H, G, G)]
+
+
+def one_by_one(q, k, v, layout, scale=None, softcap=None, window=None):
+    """Each suffix as a sequence with a prefix of its own, by a loop over tokens."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    outputs = torch.empty_like(q)
+
+    def read(i, keys, first):
+        keys = keys[max(0, first - window + 1) :] if window else keys
+        z = torch.einsum("hd,jhd->hj", q[i], k[keys]) * scale
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        outputs[i] = torch.einsum("hj,jhd->hd", z.softmax(-1), v[keys])
+
+    p, s = 0, layout.prefix_rows
+    for length, suffixes in zip(layout.prefix_lengths, layout.suffix_lengths, strict=True):
+        prefix = list(range(p, p + length))
+        for i in prefix:
+            read(i, prefix[: i - p + 1], i - p)
+        for n in suffixes:
+            for i in range(s, s + n):
+                read(i, prefix + list(range(s, i + 1)), length + i - s)
+            s += n
+        p += length
+    return outputs
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"softcap": 1.5}, {"window": 6}, {"window": 1}], ids=str)
+@pytest.mark.parametrize("lengths", [RAGGED, SINGLE, ONE_EACH], ids=["ragged", "single", "one each"])
+def test_the_reference_is_a_loop_over_tokens(lengths, options):
+    layout = tigon.PrefixLayout(*lengths)
+    q, k, v = draw(layout)
+    torch.testing.assert_close(
+        prefix_attention_reference(q, k, v, layout, **options), one_by_one(q, k, v, layout, **options)
+    )
+
+
+def test_across_reads_all_tokens_of_the_others():
+    layout = tigon.PrefixLayout([3, 2], [[2, 1, 3], [2, 2]])
+    q, k, v = draw(layout, H=1, G=1)
+    o = tigon.prefix_attention(q, k, v, layout, across="suffixes")
+    # Row 6 is the second token of the first suffix of the first request, whose suffixes are rows 5 to 10.
+    keys = [0, 1, 2, 5, 6, 7, 8, 9, 10]
+    torch.testing.assert_close(o[6, 0], (k[keys, 0] @ q[6, 0] / 4).softmax(-1) @ v[keys, 0])
+    # Its first token does not read the second.
+    keys.remove(6)
+    torch.testing.assert_close(o[5, 0], (k[keys, 0] @ q[5, 0] / 4).softmax(-1) @ v[keys, 0])
+
+
+def test_gradients_of_a_prefix_are_the_sum_of_those_of_its_copies():
+    lengths, suffixes = [5, 3], [[3, 1, 4], [2, 2]]
+    layout = tigon.PrefixLayout(lengths, suffixes)
+    inputs = [t.requires_grad_() for t in draw(layout)]
+    up = torch.randn(layout.suffix_rows, 4, 16, dtype=torch.float64)
+    o = tigon.prefix_attention(*inputs, layout)[layout.prefix_rows :]
+    got = torch.autograd.grad(o, inputs, up)
+    s, p, total = 0, 0, 0.0
+    for length, own in zip(lengths, suffixes, strict=True):
+        for n in own:
+            start = layout.prefix_rows + s
+            q, k, v = (torch.cat((t[p : p + length], t[start : start + n])) for t in inputs)
+            heads = (t.transpose(0, 1) for t in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+            alone = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1)
+            total = total + (alone[length:] * up[s : s + n]).sum()
+            s += n
+        p += length
+    for a, b in zip(got, torch.autograd.grad(total, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_across_with_one_suffix_is_none(backend, device):
+    layout = tigon.PrefixLayout(*ONE_EACH, device=device)
+    q, k, v = draw(layout, device=device, dtype=torch.float32)
+    one, other = (tigon.prefix_attention(q, k, v, layout, across=across) for across in ("none", "suffixes"))
+    torch.testing.assert_close(one, other)
+
+
+# ----------------------------------------------------------------------------------------------------------- layout
+
+
+def test_offsets_positions_and_predictors():
+    layout = tigon.PrefixLayout([2, 3], [[1, 2], [2]])
+    assert (layout.requests, layout.suffixes) == (2, 3)
+    assert (layout.rows, layout.prefix_rows, layout.suffix_rows) == (10, 5, 5)
+    assert layout.cu_prefix.tolist() == [0, 2, 5]
+    assert layout.cu_suffix.tolist() == [0, 1, 3, 5]
+    assert layout.request.tolist() == [0, 0, 1]
+    assert layout.positions.tolist() == [0, 1, 0, 1, 2, 2, 2, 3, 3, 4]
+    assert layout.predictor.tolist() == [1, 1, 6, 4, 8]
+    assert layout.positions.dtype == layout.predictor.dtype == layout.request.dtype == torch.int64
+
+
+def test_an_empty_prefix_predicts_nothing():
+    layout = tigon.PrefixLayout([2, 0], [[1], [2]])
+    assert layout.positions.tolist() == [0, 1, 2, 0, 1]
+    with pytest.raises(ValueError, match=r"every prefix must have a token for predictor, got .* request 1: nothing"):
+        _ = layout.predictor
+
+
+def test_to_another_device_and_back():
+    layout = tigon.PrefixLayout([2], [[1, 2]])
+    assert layout.to("cpu") is layout
+    moved = layout.to("meta")
+    assert moved.positions.is_meta
+    assert moved.suffix_lengths == layout.suffix_lengths
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "suffixes", "sentence"),
+    [
+        ([2, 3], [[1]], r"suffix_lengths must hold a list for each of the 2 prefixes, got 1\.$"),
+        (torch.tensor([2]), [[1]], r"prefix_lengths must be a list of ints on the host, got a tensor on cpu\.$"),
+        ([2], torch.tensor([[1]]), r"suffix_lengths must be a list of lists of ints, got a tensor on cpu\.$"),
+        ([2], [torch.tensor([1])], r"suffix_lengths\[0\] must be a list of ints on the host, got a tensor on cpu\.$"),
+        ([torch.tensor(2)], [[1]], r"prefix_lengths\[0\] must be an int on the host, got a tensor on cpu\.$"),
+        ([2], [1], r"suffix_lengths\[0\] must be a list of ints on the host, got int\.$"),
+        ([2.0], [[1]], r"prefix_lengths\[0\] must be an int on the host, got float\.$"),
+        ([-1], [[1]], r"prefix_lengths\[0\] must be at least 0, got -1\.$"),
+        ([2, 2], [[1], [3, 0]], r"suffix_lengths\[1\]\[1\] must be at least 1, got 0\.$"),
+        ([2], [[]], r"suffix_lengths\[0\] must have at least one length, got an empty list\.$"),
+        ([], [], r"prefix_lengths must have at least one length, got an empty list\.$"),
+    ],
+)  # fmt: skip
+def test_a_bad_layout_gets_a_sentence(prefixes, suffixes, sentence):
+    with pytest.raises(ValueError, match=r"^PrefixLayout: " + sentence):
+        tigon.PrefixLayout(prefixes, suffixes)
+
+
+def test_bad_options_get_a_sentence():
+    layout = tigon.PrefixLayout([2], [[1, 2]])
+    q, k, v = draw(layout)
+    bad = [
+        ((q, k, v, [2]), {}, r"layout must be a tigon.PrefixLayout, got list\."),
+        ((q[:4], k[:4], v[:4], layout), {}, r"layout must count the rows of q, 4, got one of 5 rows\."),
+        ((q, k, v, layout.to("meta")), {}, r"layout must lie on q's device cpu, got meta: make it with"),
+        ((q[0], k, v, layout), {}, r"q must be \(N, H, D\) floats, got \(4, 16\)"),
+        ((q, k[:, :, :8], v, layout), {}, r"k must be \(N, G, D\) beside q \(5, 4, 16\), .* got \(5, 2, 8\)"),
+        ((q, k.repeat(1, 2, 1)[:, :3], v, layout), {}, r"k must be \(N, G, D\) .*got \(5, 3, 16\)"),
+        ((q, k, v[:, :1], layout), {}, r"v must have k's shape \(5, 2, 16\), got \(5, 1, 16\)"),
+        ((q, k.float(), v, layout), {}, r"k must be torch.float64 on cpu, as q is, got torch.float32"),
+        ((q, k, v, layout), {"across": "all"}, r"across must be 'none' or 'suffixes', got 'all'\."),
+        ((q, k, v, layout), {"scale": 0.0}, r"scale must be positive, got 0.0\."),
+        ((q, k, v, layout), {"softcap": -1.0}, r"softcap must be positive or None, got -1.0\."),
+        ((q, k, v, layout), {"window": 0}, r"window must be a positive int or None, got 0\."),
+    ]
+    for inputs, options, sentence in bad:
+        with pytest.raises(ValueError, match=r"^prefix_attention: " + sentence):
+            tigon.prefix_attention(*inputs, **options)
+
+
+def test_autocast_computes_in_its_dtype_as_torch_does(device):
+    layout = tigon.PrefixLayout(*ONE_EACH, device=device)
+    inputs = [t.requires_grad_() for t in draw(layout, device=device, dtype=torch.float32)]
+    with torch.autocast(device.type, torch.bfloat16):
+        o = tigon.prefix_attention(*inputs, layout)
+    assert o.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.sum(), inputs))
