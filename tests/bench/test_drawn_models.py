@@ -1,6 +1,8 @@
 """Small models of drawn families: what the draw replaces, and that a wrong gradient or a failing side is seen."""
 
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tigon.bench import ahead, drawn_models
+from tigon.bench import ahead, children, drawn_models
 from tigon.bench.cases import Implementation
 from tigon.bench.drawn_models import NAME, SHAPE_NAMES, Apart, contained, measure, overrides_of
 from tigon.bench.ranges import FAMILIES, Dice, small_model
@@ -168,3 +170,75 @@ def test_autotuning_runs_each_configuration_once():
     assert ahead._once(lambda: calls.append(1), warmup=5, quantiles=(0.5, 0.2, 0.8)) == [1.0] * 3
     assert ahead._once(lambda: calls.append(1)) == 1.0
     assert len(calls) == 2
+
+
+def test_a_process_ends_with_all_that_it_has_started(tmp_path, monkeypatch):
+    """A compiler's own processes would share the processors with what is timed next."""
+    marks = tmp_path / "child.pid"
+    (tmp_path / "starts_another.py").write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(marks)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = children.start("starts_another")
+    deadline = time.monotonic() + 60
+    while not (marks.exists() and marks.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = int(marks.read_text())
+    children.end(process)
+    assert process.returncode is not None
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+    children.end(process)  # a second time, when nothing is left
+    process.stdin.close()
+    process.stdout.close()
+
+
+def _runs(pid):
+    status = Path(f"/proc/{pid}/stat")
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("asks Linux for its processes")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_models_are_handed_out_first_and_the_parent_works_meanwhile(tmp_path, monkeypatch):
+    """A stand-in for the process notes what it is handed, and says that it is done."""
+    log = tmp_path / "log"
+    (tmp_path / "notes_draws.py").write_text(
+        "import sys\n"
+        f"with open({str(log)!r}, 'w') as log:\n"
+        "    for line in sys.stdin:\n"
+        "        log.write(line)\n"
+        "        if '\"op\"' in line:\n"
+        f"            print({ahead.DONE!r}, flush=True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    seen, said = [], []
+
+    def start(module, **more):
+        seen.append(children.start("notes_draws", **more))
+        return seen[-1]
+
+    monkeypatch.setattr(ahead, "start", start)
+    draws = [{"op": "swiglu", "n": 0}, {"op": "softmax", "n": 1}, {"op": NAME, "n": 2}]
+    limits = {"start_s": 1.0, "deadline_s": 60.0, "count": 1}
+    done = ahead.compile_ahead(draws, CPU, None, **limits, meanwhile=lambda: said.append(f"{len(seen)} started"))
+    assert done == 3
+    assert said == ["1 started"]
+    request, *handed = map(json.loads, log.read_text().splitlines())
+    assert request["device"] == "cpu"
+    assert [draw["n"] for draw in handed] == [2, 0, 1]
+    assert seen[0].returncode is not None
+
+
+def test_inductor_has_no_processes_of_its_own_meanwhile(monkeypatch):
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config, "compile_threads", 7)
+    monkeypatch.setenv(ahead.THREADS, "5")
+    with ahead.private_cache():
+        assert (config.compile_threads, os.environ[ahead.THREADS]) == (1, "1")
+    assert (config.compile_threads, os.environ[ahead.THREADS]) == (7, "5")

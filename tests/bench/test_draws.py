@@ -4,14 +4,18 @@ import dataclasses
 import json
 import math
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tigon.bench import report, verdicts
+from tigon.bench import report, runner, verdicts
 from tigon.bench import sweep as module
 from tigon.bench.cases import OPS, Implementation
+from tigon.bench.clocks import Host
 from tigon.bench.inputs import DTYPES
 from tigon.bench.ranges import GPT_OSS, MIXTURES, MODELS, TOKENS, Dice
 from tigon.bench.runner import Row, Settings, run_case, within
@@ -216,8 +220,10 @@ def test_the_summary_counts_and_the_table_begins_with_the_worst():
     assert "1 draws were skipped" in summary
     _, lines = verdicts.behind(found)
     assert [line[1] for line in lines] == ["3×4", "4×4", "2×4", "5×4"]
-    assert lines[0][4:] == ["1.00", "0.500", "liger", "+100.0 %", "0.300", "0.250", "liger", "+20.0 %"]
-    assert lines[1][4:] == ["1.00", "1.00", "eager", "tie", "0.400", "0.300", "eager", "+33.3 %"]
+    assert lines[0][4:] == ["1.00", "0.500", "liger", "+100.0 %", "host", "0.300", "0.250", "liger", "+20.0 %"]
+    assert lines[1][4:] == ["1.00", "1.00", "eager", "tie", "host", "0.400", "0.300", "eager", "+33.3 %"]
+    assert "Of the 2 in which it is behind as called, the host limits 2" in summary
+    assert "on the device Tigon is first or ties in 1 of them." in summary
     assert lines[2][-2:] == ["eager", "first"]
     assert lines[3][4] == "wrong"
     assert verdicts.furthest_behind(found) == pytest.approx(100.0)
@@ -226,6 +232,25 @@ def test_the_summary_counts_and_the_table_begins_with_the_worst():
         assert "+100.0 %" in shown
     (line,) = verdicts.by_operator(found)[1]
     assert line == ["softmax", "6", "2", "1", "2", "1", "1.00×, 2.00×", "2", "0", "2", "0.67×, 1.33×"]
+
+
+@pytest.mark.parametrize(
+    ("total", "floor", "device", "graphed", "limit", "seen"),
+    [
+        (0.3, 0.01, 0.02, True, "host", 0.02),
+        (0.3, 0.28, 0.29, True, "device", 0.29),
+        (4.0, 0.5, 0.9, True, "host", 0.9),  # many launches, each of which the device waits for
+        (4.0, 0.5, None, True, "–", None),  # it could not be captured: the device's time is not known
+        (4.0, 3.9, None, False, "device", 4.0),
+        (40.0, 3.0, None, False, "device", 40.0),
+    ],
+)
+def test_the_host_and_the_device_are_told_apart(total, floor, device, graphed, limit, seen):
+    ours = {**row("tigon", total, device=device), "floor_ms": floor}
+    one = Row("softmax", (3, 4), "bfloat16", "tigon", total_ms=total, floor_ms=floor)
+    assert bool(module.graphed([one])) == graphed
+    assert verdicts._limit(ours) == limit
+    assert verdicts._device_ms(ours) == seen
 
 
 def test_where_tigon_is_first_everywhere_there_is_no_table_of_the_others():
@@ -379,6 +404,51 @@ def test_a_graph_is_timed_where_the_host_may_take_longer():
     rows = [Row("softmax", (3, 4), "bfloat16", name, total_ms=ms) for name, ms in
             (("tigon", 1.0), ("eager", 2.0), ("liger", None))]  # fmt: skip
     assert module.graphed(rows) == ["tigon"]
+
+
+def test_a_long_call_that_is_far_behind_has_one_round(monkeypatch):
+    """Short calls keep all rounds: one disturbed round says little of them."""
+    monkeypatch.setattr(runner, "LONG_MS", 5.0)
+    calls = []
+
+    def slow(seconds, name):
+        def fn(gate, up):
+            calls.append(name)
+            time.sleep(seconds)
+            return torch.nn.functional.silu(gate) * up
+
+        return Implementation(lambda: fn)
+
+    found = {"tigon": slow(0.02, "tigon"), "long": slow(0.05, "long"), "fast": slow(0.002, "fast")}
+    op = dataclasses.replace(OPS["swiglu"], implementations=found)
+    settings = Settings(3, 0.0, 0.0, least=1, forward=False, far=4.0)
+    rows = run_case(op, (3, 4), torch.float32, CPU, module.Ceilings(1.0, 1.0, ""), settings=settings)
+    counts = {name: calls.count(name) for name in found}
+    assert counts["tigon"] == counts["fast"] == counts["long"] + 2 * 2, "each round warms up once and times once"
+    assert all(row.total_ms > 0 for row in rows)
+
+
+def test_what_a_sweep_takes_is_counted_by_what_is_done(quick):
+    about = measured(2, peers=["eager"]).content()["sweep"]
+    assert {"reference", "check tigon", "check eager", "round", "tidying"} <= set(about["seconds"])
+    assert all(seconds >= 0 for seconds in about["seconds"].values())
+    assert about["host"]["us_least"] <= about["host"]["us"] <= about["host"]["us_most"]
+
+
+def test_what_other_processes_use_of_the_processors_is_seen():
+    if not Path("/proc/stat").exists():
+        pytest.skip("asks Linux")
+    quiet = Host()
+    quiet.wait(5.0, busy=1e9)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(0.5)
+        quiet.sample()
+        began = time.monotonic()
+        quiet.wait(0.5, busy=0.0)
+        assert time.monotonic() - began >= 0.5, "it is busy still"
+        other.kill()
+    assert quiet.others[0] > 0.2
+    assert quiet.summary()["others"] > 0.2
 
 
 # ------------------------------------------------------------------------------------------------------ command line

@@ -5,7 +5,7 @@ processes run each implementation of their draws once: what they compile stays i
 and Triton's), where the measuring process finds it. Nothing is measured meanwhile, and what fails here only takes
 longer afterwards.
 
-python -m tigon.bench.ahead      a process: reads its draws on standard input, says "done" after each
+python -m tigon.bench.ahead      a process: reads a request and then draws on standard input, says "done" after each
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import torch
 
 from tigon.bench import drawn_models
 from tigon.bench.cases import OPS
+from tigon.bench.children import end, start
 from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.runner import choose, free, run_once, within
 
 DONE = "done"
 SLOWER = 3.0  # than alone on the machine
-CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+CACHE, TRITON_CACHE, THREADS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 # Of the device's memory, for all processes together, as if a third of them needed any at a time.
 MEMORY_SHARE = 0.85 * 3
-SPARE_CORES = 2
+SPARE_CORES = 1  # this process only imports meanwhile
 # A larger number of CUDA contexts needs more memory than it saves time.
 MOST = 16
 # These have nothing to compile, or keep nothing of it on disk.
@@ -46,14 +47,21 @@ def private_cache() -> Iterator[None]:
     """A folder for what torch.compile and Triton compile, of this run alone: nothing lies there that another has tuned.
 
     Named to both: torch.compile would tell Triton of a folder in its own, from its first kernel on, and what was
-    compiled before would lie elsewhere.
+    compiled before would lie elsewhere. Inside, torch.compile has no processes of its own: a pool of as many as there
+    are processors would import torch while the host's time is measured.
     """
-    before = {name: os.environ.get(name) for name in (CACHE, TRITON_CACHE)}
+    before = {name: os.environ.get(name) for name in (CACHE, TRITON_CACHE, THREADS)}
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-", ignore_cleanup_errors=True) as folder:
-        os.environ |= {CACHE: folder, TRITON_CACHE: os.path.join(folder, "triton")}
+        os.environ |= {CACHE: folder, TRITON_CACHE: os.path.join(folder, "triton"), THREADS: "1"}
+        inductor = sys.modules.get("torch._inductor.config")  # it has read the number if it is imported already
+        threads = getattr(inductor, "compile_threads", None)
+        if inductor is not None:
+            inductor.compile_threads = 1  # type: ignore[attr-defined]
         try:
             yield
         finally:
+            if inductor is not None:
+                inductor.compile_threads = threads  # type: ignore[attr-defined]
             for name, value in before.items():
                 os.environ.pop(name, None)
                 if value is not None:
@@ -81,13 +89,18 @@ def compile_ahead(
     deadline_s: float,
     count: int | None = None,
     say: Callable[[int], None] = lambda done: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
     """Run draws once in `count` processes; returns how many were run until the deadline.
+
+    Each process is handed its next draw when it has done one, in the order of the draws: what is measured first is
+    compiled first, and no process waits while another has several left. All processes have ended when this returns.
 
     Args:
         draws: each with "op", "shape", "dtype" and "options".
         start_s: seconds after which a first call is given up.
         say: called with the number of draws that are done.
+        meanwhile: called once, while the processes work.
     """
     count = min(count or processes(), len(draws))
     began, done, lock = time.monotonic(), [0], threading.Lock()
@@ -97,36 +110,49 @@ def compile_ahead(
         "start_s": start_s,
         "memory": min(0.85, MEMORY_SHARE / max(1, count)),
     }
-    # A process compiles by itself: pools of the compilers' own would outnumber the processors.
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    # Models take longest. Begun last, one of them would hold the others up.
+    waiting = iter(sorted(draws, key=lambda draw: draw["op"] != drawn_models.NAME))
+
+    def feed(child: subprocess.Popen[str]) -> None:
+        def hand(message: dict[str, Any]) -> None:
+            child.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
+            child.stdin.flush()  # type: ignore[union-attr]
+
+        def hand_next() -> None:
+            with lock:
+                draw = next(waiting, None)
+            if draw is None:
+                child.stdin.close()  # type: ignore[union-attr]
+            else:
+                hand(draw)
+
+        with contextlib.suppress(OSError, ValueError):  # the process has died, or was ended
+            hand(request)
+            hand_next()
+            for line in child.stdout or ():
+                if line.strip() == DONE:
+                    with lock:
+                        done[0] += 1
+                    hand_next()
+
     children: list[subprocess.Popen[str]] = []
-
-    def read(child: subprocess.Popen[str]) -> None:
-        for line in child.stdout or ():
-            if line.strip() == DONE:
-                with lock:
-                    done[0] += 1
-
+    feeders: list[threading.Thread] = []
     try:
-        for index in range(count):
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tigon.bench.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True, env=environment,
-            )  # fmt: skip
+        for _ in range(count):
+            # A process compiles by itself: pools of the compilers' own would outnumber the processors.
+            child = start("tigon.bench.ahead", environment={THREADS: "1", "OMP_NUM_THREADS": "1"})
             children.append(child)
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(json.dumps({**request, "draws": draws[index::count]}))
-                child.stdin.close()
-            threading.Thread(target=read, args=(child,), daemon=True).start()
+            feeders.append(threading.Thread(target=feed, args=(child,), daemon=True))
+            feeders[-1].start()
+        meanwhile()
         while any(child.poll() is None for child in children) and time.monotonic() - began < deadline_s:
             say(done[0])
             time.sleep(0.2)
     finally:
         for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+            end(child)
+        for feeder in feeders:
+            feeder.join(5.0)
     _forget_tuning()
     return done[0]
 
@@ -171,11 +197,14 @@ def _serve() -> int:
         import triton.testing
 
         triton.testing.do_bench = _once
-    request = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.readline() or "null")
+    if request is None:  # nothing is wanted any more
+        return 0
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(request["memory"], torch.cuda.current_device())
-    for draw in request["draws"]:
+    for line in sys.stdin:
+        draw = json.loads(line)
         with contextlib.suppress(Exception):
             shape = tuple(draw["shape"])
             run_draw(draw["op"], shape, draw["dtype"], draw["options"], device, request["peers"], request["start_s"])

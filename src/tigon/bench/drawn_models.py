@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.bench.children import end, start
 from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.runner import (
     LONG_MS,
@@ -194,7 +196,10 @@ def _time(
     rows: dict[str, Row], timed: dict[str, Callable[[], Tensor]], device: torch.device, settings: Settings
 ) -> None:
     found: dict[str, list[float]] = {side: [] for side in timed}
-    for _ in range(settings.rounds):
+    began = time.monotonic()
+    for r in range(settings.rounds):
+        if r > 2 and time.monotonic() - began > settings.case_s:
+            break
         for side, run in list(timed.items()):
             try:
                 # As a long call: a step has hundreds of kernels, and a cold cache means little to it.
@@ -219,16 +224,15 @@ class Apart:
     def __enter__(self) -> Apart:
         self._folder = tempfile.TemporaryDirectory()
         self._result = Path(self._folder.name, "rows.json")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tigon.bench.drawn_models", str(self._result)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self._process = start("tigon.bench.drawn_models", str(self._result), stderr=subprocess.STDOUT)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
+        end(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._folder.cleanup()
 
     def measure(
@@ -247,7 +251,9 @@ class Apart:
             last = (said.strip().splitlines() or [""])[-1]
             reason = f"the process ended with code {self._process.returncode}: {last[:200]}"
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            pass
+        finally:
+            end(self._process)  # what it has compiled with would run on while others are timed
         done = json.loads(self._result.read_text()) if self._result.exists() else []
         found: list[list[Row] | None] = [[Row(**{**row, "shape": tuple(row["shape"])}) for row in one] for one in done]
         for shape, dtype, _ in requests[len(done) :]:

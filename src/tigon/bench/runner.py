@@ -75,8 +75,9 @@ class Settings:
 
     graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: how many calls are timed
     if one call takes longer than repeat_ms. forward: time the forward alone as well. start_s: seconds after which a
-    first call is given up. case_s: seconds of one case, after which no third round begins. freeze: keep what the first
-    calls have imported out of every later collection of garbage; the caller thaws it.
+    first call is given up. case_s: seconds of one case, after which no third round begins. far: a long call that takes
+    this many times as long as the fastest one's has one round. freeze: keep what the first calls have imported out of
+    every later collection of garbage; the caller thaws it.
     """
 
     rounds: int = 3
@@ -87,6 +88,7 @@ class Settings:
     forward: bool = True
     start_s: float = math.inf
     case_s: float = math.inf
+    far: float = math.inf
     freeze: bool = False
 
 
@@ -270,7 +272,7 @@ def run_case(
         if r > 1 and time.monotonic() - began > settings.case_s:
             break
         floor.measure()
-        for name in list(steps):
+        for name in _near(times, settings.far) if r else list(steps):
             say(f"{title}: round {r + 1} of {settings.rounds}, {name}")
             try:
                 times[name].append(
@@ -282,11 +284,18 @@ def run_case(
             free(device)
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
-    for name in times if graphed is None else graphed(list(rows.values())):
+    for name in list(times) if graphed is None else [name for name in graphed(list(rows.values())) if name in times]:
         say(f"{title}: CUDA graph of {name}")
         rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, settings, estimates[name])
         free(device)
     return list(rows.values())
+
+
+def _near(times: dict[str, list[tuple[float, float]]], far: float) -> list[str]:
+    """Those whose calls are short, or take less than `far` times as long as the fastest one's; and Tigon's."""
+    least = {name: min(total for _, total in measured) for name, measured in times.items()}
+    most = max(LONG_MS, far * min(least.values(), default=0.0))
+    return [name for name in times if least[name] <= most or name.startswith("tigon")]
 
 
 def run_once(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

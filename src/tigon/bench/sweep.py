@@ -22,6 +22,7 @@ import torch
 from tigon.bench import drawn_models, report
 from tigon.bench.ahead import compile_ahead, private_cache
 from tigon.bench.cases import OPS, Implementation, Op
+from tigon.bench.clocks import Host
 from tigon.bench.inputs import DTYPES, Shape
 from tigon.bench.ranges import Dice, Drawing, small_model
 from tigon.bench.runner import (
@@ -35,7 +36,7 @@ from tigon.bench.runner import (
     run_case,
     synchronize,
 )
-from tigon.bench.verdicts import HOST_MS
+from tigon.bench.verdicts import host_may_limit
 
 # Weights as models have them, most of all.
 DRAWN_DTYPES = ("bf16", "bf16", "bf16", "fp16", "fp32")
@@ -48,7 +49,7 @@ HELD = 24
 FLOPS_PER_GIB = 2e11
 FP32_COST = 8  # times as long as in 16 bits
 # Short rounds, and five of them: many draws say more than one draw's third digit, and the spread must be known.
-SETTINGS = Settings(5, 1.0, 6.0, graph_ms=2.0, least=1, forward=False, start_s=30.0, case_s=2.0, freeze=True)
+SETTINGS = Settings(5, 1.0, 6.0, graph_ms=2.0, least=1, forward=False, start_s=30.0, case_s=2.0, far=3.0, freeze=True)
 TINY_SETTINGS = Settings(3, 0.0, 1.0, graph_ms=0.0, least=1, forward=False)
 # Of the budget: what compiling ahead may take (see ahead.py), and torch.compile afterwards; then draws go without.
 AHEAD_SHARE = 0.4
@@ -56,6 +57,7 @@ AHEAD_S = 600.0  # without a budget
 COMPILE_SHARE = 0.3
 # What models may take, which are measured first: their process imports while others compile.
 MODEL_SHARE = 0.15
+QUIET_S = 10.0  # how long to wait at most until other processes leave the processors alone
 KEEP_S = 5.0  # between two writings of the file
 HELD_BYTES = 256 << 20
 NO_GPU = (
@@ -181,11 +183,29 @@ def fits(op: Op, shape: Shape, dtype: str, room: Room) -> bool:
 
 def graphed(rows: list[Row]) -> Collection[str]:
     """The implementations that are timed as CUDA graphs too: the host may take longer than the device."""
-    return [row.implementation for row in rows if row.status == "ok" and row.total_ms and row.total_ms < HOST_MS]
+    return [row.implementation for row in rows if row.status == "ok" and host_may_limit(row.to_dict())]
 
 
 def _transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
+
+
+class Spent:
+    """Seconds by what was done in them: each `begin` ends what was begun before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._now, self._since = "", time.monotonic()
+
+    def begin(self, what: str) -> None:
+        now = time.monotonic()
+        if self._now:
+            self.seconds[self._now] = self.seconds.get(self._now, 0.0) + now - self._since
+        self._now, self._since = what, now
+
+    def begin_step(self, text: str) -> None:
+        """A step of `run_case`, "softmax 3×4 float32: round 1 of 5, liger"."""
+        self.begin(text.rpartition(": ")[2].split(" of ")[0].rstrip("0123456789 "))
 
 
 class Sweep:
@@ -226,6 +246,7 @@ class Sweep:
         self.without_compile = 0
         self.broken = ""
         self.ceilings: Ceilings | None = None
+        self.spent, self.host = Spent(), Host()
 
     def _check(self, before: dict[str, Any]) -> None:
         mine = {"kind": "sweep", "seed": self.seed, "gib": self.room.gib}
@@ -252,12 +273,18 @@ class Sweep:
             apart = stack.enter_context(drawn_models.Apart()) if models and _transformers() else None
             if missing and not self.room.tiny:
                 self.compile_ahead(missing, say)
+            self.spent.begin("ceilings")
             say("copy bandwidth and matmul rate", 0)
             self.ceilings = measure_ceilings(self.device, self.settings if self.room.tiny else None)
             if models:
                 say(f"{len(models)} models", 0)
+                self.spent.begin("models")
                 self.measure_models(models, apart)
                 keep(self.content())
+            if not self.room.tiny:
+                say("waiting until the processors are idle", 0)
+                self.spent.begin("waiting")
+                self.host.wait(QUIET_S)
             stack.callback(gc.unfreeze)
             self._run(began, say, keep)
 
@@ -272,8 +299,11 @@ class Sweep:
             if self.late or draw.op == drawn_models.NAME:
                 continue
             say(str(draw), 0)
+            self.spent.begin("tidying")
             self.tidy()
+            self.host.sample()
             self.measure(draw)
+            self.spent.begin("")
             say(str(draw), 1)
             if time.monotonic() - kept >= KEEP_S:
                 keep(self.content())
@@ -297,7 +327,8 @@ class Sweep:
         gc.freeze()
 
     def compile_ahead(self, missing: Sequence[Draw], say: Callable[[str, int], None]) -> None:
-        """What is to be measured, for a share of the budget at most."""
+        """What is to be measured, for a share of the budget at most. This process imports the peers meanwhile."""
+        self.spent.begin("compiling ahead")
         self.ahead = compile_ahead(
             [asdict(draw) for draw in missing],
             self.device,
@@ -305,7 +336,18 @@ class Sweep:
             start_s=self.settings.start_s,
             deadline_s=AHEAD_S if self.budget_s is None else AHEAD_SHARE * self.budget_s,
             say=lambda done: say(f"compiling ahead: {done} of {len(missing)}", 0),
+            meanwhile=lambda: self.load(missing),
         )
+
+    def load(self, draws: Sequence[Draw]) -> None:
+        """Import what the draws will run: libraries of peers take seconds, which belong to no draw."""
+        for name in dict.fromkeys(draw.op for draw in draws if draw.op in OPS):
+            for by, implementation in choose(OPS[name], self.peers, self.device).items():
+                with contextlib.suppress(Exception):  # one that is missing says so in its row
+                    implementation.load()
+                if by == "compile":
+                    import torch._dynamo
+                    import torch._inductor.compile_fx  # noqa: F401
 
     def measure_models(self, models: Sequence[Draw], apart: drawn_models.Apart | None) -> None:
         if apart is None:
@@ -336,6 +378,7 @@ class Sweep:
             ignored=options.pop("ignored", 0.0),
             options=options,
             graphed=graphed,
+            say=self.spent.begin_step,
         )
         self.add(draw, measured)
         try:
@@ -375,6 +418,8 @@ class Sweep:
             "ahead": self.ahead,
             "without_compile": self.without_compile,
             "broken": self.broken,
+            "seconds": {what: round(seconds, 1) for what, seconds in self.spent.seconds.items()},
+            "host": self.host.summary(),
         }
         assert self.ceilings is not None
         content = report.result(
@@ -391,6 +436,13 @@ class Sweep:
             notes.append(f"Not tried again: {what} had not started after {seconds} on {draw}.")
         if self.without_compile:
             notes.append(f"Without torch.compile, whose share of the budget was spent: {self.without_compile} draws.")
+        host = self.host.summary()
+        if "us" in host and not self.room.tiny:
+            others = f", and other processes kept {host['others']:.1f} processors busy" if "others" in host else ""
+            notes.append(
+                f"Beside the draws one piece of Python took {host['us_least']:.0f} to {host['us_most']:.0f} µs of the "
+                f"host, mostly {host['us']:.0f}{others}."
+            )
         if self.broken:
             notes.append(f"Ended: the device failed after {self.broken}.")
         return notes

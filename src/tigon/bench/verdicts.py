@@ -16,8 +16,10 @@ from tigon.bench.report import _number, _shape, headline, source
 OURS = "tigon"
 # Allocations are rounded up; a smaller difference of peaks is no difference.
 LEAST_MIB = 1.0
-# A call that takes longer takes this time on the device. Of shorter ones the device's time is that of a CUDA graph.
-HOST_MS = 1.5
+# The host may take longer than the device for a call that is shorter than this; and for one that is shorter than
+# MANY_MS, if the device could be done in a fraction of that time. Such calls are timed as a CUDA graph too.
+HOST_MS, MANY_MS = 1.5, 10.0
+FRACTION = 0.8
 WORDS = ("first", "tie", "behind", "alone", "wrong", "failed")
 
 
@@ -72,9 +74,21 @@ def device_of(by: By) -> Verdict | None:
     return Verdict(word, row, peer, ours, theirs, ours / theirs - 1)
 
 
+def host_may_limit(row: dict[str, Any]) -> bool:
+    """Whether the time of a call may be the host's: many launches, each of which the device is waiting for."""
+    total, floor = row["total_ms"], row["floor_ms"]
+    return bool(total) and (total < HOST_MS or (total < MANY_MS and floor is not None and floor < FRACTION * total))
+
+
+def host_limits(row: dict[str, Any]) -> bool:
+    """Whether the device, on its own, is done in a fraction of the time that the call takes."""
+    return row["device_ms"] is not None and bool(row["total_ms"]) and row["device_ms"] < FRACTION * row["total_ms"]
+
+
 def _device_ms(row: dict[str, Any]) -> float | None:
+    """The device's time; of a call that the host cannot limit the time of the call, None where it is not known."""
     found: float | None = row["device_ms"]
-    return row["total_ms"] if found is None and row["total_ms"] and row["total_ms"] >= HOST_MS else found
+    return row["total_ms"] if found is None and row["total_ms"] and not host_may_limit(row) else found
 
 
 def memory_of(by: By) -> Verdict | None:
@@ -125,6 +139,7 @@ def summary(content: dict[str, Any]) -> str:
     lines = [_sentence(f"Of {len(found)} draws (seed {content['sweep']['seed']}) Tigon is first in", times)]
     if device := on_device(content):
         lines.append(_sentence("On the device alone, without the host's time, it is first in", count(device)))
+        lines += _of_the_host(found, device)
     if memory := verdicts(content, memory_of):
         lines.append(_sentence("It needs the least memory in", count(memory)))
     about = content["sweep"]
@@ -133,6 +148,20 @@ def summary(content: dict[str, Any]) -> str:
     if about["skipped"]:
         lines.append(f"{about['skipped']} draws were skipped, since none of their sizes fits {about['gib']} GiB.")
     return " ".join(lines)
+
+
+def _of_the_host(found: Sequence[Verdict], device: Sequence[Verdict]) -> list[str]:
+    """A sentence about the draws in which Tigon is behind as called, and the host is what takes the time."""
+    alone = {one.row["draw"]: one.word for one in device}
+    held = [one for one in found if one.word == "behind" and host_limits(one.row)]
+    if not held:
+        return []
+    kept = sum(alone.get(one.row["draw"]) in ("first", "tie", "alone") for one in held)
+    behind = sum(one.word == "behind" for one in found)
+    return [
+        f"Of the {behind} in which it is behind as called, the host limits {len(held)}: the device would be done in "
+        f"less than {100 * FRACTION:.0f} % of the time, and on the device Tigon is first or ties in {kept} of them."
+    ]
 
 
 def _sentence(opening: str, words: dict[str, int]) -> str:
@@ -187,13 +216,20 @@ def behind(content: dict[str, Any]) -> Cells:
         if both and one.word not in ("wrong", "failed"):
             slow.append((max(v.more for v in both), one))
     lines = [
-        [*_case(one.row), *_times(one), *_times(device.get(one.row["draw"]))]
+        [*_case(one.row), *_times(one), _limit(one.row), *_times(device.get(one.row["draw"]))]
         for _, one in sorted(slow, key=lambda pair: -pair[0])
     ]
     bad = [one for one in found if one.word in ("wrong", "failed")]
-    lines += [[*_case(one.row), one.word, "–", one.row["reason"] or "–", *["–"] * 5] for one in bad]
+    lines += [[*_case(one.row), one.word, "–", one.row["reason"] or "–", *["–"] * 6] for one in bad]
     times = ["tigon ms", "best ms", "by", "behind"]
-    return [*_CASE, *times, *(f"device: {name}" for name in times)], lines
+    return [*_CASE, *times, "limit", *(f"device: {name}" for name in times)], lines
+
+
+def _limit(row: dict[str, Any]) -> str:
+    """What Tigon's call waits for."""
+    if row["op"] == "model" or (row["device_ms"] is None and host_may_limit(row)):
+        return "–"  # not known
+    return "host" if host_limits(row) else "device"
 
 
 def _times(one: Verdict | None) -> list[str]:
@@ -213,7 +249,7 @@ def behind_in_memory(content: dict[str, Any]) -> Cells:
 
 
 _CASE = ("op", "shape", "dtype", "options")
-LEFT = (*_CASE, "by", "device: by")
+LEFT = (*_CASE, "by", "limit", "device: by")
 
 
 def _case(row: dict[str, Any]) -> list[str]:
