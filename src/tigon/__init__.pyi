@@ -47,5 +47,6 @@ from tigon.ops.rope import rope as rope
 from tigon.ops.softmax import softmax as softmax
 from tigon.ops.sparsemax import sparsemax as sparsemax
 from tigon.runtime import use_backend as use_backend
+from tigon.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
 
 __version__: str

@@ -6,12 +6,21 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_own_loop.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_it_learns_and_reports(example):
-    said = example(EXAMPLE)
+    said = example(EXAMPLES / "fuse_your_own_loop.py")
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
     assert len(losses) == 4
     assert losses[-1] < 0.75 * losses[0]
     assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in said
+
+
+def test_it_learns_which_continuation_is_right(example):
+    said = example(EXAMPLES / "shared_prefix.py")
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+    assert "rows in place of" in said
+    assert "prefix 2" in said

@@ -124,6 +124,14 @@ def test_a_captured_step(run):
     assert f"GraphStep(step: {graphs}" in said
 
 
+def test_continuations(run):
+    code, own_loss = blocks("shared-prefix")
+    said = run(f"{code}\n{own_loss}\nprint('apart by', (answer_loss - loss).abs().item())")
+    assert len(re.findall(r"^\[-[\d., -]+\]$", said, re.MULTILINE)) == 2
+    assert "62 rows in place of 122" in said
+    assert float(re.search(r"apart by ([\d.e-]+)", said)[1]) < 1e-5
+
+
 class Recorded:
     """A trainer that does nothing but take callbacks."""
 

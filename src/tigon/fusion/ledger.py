@@ -40,6 +40,7 @@ class Ledger:
     owner: the model whose replaced forwards share this ledger, by weak reference.
     active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
     check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
+    around: calls the model's forward in its place: around(ledger, forward, *args, **kwargs).
     recompute: which activations the backward pass recomputes instead of keeping them.
 
     A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
@@ -51,6 +52,7 @@ class Ledger:
         self.active = True
         self.recompute = recompute or Recompute("none")
         self.check_arguments: Callable[[Mapping[str, Any]], None] | None = None
+        self.around: Callable[..., Any] | None = None
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
@@ -145,6 +147,6 @@ class Ledger:
         if owner is None:  # PEFT's modules_to_save copies a module inside the model: the copy shares the ledger
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
-        copied.active, copied.check_arguments = self.active, self.check_arguments
+        copied.active, copied.check_arguments, copied.around = self.active, self.check_arguments, self.around
         memo[id(self)] = copied
         return copied

@@ -32,7 +32,8 @@ from tigon.memory.recompute import LEVELS, Level, Recompute
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, adapters: bool = True, recompute: Level = "auto", offload: bool = False,
+    experts: bool = True, adapters: bool = True, shared_prefix: bool = False, recompute: Level = "auto",
+    offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -44,6 +45,8 @@ def fuse(
         experts: run the experts of a mixture together, without a loop or a copy of their tokens; the router stays.
         adapters: run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all layers
             of one input at once.
+        shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations of one prefix are
+            computed with that prefix once. Calls without one run as before.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
             product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
             1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step. "auto":
@@ -53,7 +56,8 @@ def fuse(
         Returns: a Fusion. `report()` says what was replaced and what was not; `remove()` restores the model exactly. A
             Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
             Fusion, with a warning if you passed other options. A Fusion that replaced nothing gives way to them.
-        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute.
+        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute, and with shared_prefix
+            for a model whose tokens meet elsewhere than in causal attention, by the name of the layer.
 
         Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
         model is plain when loaded.
@@ -161,6 +165,7 @@ class Fusion:
         self._ledger.active = False
         for module in self._record.replaced():
             restore(module)
+        self._record.unset()
         model = self._model()
         if model is not None and vars(model).get("_tigon_fusion") is self:
             del vars(model)["_tigon_fusion"]
@@ -213,7 +218,7 @@ class Fusion:
                 for part in parts:
                     if not site.is_taken(module):
                         part.fuse(site, module)
-        if self._record.modules:
+        if self._record.modules or site.entrances:
             self._ledger.recompute.extent = extent_of(site.model)
             self._begin_steps(site.entrances or ([site.model] if is_plain else []), site)
 

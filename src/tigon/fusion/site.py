@@ -29,11 +29,13 @@ class Record:
 
     modules: those with a replaced forward; the model keeps them, the record does not.
     rows: how many modules each row of the report stands for.
+    settings: attributes set on other objects than modules: the object, the name, the value, and the value before.
     keys: a row → the ledger's key for its calls, if that is not the row itself.
     kept: what parts made by `Site.kept`.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    settings: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
     rows: Counter[Key] = field(default_factory=Counter)
     keys: dict[Key, Any] = field(default_factory=dict)
     kept: dict[Callable[[], Any], Any] = field(default_factory=dict)
@@ -45,8 +47,16 @@ class Record:
     def copied(self, memo: dict[int, Any]) -> Record:
         """The record of a copied model. memo: that of copy.deepcopy, from the originals to their copies."""
         modules = [weakref.ref(memo[id(m)]) for m in self.replaced() if id(m) in memo]
+        settings = [(memo[id(held)], *rest) for held, *rest in self.settings if id(held) in memo]
         kept = {make: copy.deepcopy(made, memo) for make, made in self.kept.items()}
-        return Record(modules, Counter(self.rows), dict(self.keys), kept)
+        return Record(modules, settings, Counter(self.rows), dict(self.keys), kept)
+
+    def unset(self) -> None:
+        """Put the attributes back that still have the values set."""
+        for held, name, value, before in self.settings:
+            if getattr(held, name, None) is value:
+                setattr(held, name, before)
+        self.settings.clear()
 
 
 class Site:
@@ -129,6 +139,11 @@ class Site:
         elif not isinstance(forward, Reason):
             self.install(module, forward, Patch(part, self.ledger, formula))
             self.fused(part, module, what, key=key)
+
+    def set(self, held: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object that the model holds, such as its configuration, until remove()."""
+        self._record.settings.append((held, name, value, getattr(held, name)))
+        setattr(held, name, value)
 
     def take(self, module: nn.Module) -> None:
         """Keep a module from the parts of the later stages, and from those that have not seen it yet."""

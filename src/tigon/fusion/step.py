@@ -52,6 +52,8 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
         ledger = patch.ledger
         if not ledger.active:
             return run(*args, **kwargs)
+        if ledger.around is not None:
+            run = functools.partial(ledger.around, ledger, run)
         if ledger.check_arguments is not None:
             ledger.check_arguments(kwargs)
         if not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):

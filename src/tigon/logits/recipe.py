@@ -17,6 +17,8 @@ from tigon.logits.freed import Regather, is_released
 from tigon.logits.labels import plain, valid_count
 from tigon.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.losses.linear_logprob import linear_logprob
+from tigon.ops.logprob import LogProb
 from tigon.runtime import autocast_dtype
 from tigon.runtime.autocast import autocast_as
 
@@ -218,20 +220,38 @@ class Recipe:
         # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
         # which returns NaN.
         count = (target != ignore_index).sum() if reduction == "mean" else None
-        bias = self.bias
-        for step, value in self.steps:
-            if step == "add":
-                bias = value if bias is None else bias + value
         with self.gathered(), autocast_as(device, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             loss = linear_cross_entropy(
-                self.hidden, Head(self.weight, bias, softcap, scale), target, ignore_index=ignore_index,
+                self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), target, ignore_index=ignore_index,
                 reduction=reduction, label_smoothing=label_smoothing, divisor=count, walk=Walk(valid=valid),
             )  # fmt: skip
         self.ledger.count("head")
         self.waiting.in_vain = True
         return self.hand_on(loss.to(dtype))
+
+    def logprob(self, target: Tensor, temperature: float) -> LogProb:
+        """The targets' log-probabilities, and what `linear_logprob` finds with them, of a weight that stays."""
+        form = self.scale_and_softcap()
+        assert form is not None  # callers check `scale_and_softcap` first
+        scale, softcap = form
+        with autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
+            head = Head(self.weight, self._whole_bias(), softcap, scale)
+            found = linear_logprob(self.hidden, head, target, temperature=temperature)
+        self.ledger.count("head")
+        self.waiting.in_vain = True
+        return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
+
+    def _whole_bias(self) -> Tensor | None:
+        """The bias, with the vector that was added to the logits."""
+        bias = self.bias
+        for step, value in self.steps:
+            if step == "add":
+                bias = value if bias is None else bias + value
+        return bias
 
     def hand_on(self, result: Tensor) -> Tensor:
         """Put the hooks that the logits have so far on `result`, which was computed in their place."""
