@@ -20,7 +20,8 @@ def section(command):
 
 def options(command):
     group = typer.main.get_command(app)
-    return {name for parameter in group.commands[command].params for name in parameter.opts if name.startswith("--")}
+    params = group.commands[command].params
+    return {name for p in params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

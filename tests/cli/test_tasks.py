@@ -1,6 +1,7 @@
 """`tigon train --task dpo` and `--task grpo` as a user runs them, and what is wrong with their options and data."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_preferences(tigon, trl, tmp_path):
     assert found[6] < 0.67
     assert "DPOTrainer: the loss runs in Tigon" in done.out
     assert "rewards/accuracies 1.0000" in done.out
+    assert re.search(r"Prompts computed once: \d+ rows in place of \d+, [1-9]\d% saved\.", done.out), done.out
     assert "evaluation loss" in done.out
     assert "pairs/s" in done.out
     assert '"rewards/margins"' in (output / "metrics.jsonl").read_text()
@@ -77,6 +79,7 @@ def test_rewards_with_adapters_and_a_reference(tigon, trl, checkpoint, tmp_path)
         "--beta", 0.04, "--output", output,
     ).ok()  # fmt: skip
     assert "GRPOTrainer: the loss runs in Tigon" in done.out
+    assert "Prompts computed once" in done.out
     assert "  reward " in done.out
     assert "completions/s" in done.out
     assert len(losses(output)) == 6
@@ -170,6 +173,9 @@ def test_columns_of_several_types(trl, other):
         ({"task": "grpo", "reward": "a:b", "num_generations": 1}, "--num-generations must be 2 or more"),
         ({"task": "grpo", "reward": "a:b", "max_completion_length": 0}, "--max-completion-length must be above 0"),
         ({"task": "dpo", "reward": "a:b"}, "--reward goes with --task grpo, got --task dpo"),
+        ({"shared_prefix": True}, "--shared-prefix goes with --task dpo and --task grpo, got --task sft"),
+        ({"shared_prefix": False}, "--no-shared-prefix goes with --task dpo and --task grpo"),
+        ({"task": "dpo", "shared_prefix": True, "plain": True}, "--plain trains without it"),
         ({"beta": 0.1}, "--beta goes with --task dpo"),
         ({"task": "dpo", "beta": 0.0}, "--beta must be above 0 for --task dpo"),
     ],
@@ -177,6 +183,24 @@ def test_columns_of_several_types(trl, other):
 def test_options_that_do_not_fit(given, words, tmp_path):
     with pytest.raises(Problem, match=words):
         settle({"model": "llama-tiny", "data": "x", "output": str(tmp_path / "new"), **given}, False, False)
+
+
+def test_sharing_that_is_asked_for_and_cannot_be(trl):
+    from tigon.cli.tasks import TaskTrainer
+
+    fuse = TaskTrainer.fuse
+    with pytest.raises(Problem, match="--shared-prefix: the loss of this trainer is its own"):
+        fuse(None, Refusing(), True)
+    with pytest.raises(ValueError, match="for the policy"):
+        fuse(None, Refusing(), None)
+
+
+class Refusing:
+    """A trainer that cannot be fused."""
+
+    @property
+    def model(self):
+        raise ValueError("fuse: shared_prefix=True for the policy of SomeTrainer: the loss of this trainer is its own.")
 
 
 def test_defaults_of_a_task(tmp_path):

@@ -125,7 +125,7 @@ def test_a_captured_step(run):
 
 
 def test_continuations(run):
-    code, own_loss = blocks("shared-prefix")
+    code, own_loss, _ = blocks("shared-prefix")
     said = run(f"{code}\n{own_loss}\nprint('apart by', (answer_loss - loss).abs().item())")
     assert len(re.findall(r"^\[-[\d., -]+\]$", said, re.MULTILINE)) == 2
     assert "62 rows in place of 122" in said

@@ -49,6 +49,7 @@ class TrainOptions:
     beta: float | None = None
     num_generations: int = 8
     max_completion_length: int = 256
+    shared_prefix: bool | None = None
     tokenizer: str | None = None
     vocab_size: int = 32768
     plain: bool = False
@@ -155,6 +156,10 @@ class TrainOptions:
     def _check_task(self) -> None:
         if self.task != "grpo" and self.reward:
             raise Problem(f"--reward goes with --task grpo, got --task {self.task}")
+        if self.task == "sft" and self.shared_prefix is not None:
+            raise Problem(f"{_switch(self)} goes with --task dpo and --task grpo, got --task sft")
+        if self.plain and self.shared_prefix:
+            raise Problem("--shared-prefix is a part of tigon.fuse, and --plain trains without it")
         if self.task == "sft" and self.beta is not None:
             raise Problem("--beta goes with --task dpo and --task grpo, got --task sft")
         if self.beta is not None and not 0 <= self.beta < float("inf"):
@@ -224,6 +229,10 @@ def parallel_of(text: str) -> tuple[str, int | None]:
     if kind == "tp" and not given:
         raise Problem("--parallel tp needs the size of its groups, as in --parallel tp=4")
     return kind, int(size) if given else None
+
+
+def _switch(options: TrainOptions) -> str:
+    return "--shared-prefix" if options.shared_prefix else "--no-shared-prefix"
 
 
 def flag(name: str) -> str:

@@ -191,7 +191,7 @@ def run(
                 if p.requires_grad:
                     p.data = p.data.float()
         if not options.plain:
-            fusion = task.fuse(trainer, recompute=options.recompute, offload=options.offload)
+            fusion = task.fuse(trainer, options.shared_prefix, recompute=options.recompute, offload=options.offload)
     else:
         if not options.plain:
             from tigon import fuse

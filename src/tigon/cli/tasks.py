@@ -92,10 +92,16 @@ class TaskTrainer:
             peft_config=adapters, **further, **common,
         )  # fmt: skip
 
-    def fuse(self, trainer: Any, **options: Any) -> Any:
+    def fuse(self, trainer: Any, shared_prefix: bool | None, **options: Any) -> Any:
+        """shared_prefix: None shares prompts where that pays. Raises Problem where it is asked for and cannot be."""
         from tigon.integrations.trl import fuse
 
-        return fuse(trainer, **options)
+        try:
+            return fuse(trainer, shared_prefix="auto" if shared_prefix is None else shared_prefix, **options)
+        except ValueError as error:
+            if not shared_prefix:
+                raise
+            raise Problem(f"--shared-prefix: {one_line(error).rpartition('Trainer: ')[2]}") from error
 
 
 def task_of(options: TrainOptions) -> TaskTrainer:

@@ -62,6 +62,7 @@ def train(
     beta: Annotated[float | None, _option("beta", "How near the model stays to where it began: 0.1 for dpo, 0 for grpo.", _STEP)] = None,
     num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions per prompt.", _STEP)] = None,
     max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: largest number of tokens in a completion.", _STEP)] = None,
+    shared_prefix: Annotated[bool | None, _option("shared_prefix", "For dpo and grpo: compute a prompt once for all its answers or completions. \\[default: where prompts are a quarter of the tokens]", _STEP, "--shared-prefix/--no-shared-prefix")] = None,
     lr: Annotated[float | None, _option("lr", "Peak learning rate. By default 2e-5 for a trained model, 3e-4 from scratch and for adapters, 1e-6 for dpo and grpo.", _STEP)] = None,
     warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
     schedule: Annotated[str | None, _option("schedule", f"{', '.join(SCHEDULES)}.", _STEP)] = None,

@@ -105,11 +105,8 @@ def around(ledger: Ledger, run: Callable[..., Any], *args: Any, **kwargs: Any) -
     _check_call(layout, args, kwargs)
     if isinstance(mask, LayoutAsMask):
         kwargs["attention_mask"] = None
-    with _shared_call(layout, ledger):
-        result = run(*args, **kwargs)
-        if not _running.calls and not torch.compiler.is_compiling():
-            raise ValueError("shared_prefix: no layer of the model was handed the layout; was its attention set anew?")
-    return result
+    with calling(layout, ledger):
+        return run(*args, **kwargs)
 
 
 def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,13 +133,17 @@ def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def _shared_call(layout: PrefixLayout, ledger: Ledger) -> Iterator[None]:
+def calling(layout: PrefixLayout, ledger: Ledger | None) -> Iterator[None]:
+    """A call of a model with a layout, which has to reach the model's attention. Its masks are made in here."""
     outer = _running.layout, _running.ledger, _running.calls
     _running.layout, _running.ledger, _running.calls = layout, ledger, 0
+    calls = 0
     try:
         yield
-    finally:
         calls = _running.calls
+        if not calls and not torch.compiler.is_compiling():
+            raise ValueError("shared_prefix: no layer of the model was handed the layout; was its attention set anew?")
+    finally:
         _running.layout, _running.ledger, _running.calls = outer
         _running.calls += calls
 
@@ -233,9 +234,10 @@ def shared_prefix_attention(
     o = prefix_attention(
         q[0], k[0], v[0], layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window
     )  # fmt: skip
-    if not torch.compiler.is_compiling() and _running.ledger is not None:  # None while a checkpoint runs again
+    if not torch.compiler.is_compiling() and _running.layout is not None:  # None while a checkpoint runs again
         _running.calls += 1
-        _running.ledger.count("prefix", name)
+        if _running.ledger is not None:
+            _running.ledger.count("prefix", name)
     return o[..., :width].unsqueeze(0), None
 
 

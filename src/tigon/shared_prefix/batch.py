@@ -73,6 +73,13 @@ class SharedPrefixBatch:
             ids = [t.to(device) for t in ids]
         self._take(torch.cat(ids), [len(p) for p in parts], [[len(s) for s in own] for own in continuations])
 
+    @classmethod
+    def packed(cls, ids: Tensor, prefixes: Sequence[int], suffixes: Sequence[Sequence[int]]) -> SharedPrefixBatch:
+        """A batch of (N,) ids that lie as the layout wants them: all prefixes, then all suffixes, by their lengths."""
+        batch = object.__new__(cls)
+        batch._take(ids, prefixes, suffixes)
+        return batch
+
     def _take(self, ids: Tensor, prefixes: Sequence[int], suffixes: Sequence[Sequence[int]]) -> None:
         self.layout = PrefixLayout(prefixes, suffixes, device=ids.device)
         self.input_ids = ids.unsqueeze(0)

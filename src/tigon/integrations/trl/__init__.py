@@ -34,23 +34,29 @@ from tigon.fusion.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
+from tigon.integrations.trl.shared_prefix import Share, Sharing, keep_groups_together
 from tigon.integrations.trl.swap import Swaps, global_names, trls_own
 
 ROLES = {"model": "policy", "ref_model": "reference", "teacher_model": "teacher"}
 
 
-def fuse(trainer: Any, *, losses: bool = True, keep_bytes: int = 0, **options: Any) -> TrainerFusion:
+def fuse(
+    trainer: Any, *, losses: bool = True, keep_bytes: int = 0, shared_prefix: Share = False, **options: Any
+) -> TrainerFusion:
     """Make a TRL trainer's loss run without logits and its models' layers fused, in place and reversibly.
 
     Args:
         trainer: a trainer of TRL, made, but not training yet. Of a plain `transformers.Trainer` the model is fused.
         losses: False leaves TRL's loss as it is.
         keep_bytes: logits kept from the forward to the backward pass; as in `tigon.linear_logprob`.
+        shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) that a
+            micro-batch has, with the same losses and gradients; a micro-batch of GRPO then has whole groups. "auto"
+            does where at least a quarter of the tokens are tokens of prompts, and the model and the trainer can.
         options: of `tigon.fuse`, for each model that the trainer holds (norms=False, …).
     Returns: a TrainerFusion. `report()` says what runs in place of what, how often it ran in the last training step,
         and what was left to TRL and why; `remove()` puts everything back. It is also a context manager. A trainer that
         is fused already is left as it is, and its TrainerFusion returned.
-    Raises: TypeError for what is no trainer.
+    Raises: TypeError for what is no trainer; ValueError with shared_prefix=True for a model or trainer that cannot.
 
         trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
         fusion = tigon.integrations.trl.fuse(trainer)
@@ -68,7 +74,9 @@ def fuse(trainer: Any, *, losses: bool = True, keep_bytes: int = 0, **options: A
         held = getattr(trainer, attribute, None)
         if isinstance(held, nn.Module) and not any(held is other for other in models.values()):
             models[role] = held
-    fusion = TrainerFusion(trainer, models, losses, keep_bytes, options)
+    if shared_prefix not in (True, False, "auto"):
+        raise ValueError(f"fuse: shared_prefix must be True, False or 'auto', got {shared_prefix!r}.")
+    fusion = TrainerFusion(trainer, models, losses, keep_bytes, options, shared_prefix)
     vars(trainer)["_tigon_fusion"] = fusion
     return fusion
 
@@ -77,8 +85,9 @@ class TrainerFusion:
     """The replacements that `fuse` made in one trainer. `models`: the Fusions of its policy, reference and teacher."""
 
     def __init__(
-        self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any]
-    ) -> None:
+        self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any],
+        shared_prefix: Share = False,
+    ) -> None:  # fmt: skip
         self.trainer = trainer
         self.models: dict[str, Fusion] = {}
         self._swaps = Swaps()
@@ -86,12 +95,18 @@ class TrainerFusion:
         # TRL's forward of a model must be replaced before tigon.fuse wraps the model's forward.
         if losses:
             self._replace_losses(models, keep_bytes)
-        for role, model in models.items():
-            fused_before = any("_tigon_fusion" in vars(m) for m in model.modules())
-            self.models[role] = fuse_model(model, **options)
-            self._swaps.ledgers[role] = self.models[role]._ledger
-            if not fused_before:
-                self._ours.append(self.models[role])
+        try:
+            for role, model in models.items():
+                fused_before = any("_tigon_fusion" in vars(m) for m in model.modules())
+                self.models[role] = self._fused(role, model, options, shared_prefix)
+                self._swaps.ledgers[role] = self.models[role]._ledger
+                if not fused_before:
+                    self._ours.append(self.models[role])
+        except BaseException:
+            self.remove()
+            raise
+        if self._swaps.sharing:
+            keep_groups_together(trainer, self._swaps)
         for name in ("training_step", "prediction_step"):
             self._swaps.put(trainer, name, types.MethodType(self._counted(name), trainer))
 
@@ -100,6 +115,7 @@ class TrainerFusion:
         return TrainerReport(
             type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
             dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
+            dict(swaps.shared), dict(swaps.unshared),
         )  # fmt: skip
 
     def remove(self) -> None:
@@ -139,6 +155,30 @@ class TrainerFusion:
                 reason = "no place was found for Tigon's: the loss reads whole logits, or is your own"
             swaps.not_replaced("policy", reason)
 
+    def _fused(self, role: str, model: nn.Module, options: dict[str, Any], share: Share) -> Fusion:
+        """The Fusion of a model, which shares prompts if it can; with share=True it has to."""
+        swaps = self._swaps
+        if not share:
+            return fuse_model(model, **options)
+        reason = "" if role in swaps.projections else "its loss is not one of log-probabilities that Tigon computes"
+        fusion = None
+        if not reason:
+            try:
+                fusion = fuse_model(model, shared_prefix=True, **options)
+            except ValueError as error:
+                reason = str(error).removeprefix("shared_prefix: ")
+            else:
+                reason = "" if fusion._options.get("shared_prefix") else "it was fused before, without shared_prefix"
+        if reason and share is True:
+            raise ValueError(f"fuse: shared_prefix=True for the {role} of {type(self.trainer).__name__}: {reason}")
+        if reason:
+            swaps.rows.append(Row("prefix", role, 1, False, reason))
+            return fusion or fuse_model(model, **options)
+        swaps.sharing[role] = Sharing(swaps, role, share)
+        swaps.rows.append(Row("prefix", role, 1, True, "prompts computed once for all that continues them"))
+        assert fusion is not None
+        return fusion
+
     def _counted(self, name: str) -> Callable[..., Any]:
         own, swaps = getattr(self.trainer, name), self._swaps
 
@@ -156,7 +196,9 @@ class TrainerReport:
 
     rows: the losses, replaced or left. calls: of Tigon's losses in the last step (a forward and backward pass), by role
         and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each one's
-        `tigon.fuse` report. str(report) is for one screen; to_dict() is JSON.
+        `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and those of
+        separate sequences ("separate"). unshared: calls that ran as separate sequences, by reason.
+        str(report) is for one screen; to_dict() is JSON.
     """
 
     trainer: str
@@ -167,6 +209,8 @@ class TrainerReport:
     total: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     models: dict[str, Report] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    unshared: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         models = {role: report.to_dict() for role, report in self.models.items()}
@@ -186,6 +230,12 @@ class TrainerReport:
         text = f"Ran in the last of {self.steps} steps: {ran}."
         if self.left:
             text += " Left to TRL: " + "; ".join(f"{reason} ({n}×)" for reason, n in self.left.items()) + "."
+        if self.shared:
+            rows, separate = self.shared["rows"], self.shared["separate"]
+            text += f" Prompts computed once: {rows:,} rows in place of {separate:,}, {1 - rows / separate:.0%} saved."
+        if self.unshared:
+            reasons = "; ".join(f"{reason} ({n}×)" for reason, n in self.unshared.items())
+            text += f" Prompts computed as often as they stand: {reasons}."
         return text
 
     def __str__(self) -> str:

@@ -53,6 +53,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         context = contextlib.nullcontext if direct else trainer.accelerator.autocast
         new = _forward(forward, clone(function, **instead), context, role, swaps)
         swaps.put(module, "forward", types.MethodType(new, module))
+        swaps.projections.add(role)
         swaps.replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
 
 
@@ -102,7 +103,9 @@ def _forward(
         if ledger is not None and not ledger.lazy:
             ledger.new_step()  # the model was fused before TRL put its forward around it
         with context():
-            return cloned(self, *args, **kwargs)
+            sharing = swaps.sharing.get(role)
+            shared = None if sharing is None else sharing.run(self, cloned, args, kwargs)
+            return cloned(self, *args, **kwargs) if shared is None else shared
 
     forward.__dict__["tigon"] = swaps
     return forward

@@ -25,6 +25,9 @@ class Swaps:
 
     active: False after `restore`, for replacements that other code wrapped before, and still calls.
     ledgers: the ledgers of the models' Fusions, by role. left: calls that went to TRL's own code, by reason.
+    projections: roles whose log-probabilities Tigon computes. sharing: how a role's forward shares prompts.
+    shared: rows computed in the last step, and the rows that separate sequences have. unshared: calls that ran as
+    separate sequences, by reason.
     """
 
     def __init__(self) -> None:
@@ -35,6 +38,10 @@ class Swaps:
         self.calls: Counter[str] = Counter()
         self.total: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
+        self.projections: set[str] = set()
+        self.sharing: dict[str, Any] = {}
+        self.shared: Counter[str] = Counter()
+        self.unshared: Counter[str] = Counter()
         self._done: list[tuple[dict[str, Any], str, Any, bool, Any]] = []
 
     def put(self, instance: Any, name: str, value: Any) -> None:
@@ -66,9 +73,14 @@ class Swaps:
             if role in self.ledgers:
                 self.ledgers[role].count("head")
 
+    def count_shared(self, rows: int, separate: int) -> None:
+        self.shared["rows"] += rows
+        self.shared["separate"] += separate
+
     def new_step(self) -> None:
         self.steps += 1
         self.calls.clear()
+        self.shared.clear()
 
     def new_forward(self) -> None:
         """Start a new step in the ledgers, since this trainer does not call the models' own forward."""

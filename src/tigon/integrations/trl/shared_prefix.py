@@ -1,0 +1,180 @@
+"""Prompts computed once for all their completions (GRPO, RLOO) or answers (DPO), behind TRL's own losses.
+
+TRL hands a model padded rows, each a prompt with one completion. `Sharing` packs rows whose prompts are the same into a
+batch of prefixes and suffixes, has TRL's forward run over it, and lays the results out as TRL expects them. Positions
+are the columns of TRL's rows, so that models with learned positions give the same numbers too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.integrations.trl.swap import Swaps, clone, global_names, trls_own
+from tigon.shared_prefix.attention import ARGUMENT, calling
+from tigon.shared_prefix.batch import SharedPrefixBatch
+
+Share = Literal["auto"] | bool
+LEAST_SHARE = 0.25  # of the tokens, that "auto" wants to be tokens of prompts
+KNOWN = {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", "num_items_in_batch"}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+SHUFFLE = "shuffle_sequence_dict"
+
+
+class Packed(NamedTuple):
+    """A batch in TRL's layout (rows, columns), packed. place: of each token of the suffixes, in the results."""
+
+    batch: SharedPrefixBatch
+    position_ids: Tensor
+    labels: Tensor
+    place: Tensor
+    shape: tuple[int, int]
+    prompts: int  # tokens, each counted as often as it stands in TRL's rows
+
+
+class Sharing:
+    """How the forward of one model shares prompts. share: always, or where it pays ("auto")."""
+
+    def __init__(self, swaps: Swaps, role: str, share: Share) -> None:
+        self.swaps, self.role, self.share = swaps, role, share
+
+    def run(self, model: Any, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What TRL's forward returns, or None where the rows have to run as they are."""
+        if torch.compiler.is_compiling():
+            return None  # packing reads the ids on the host
+        reason = self._why_not(model, args, kwargs)
+        if reason is not None:
+            self.swaps.unshared[reason] += 1
+            return None
+        packed = pack(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
+        if packed is None or not self._pays(packed):
+            return None
+        batch, rest = packed.batch, {k: v for k, v in kwargs.items() if k not in ("input_ids", "labels")}
+        rest |= {"attention_mask": None, "position_ids": packed.position_ids, ARGUMENT: batch.layout}
+        gathering: Any = _Gathering(model, batch.predictor)
+        with calling(batch.layout, self.swaps.ledgers.get(self.role)):
+            found = forward(gathering, input_ids=batch.input_ids, shift_labels=packed.labels, **rest)
+        self.swaps.count_shared(batch.rows, batch.separate_rows)
+        return type(found)(**{name: _unpacked(value, packed) for name, value in found.items()})
+
+    def _why_not(self, model: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+        config = model.config.get_text_config()
+        further = sorted(k for k, v in kwargs.items() if k not in KNOWN | {"output_router_logits"} and v is not None)
+        if kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False):
+            return "a router's loss counts the tokens of every prompt"
+        if model.training and any(getattr(config, name, None) for name in DROPOUTS):
+            return "attention has dropout"
+        if args or further or not {"input_ids", "labels"} <= kwargs.keys():
+            return f"inputs beside the ids: {', '.join(further)}" if further else "no ids, or no labels"
+        return None
+
+    def _pays(self, packed: Packed) -> bool:
+        rows, separate = packed.batch.rows, packed.batch.separate_rows
+        return rows < separate and (self.share is True or packed.prompts >= LEAST_SHARE * separate)
+
+
+def pack(ids: Tensor, mask: Tensor | None, labels: Tensor) -> Packed | None:
+    """TRL's rows, packed by their prompts: what stands before a row's first label. None if a row has none."""
+    B, T = ids.shape
+    # One copy for all three; it waits for nothing but the batch, at the start of a micro-batch.
+    host = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype), labels]).cpu()
+    tokens, valid, wanted = host[0], host[1] != 0, host[2] != -100
+    groups: dict[Any, list[tuple[int, int, int]]] = {}
+    prompts = 0
+    for b in range(B):
+        columns = valid[b].nonzero()[:, 0]
+        counted = wanted[b].nonzero()[:, 0]
+        if not len(counted):
+            continue  # its results are zeros, and it gets no gradient
+        first, start, stop = int(columns[0]), int(counted[0]), int(columns[-1]) + 1
+        if stop - first != len(columns) or start <= first or int(counted[-1]) >= stop:
+            return None
+        prompts += start - first
+        key = first, tokens[b, first:start].numpy().tobytes()
+        groups.setdefault(key, []).append((b, start, stop))
+    if not groups:
+        return None
+    # A prefix and its suffixes, by row and columns, in the order of the layout.
+    prefixes = [(rows[0][0], first, rows[0][1]) for (first, _), rows in groups.items()]
+    suffixes = [span for rows in groups.values() for span in rows]
+    spans = prefixes + suffixes
+    packed_ids = torch.cat([tokens[b, i:j] for b, i, j in spans])
+    columns = torch.cat([torch.arange(i, j) for _, i, j in spans])
+    results = torch.cat([torch.arange(i, j) + b * (T - 1) - 1 for b, i, j in suffixes])
+    targets = torch.cat([host[2, b, i:j] for b, i, j in suffixes])
+    moved = torch.stack([packed_ids, columns]).to(ids.device)
+    lengths = [[j - i for _, i, j in rows] for rows in groups.values()]
+    batch = SharedPrefixBatch.packed(moved[0], [j - i for _, i, j in prefixes], lengths)
+    own = torch.stack([results, targets]).to(ids.device)
+    return Packed(batch, moved[1].unsqueeze(0), own[1].unsqueeze(0), own[0], (B, T - 1), prompts)
+
+
+def _unpacked(value: Any, packed: Packed) -> Any:
+    """A number for each token of the suffixes, (1, S), as TRL's (rows, columns - 1), zero elsewhere."""
+    if not isinstance(value, Tensor) or value.shape != (1, packed.place.numel()):
+        return value
+    B, T = packed.shape
+    return value.new_zeros(B * T).scatter(0, packed.place, value[0]).view(B, T)
+
+
+class _Gathering:
+    """The model as TRL's forward sees it: its backbone gives the hidden states that predict a token, in their order."""
+
+    def __init__(self, model: Any, rows: Tensor) -> None:
+        self._model, self._rows = model, rows
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        if name not in ("base_model", "model"):
+            return value
+
+        def backbone(*args: Any, **kwargs: Any) -> Any:
+            outputs = value(*args, **kwargs)
+            outputs.last_hidden_state = outputs.last_hidden_state[:, self._rows]
+            return outputs
+
+        return backbone
+
+
+# ------------------------------------------------------------------------------------------------- GRPO's micro-batches
+
+
+def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
+    """Have the trainer shuffle groups instead of rows, so that a micro-batch has whole groups of one prompt.
+
+    The rows of a step stay the same, and so does the number of random numbers that the shuffle draws.
+    """
+    wrapped = getattr(type(trainer), "_prepare_inputs", None)
+    function = inspect.unwrap(wrapped) if wrapped is not None else None
+    if not trls_own(trainer, "_prepare_inputs") or SHUFFLE not in global_names(function):
+        return
+    own = function.__globals__[SHUFFLE]  # type: ignore[union-attr]
+
+    def shuffle(rows: dict[str, Any]) -> dict[str, Any]:
+        return shuffled_by_groups(rows) if swaps.active and "prompt_ids" in rows else own(rows)  # type: ignore[no-any-return]
+
+    cloned: Any = clone(function, **{SHUFFLE: shuffle})  # type: ignore[arg-type]
+    profiled = function.__globals__.get("profiling_decorator")  # type: ignore[union-attr]
+    cloned = profiled(cloned) if wrapped is not function and profiled is not None else cloned
+    swaps.put(trainer, "_prepare_inputs", types.MethodType(cloned, trainer))
+
+
+def shuffled_by_groups(rows: dict[str, Any]) -> dict[str, Any]:
+    """The rows of TRL's dictionary of columns in random order, those of one prompt next to each other."""
+    prompts, mask = rows["prompt_ids"].cpu(), rows["prompt_mask"].cpu()
+    keys = [prompts[i][mask[i] != 0].numpy().tobytes() for i in range(len(prompts))]
+    groups: dict[bytes, list[int]] = {}
+    for i in torch.randperm(len(keys)).tolist():
+        groups.setdefault(keys[i], []).append(i)
+    order = [i for group in groups.values() for i in group]
+
+    def ordered(column: Any) -> Any:
+        if column is None or (isinstance(column, Tensor) and column.ndim == 0):
+            return column
+        return column[order] if isinstance(column, Tensor) else [column[i] for i in order]
+
+    return {name: ordered(column) for name, column in rows.items()}

@@ -1,0 +1,182 @@
+"""TRL's trainers with prompts computed once: the losses, metrics and gradients of the unshared trainer.
+
+The plain run is TRL's own; the rows of a micro-batch are the same in both.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import tigon
+
+pytest.importorskip("trl", minversion="1.16")
+pytest.importorskip("datasets")
+import trl_cases as cases
+from test_trl import assert_same
+
+from tigon.integrations import trl
+from tigon.integrations.trl.shared_prefix import pack, shuffled_by_groups
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = ["llama", "gemma2", "qwen2", "qwen3", "mistral", "gemma", "phi3", "olmo2", "granite"]
+
+
+@pytest.mark.parametrize(("task", "family"), list(itertools.product(["dpo", "grpo"], FAMILIES)))
+def test_losses_metrics_and_gradients(task, family, tmp_path):
+    plain_trainer, trainer = cases.twins(getattr(cases, task), tmp_path, family, max_steps=1)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    plain = cases.train(plain_trainer)
+    assert_same(plain, cases.train(trainer))
+    report = fusion.report()
+    assert 0 < report.shared["rows"] < 0.85 * report.shared["separate"]
+    assert not report.unshared
+    for model in report.models.values():
+        assert model.calls["prefix"] == 2
+        assert not model.logits_built_by
+
+
+def test_rloo_over_several_micro_batches(tmp_path):
+    """A step is two micro-batches of two prompts; in the shared run each has whole groups, in the plain one it may not.
+
+    RLOO's loss of a step is a mean over sequences, whatever micro-batch they are in.
+    """
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    plain_trainer, trainer = cases.twins(cases.rloo, tmp_path, **options)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    plain, shared = cases.train(plain_trainer), cases.train(trainer)
+    for name, moved in plain[1].items():
+        assert (shared[1][name] - moved).norm() <= 1e-3 * moved.norm() + 3e-7 * moved.numel() ** 0.5, name
+    assert fusion.report().shared["rows"] < 0.8 * fusion.report().shared["separate"]
+
+
+def test_distributed_data_parallel(tmp_path, launched):
+    plain_trainer, trainer = cases.twins(cases.dpo, tmp_path, ddp_find_unused_parameters=True, max_steps=1)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    assert_same(cases.train(plain_trainer), cases.train(trainer))
+    assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+    assert fusion.report().shared
+
+
+def test_adapters_checkpointing_and_a_reference_of_the_policy(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainers = []
+    for name in ("plain", "fused"):
+        torch.manual_seed(5)
+        options = {"peft_config": copy.deepcopy(config), "gradient_checkpointing": True, "max_steps": 2}
+        trainers.append(cases.dpo(tmp_path / name, cases.model(), **options))
+    fusion = trl.fuse(trainers[1], shared_prefix=True)
+    assert_same(cases.train(trainers[0]), cases.train(trainers[1]))
+    assert fusion.report().shared
+    assert "rows in place of" in str(fusion.report())
+
+
+def test_a_router_loss_keeps_its_rows(tmp_path):
+    plain, trainer = cases.twins(cases.dpo, tmp_path, "mixtral", max_steps=1)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    assert_same(cases.train(plain), cases.train(trainer))
+    report = fusion.report()
+    assert not report.shared
+    assert report.unshared == {"a router's loss counts the tokens of every prompt": 2}
+    assert "Prompts computed as often as they stand: a router's loss" in str(report)
+
+
+def test_auto_shares_where_prompts_are_a_quarter(tmp_path):
+    trainer = cases.dpo(tmp_path / "long", cases.model(), max_steps=1)
+    with trl.fuse(trainer, shared_prefix="auto") as fusion:
+        cases.train(trainer)
+        assert fusion.report().shared
+    short = cases.rows("chosen", "rejected", prompt=["a"] * 8)
+    trainer = cases.dpo(tmp_path / "short", cases.model(), max_steps=1)
+    trainer = type(trainer)(
+        cases.model(), ref_model=cases.reference(trainer.model), args=trainer.args, train_dataset=short,
+        processing_class=cases.tokenizer(),
+    )  # fmt: skip
+    with trl.fuse(trainer, shared_prefix="auto") as fusion:
+        cases.train(trainer)
+        assert not fusion.report().shared
+    with trl.fuse(trainer, shared_prefix=True) as fusion:
+        cases.train(trainer)
+        assert fusion.report().shared
+
+
+def test_what_cannot_share_is_refused_by_name_and_left_by_auto(tmp_path):
+    trainer = cases.orpo(tmp_path / "orpo", cases.model())
+    before = dict(vars(trainer))
+    with pytest.raises(
+        ValueError, match="shared_prefix=True for the policy of ORPOTrainer: its loss is not one of log-"
+    ):
+        trl.fuse(trainer, shared_prefix=True)
+    assert vars(trainer) == before
+    assert "forward" not in vars(trainer.model)
+    with trl.fuse(trainer, shared_prefix="auto") as fusion:
+        assert [(row.kind, row.fused) for row in fusion.report().rows] == [("loss", True), ("prefix", False)]
+
+    policy = cases.model()
+    tigon.fuse(policy)
+    trainer = cases.sft(tmp_path / "before", policy)
+    with pytest.raises(ValueError, match="it was fused before, without shared_prefix"):
+        trl.fuse(trainer, shared_prefix=True)
+    with pytest.raises(ValueError, match="shared_prefix must be True, False or 'auto', got 'yes'"):
+        trl.fuse(cases.sft(tmp_path / "word", cases.model()), shared_prefix="yes")
+
+
+def test_remove(tmp_path):
+    trainer = cases.grpo(tmp_path, cases.model())
+    before = dict(vars(trainer))
+    attention = trainer.model.config._attn_implementation
+    trl.fuse(trainer, shared_prefix=True).remove()
+    assert vars(trainer).keys() == before.keys()
+    assert all(vars(trainer)[name] is value for name, value in before.items())
+    assert trainer.model.config._attn_implementation == attention
+
+
+def test_packing_rows():
+    """Left padding before a prompt, right padding after a completion, a row without labels, prompts alike or not."""
+    ids = torch.tensor([
+        [0, 0, 5, 6, 7, 8, 0],
+        [0, 0, 5, 6, 9, 0, 0],
+        [0, 3, 5, 6, 7, 8, 4],
+        [0, 0, 5, 6, 1, 1, 1],
+        [5, 6, 9, 9, 9, 0, 0],
+    ])  # fmt: skip
+    mask = (ids != 0).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    labels[3] = -100
+    labels[4, 2:4] = ids[4, 2:4]
+    packed = pack(ids, mask, labels)
+    batch = packed.batch
+    assert batch.layout.prefix_lengths == (2, 3, 2)
+    assert batch.layout.suffix_lengths == ((2, 1), (3,), (3,))
+    assert batch.input_ids[0].tolist() == [5, 6, 3, 5, 6, 5, 6, 7, 8, 9, 7, 8, 4, 9, 9, 9]
+    assert packed.position_ids[0].tolist() == [2, 3, 1, 2, 3, 0, 1, 4, 5, 4, 4, 5, 6, 2, 3, 4], (
+        "columns, as TRL has them"
+    )
+    assert packed.labels[0].tolist() == [7, 8, 9, 7, 8, 4, 9, 9, 9]
+    assert (batch.separate_rows, packed.prompts) == (18, 9)
+    flat = torch.zeros(30).scatter(0, packed.place, packed.labels[0].float()).view(5, 6)
+    assert torch.equal(flat, labels.clamp(min=0)[:, 1:].float())
+    labels[0, 2:] = ids[0, 2:]  # no prompt
+    assert pack(ids, mask, labels) is None
+    assert pack(ids, mask, torch.full_like(ids, -100)) is None
+
+
+def test_groups_are_shuffled_whole():
+    prompts = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [0, 6, 6], [0, 1, 2]])
+    rows = {"prompt_ids": prompts, "prompt_mask": (prompts != 0).long(), "number": torch.arange(6), "none": None,
+            "scalar": torch.tensor(7), "words": list("abcdef")}  # fmt: skip
+    seen = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        shuffled = shuffled_by_groups(rows)
+        order = shuffled["number"].tolist()
+        assert sorted(order) == list(range(6))
+        assert torch.equal(shuffled["prompt_ids"], prompts[order])
+        assert shuffled["words"] == ["abcdef"[i] for i in order]
+        assert len(list(itertools.groupby(shuffled["prompt_ids"].tolist()))) == 3
+        assert shuffled["scalar"] == 7
+        seen.add(tuple(order))
+    assert len(seen) > 10
