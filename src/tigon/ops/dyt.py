@@ -108,7 +108,7 @@ def _dyt_fwd_kernel(
 @jit
 @do_not_specialize("M", "P")
 def _dyt_bwd_kernel(
-    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, dalpha_ptr, M, N, P, stride_dym, stride_xm,
+    dy_ptr, x_ptr, alpha_ptr, w_ptr, dx_ptr, partial_ptr, db_ptr, dalpha_ptr, M, N, P, stride_dym, stride_xm,
     DW: tl.constexpr, DB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A persistent grid of P programs for each block of columns. Nothing is summed along a row, so that rows of any
@@ -158,7 +158,9 @@ def _dyt_bwd_kernel(
     if DW:
         tl.store(partial_ptr + sums, tl.sum(dw, 0), mask=col_mask)
     if DB:
-        tl.store(partial_ptr + N * DW + sums, tl.sum(db, 0), mask=col_mask)
+        # A single part stores dW and dbias themselves: dbias to db_ptr, if both are wanted.
+        db_ptrs = partial_ptr + N * DW + sums if db_ptr is None else db_ptr + cols
+        tl.store(db_ptrs, tl.sum(db, 0), mask=col_mask)
     if dalpha_ptr is not None:
         by_column = tl.sum(da, 0)
         if w_ptr is not None:
@@ -269,22 +271,29 @@ def _dyt_bwd(
     # only add rows of partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
-    # fp32 whatever the parameters' dtype: shares are rounded once, after they are added.
-    partial = x.new_empty((parts, len(sums), N), dtype=torch.float32) if sums else None
+    partial, second = _partial(parts, sums) if sums else (None, None)
     partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
 
     def plan() -> Plan:
         arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, stages)
         return parts * columns, arguments, {"num_warps": warps}
 
-    key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), need_dx, need_dalpha, need_dw, need_db)
-    tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, partial_dalpha)
+    key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), bias_dtype, need_dx, need_dalpha, need_dw, need_db)
+    tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, second, partial_dalpha)
     launch(_dyt_bwd_kernel, key, tensors, plan)
-    if partial is not None:
+    if partial is not None and partial is not sums[0]:
         sum_rows(partial, *sums)
     if partial_dalpha is not None:
         dalpha = partial_dalpha.sum(0).to(alpha.dtype).view(alpha.shape)  # of a few hundred numbers
     return dx, dalpha, dw, db
+
+
+def _partial(parts: int, sums: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Where the parts store their shares; a single part, of few rows, stores the one or two results."""
+    if parts == 1:
+        return sums[0], sums[1] if len(sums) > 1 else None
+    # fp32 whatever the parameters' dtype: shares are rounded once, after they are added.
+    return sums[0].new_empty((parts, len(sums), sums[0].shape[0]), dtype=torch.float32), None
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -277,7 +277,8 @@ def _rms_norm_bwd_kernel(
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
-        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics.
+        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics. One program's row is
+        # dW itself, in dW's dtype.
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
@@ -552,7 +553,7 @@ def _rms_norm_bwd(
         # A persistent grid, so that there are as few partial sums as programs.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
-            partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+            partial = _partial(programs, dw)
         # RELOAD goes with a saved rstd: both say that the row is so wide that registers are short.
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
@@ -572,13 +573,18 @@ def _rms_norm_bwd(
             # 1024 columns on 128 threads: a thread loads 16 bytes of x and of dy, and keeps 8 sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
-            partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
+            partial = _partial(programs, dw)
             arguments = (M, N, *strides_dy, *strides, programs, cast == "llama", 1024)
             grid = programs * columns
             launch(_rms_norm_wide_dw_kernel, key, (dy, x, saved, partial), lambda: (grid, arguments, {"num_warps": 4}))
-    if partial is not None:
+    if partial is not None and partial is not dw:
         sum_rows(partial, dw)
     return dx, dw
+
+
+def _partial(programs: int, dw: Tensor) -> Tensor:
+    """Where the programs store their shares of dW: one program, of few rows, has all of dW and stores dW itself."""
+    return dw if programs == 1 else torch.empty((programs, dw.shape[0]), dtype=torch.float32, device=dw.device)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -121,7 +121,7 @@ def _layer_norm_row_fwd_kernel(
 @jit
 @do_not_specialize("M")
 def _layer_norm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, db_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -167,12 +167,14 @@ def _layer_norm_bwd_kernel(
         if NEED_DB:
             db += dy
     if NEED_DW or NEED_DB:
-        # A row of partial sums for each program; sum_rows adds them in a fixed order, without atomics.
+        # A row of partial sums for each program; sum_rows adds them in a fixed order, without atomics. A single program
+        # stores dW and dbias themselves: dbias to db_ptr, if both are wanted.
         partial_ptr += tl.program_id(0).to(tl.int64) * (NEED_DW + NEED_DB) * N + cols
     if NEED_DW:
         tl.store(partial_ptr, tl.sum(dw, 0), mask=col_mask)
     if NEED_DB:
-        tl.store(partial_ptr + NEED_DW * N, tl.sum(db, 0), mask=col_mask)
+        db_ptrs = partial_ptr + NEED_DW * N if db_ptr is None else db_ptr + cols
+        tl.store(db_ptrs, tl.sum(db, 0), mask=col_mask)
 
 
 @jit
@@ -211,7 +213,7 @@ def _row_gradients(
 @jit
 @do_not_specialize("M")
 def _layer_norm_row_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, M, N,
+    dy_ptr, x_ptr, w_ptr, stats_ptr, dx_ptr, partial_ptr, db_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
     SECTORS: tl.constexpr,
@@ -283,9 +285,10 @@ def _layer_norm_row_bwd_kernel(
         if BLOCK_REST > 0:
             tl.store(partial_ptr + rest, dw_rest, mask=rest < N)
     if NEED_DB:
-        tl.store(partial_ptr + NEED_DW * N + cols, db, mask=mask)
+        to_ptr = partial_ptr + NEED_DW * N if db_ptr is None else db_ptr
+        tl.store(to_ptr + cols, db, mask=mask)
         if BLOCK_REST > 0:
-            tl.store(partial_ptr + NEED_DW * N + rest, db_rest, mask=rest < N)
+            tl.store(to_ptr + rest, db_rest, mask=rest < N)
 
 
 @jit
@@ -370,7 +373,7 @@ def _layer_norm_wide_dx_kernel(
 @jit
 @do_not_specialize("M")
 def _layer_norm_wide_dw_kernel(
-    dy_ptr, x_ptr, stats_ptr, partial_ptr, M, N,
+    dy_ptr, x_ptr, stats_ptr, partial_ptr, db_ptr, M, N,
     inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
     NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -396,4 +399,5 @@ def _layer_norm_wide_dw_kernel(
     if NEED_DW:
         tl.store(partial_ptr, dw, mask=cols < N)
     if NEED_DB:
-        tl.store(partial_ptr + NEED_DW * N, db, mask=cols < N)
+        db_ptrs = partial_ptr + NEED_DW * N if db_ptr is None else db_ptr + cols
+        tl.store(db_ptrs, db, mask=cols < N)

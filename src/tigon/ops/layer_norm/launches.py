@@ -163,18 +163,19 @@ def _layer_norm_bwd(
     # None, and not an empty tensor: a kernel without dx is compiled without its sums.
     out_dx = dx if need_dx else None
     arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
-    dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype)
+    dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (arguments, dtypes, need_dx, need_dw, need_db)
     # dW and dbias lie side by side in a row of partial sums: one launch adds both.
     halves = need_dw + need_db
-    partial: Tensor | None = None
+    results = dw if need_dw else db, db if need_dw and need_db else None
+    sums: tuple[Tensor | None, Tensor | None] = None, None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages, each = _bwd_tile(N, x)
         # As many programs as run at a time: each has a row of partial sums, which are traffic too.
         # No more than there are tiles: a program without rows would still store a row of zeros, to be added.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
-            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+            sums = _partial(programs, results)
 
         # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
         # Such rows are of 16-bit numbers: in fp32 the limit above is 8192 columns.
@@ -186,7 +187,7 @@ def _layer_norm_bwd(
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
 
         kernel = _layer_norm_row_bwd_kernel if by_row else _layer_norm_bwd_kernel
-        launch(kernel, key, (dy, x, weight, stats, out_dx, partial), plan)
+        launch(kernel, key, (dy, x, weight, stats, out_dx, *sums), plan)
     else:
         if need_dx:
             # dx and the sums read dy and x once each: together, a wide row would leave no registers for the sums.
@@ -199,12 +200,21 @@ def _layer_norm_bwd(
             # 1024 columns on 4 warps are 8 a thread in each of the two sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
-            partial = x.new_empty((programs, halves, N), dtype=torch.float32)
+            sums = _partial(programs, results)
             slices = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
-            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, partial), lambda: slices)
-    if halves:
-        sum_rows(partial, dw if need_dw else db, db if need_dw and need_db else None)  # type: ignore[arg-type]
+            launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, *sums), lambda: slices)
+    if sums[0] is not None and sums[0] is not results[0]:
+        sum_rows(sums[0], *results)
     return dx, dw, db
+
+
+def _partial(programs: int, results: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Where the programs store their shares; one program, of few rows, has all of them and stores the results."""
+    if programs == 1:
+        return results
+    first, second = results
+    shape = programs, 1 if second is None else 2, first.shape[0]
+    return first.new_empty(shape, dtype=torch.float32), None
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
