@@ -202,13 +202,14 @@ class Chunks:
         budget: bytes of logits a chunk may hold.
         shards: which classes this device's head has, if the head is split over several devices.
         dtype: the dtype of the logits; the compute dtype by default.
+        room: where iterating computes the logits, if they have to lie there.
     """
 
     def __init__(
         self, head: Projection, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
-        shards: Shards | None = None, dtype: torch.dtype | None = None,
+        shards: Shards | None = None, dtype: torch.dtype | None = None, room: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.head, self.target, self.shards = head, target, shards
+        self.head, self.target, self.shards, self.room = head, target, shards, room
         self.dtype = head.x.dtype if dtype is None else dtype
         # Second buffer, allocated on first use: the gradient of wide logits, narrowed for the products.
         self._narrow: Tensor | None = None
@@ -253,7 +254,10 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Chunk]:
         # One buffer for all chunks. A chunk is done with its logits before the next one is computed.
-        return self.forwards(empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype))
+        room = self.room
+        if room is None:
+            room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
+        return self.forwards(room)
 
     def forwards(self, room: Tensor) -> Iterator[Chunk]:
         """The chunks, their logits computed into `room`, (at least `size`, V).

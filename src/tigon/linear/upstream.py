@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.linear.weight_gradient import narrowed
+from tigon.linear.weight_gradient import Late, late, late_product, narrowed
 from tigon.runtime import cdiv, graph_is_kept, is_traced, jit, launch, tl, use_triton
 
 
@@ -50,6 +50,8 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
     """gradient · factor, multiplied in fp32 and rounded once to dtype. With `ours` it may overwrite the gradient."""
     if isinstance(gradient, tuple):
         gradient, more = gradient
+        if factors := late(gradient, more):
+            return _late(factors, factor, ours)
         # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
         if more.numel():
             return narrowed(gradient, more, factor, ours)
@@ -69,3 +71,18 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
     key = (n, in_place, gradient.dtype, dtype, factor.dtype)
     launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
     return out
+
+
+def _late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
+    """dW · factor from the factors of its product: what is below 1 goes to x, what is above 1 to dlogits.
+
+    So no x overflows, and dlogits are what they are in eager code, whose upstream gradient comes first.
+    """
+    dlogits, x = factors
+    up = factor.abs().clamp(min=1.0)
+    if is_traced(dlogits) or not use_triton(dlogits):
+        return late_product((dlogits.to(factor.dtype) * up).to(dlogits.dtype), x, factor / up)
+    # With the padding behind each row, as one piece of memory.
+    whole = dlogits.as_strided((dlogits.shape[0] * dlogits.stride(0),), (1,))
+    scaled = _scaled(whole, up, dlogits.dtype, ours)
+    return late_product(scaled.as_strided(dlogits.shape, dlogits.stride()), x, factor / up)

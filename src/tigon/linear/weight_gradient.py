@@ -8,31 +8,49 @@ already been read.
 
     result (V, H) bf16    | fp32 of rows 0 … V/2              |        | bf16 of rows 0 … V/2 | bf16 of rows V/2 … V |
     more (V/2, H) fp32    | fp32 of rows V/2 … V              |
+
+In fp16 the divisor of a mean comes with the upstream gradient, or gradients would underflow: dW would be written in
+fp32, read and written again. Of few rows in one chunk the factors of the product are kept instead, dlogits (M, V) and
+x (M, H). The backward pass knows the upstream gradient, and writes dW once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.linear.head import class_blocks, product_into
+from tigon.linear.head import class_blocks, empty_logits, product_into
 from tigon.runtime import cdiv, do_not_specialize, is_traced, jit, launch, tl, use_triton
 
 BLOCK = 4096
 
 
-def places(weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: bool) -> tuple[Tensor, Tensor]:
+class Late(NamedTuple):
+    """The factors of dW's product, which the backward pass computes: dlogits (M, V) and x (M, H), both in fp16."""
+
+    dlogits: Tensor
+    x: Tensor
+
+
+def places(
+    weight: Tensor, compute: torch.dtype, wide: bool, budget: int, need: bool, rows: int = 0
+) -> tuple[Tensor, Tensor]:
     """Two uninitialised tensors in which dW is summed. The second is empty unless the sum lives inside the result.
 
-    wide: sum in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold.
+    wide: sum in fp32 (fp64 for fp64). budget: bytes of logits a chunk may hold. rows: of the only chunk, 0 if there are
+    several; where it helps, the two tensors are a `Late`.
     """
     (V, H), acc = weight.shape, torch.promote_types(compute, torch.float32)
     # An empty tensor stands for "no second place": an operator's schema returns tensors, and never None.
     none = weight.new_empty(0, dtype=acc)
     if not need:
         return weight.new_empty(0, dtype=compute), none
+    # No more memory than dW's fp32 sum takes from the forward pass to the backward pass.
+    if weight.dtype == compute == torch.float16 and 0 < rows <= 2 * H:
+        return empty_logits(rows, V, weight, compute), weight.new_empty(rows, H)
     front = _front_rows(V)
     # The trick wants two narrow numbers in the memory of one wide one: bf16 and fp32, not fp64 or master weights.
     halved = wide and weight.dtype == compute and 2 * compute.itemsize == acc.itemsize
@@ -47,10 +65,23 @@ def _front_rows(V: int) -> int:
     return V // 128 * 64  # at most half of all rows, in whole tiles of the products
 
 
-def parts(dw: Tensor, more: Tensor) -> list[Tensor]:
-    """The tensors in which dW is summed, each of them for consecutive rows of W."""
+def late(dw: Tensor, more: Tensor) -> Late | None:
+    """The tensors of `places` as the factors of a late product, if they are."""
+    # Only then are both of one dtype: beside a narrow dW the second tensor is wide.
+    return Late(dw, more) if more.numel() and more.dtype == dw.dtype else None
+
+
+def room(sums: Sequence[Tensor] | None) -> Tensor | None:
+    """Where the logits of the only chunk have to be, as their gradient is to last; None for anywhere."""
+    return sums.dlogits if isinstance(sums, Late) else None
+
+
+def parts(dw: Tensor, more: Tensor) -> Sequence[Tensor]:
+    """The tensors in which dW is summed, each of them for consecutive rows of W; or a `Late`."""
     if not more.numel():
         return [dw]
+    if found := late(dw, more):
+        return found
     V, H = dw.shape
     front = V - more.shape[0]
     # The same bytes under two dtypes: `front` rows of fp32 fill 2 · `front` rows of bf16.
@@ -59,6 +90,11 @@ def parts(dw: Tensor, more: Tensor) -> list[Tensor]:
 
 def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) -> None:
     """sums = (if first) or += dlogitsᵀ x, without a temporary of that size; half-precision factors may add to fp32."""
+    if isinstance(sums, Late):
+        sums.x[: x.shape[0]].copy_(x)  # dlogits are there already
+        for t in sums:  # a CPU may count fewer rows than there was room for
+            t[x.shape[0] :].zero_()
+        return
     start = 0
     for dw in sums:
         # Blocks of classes: products over rows that are no multiple of 16 bytes are several times slower.
@@ -70,6 +106,18 @@ def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) 
 def zero(sums: Sequence[Tensor]) -> None:
     for dw in sums:
         dw.zero_()
+
+
+def late_product(dlogits: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """dlogitsᵀ (factor · x), (V, H), rounded to fp16 once. factor: 0-d, at most 1 in size, so that x stays finite."""
+    x = (x.to(factor.dtype) * factor).to(x.dtype)
+    if is_traced(x):
+        return dlogits.t() @ x
+    dw = x.new_empty(dlogits.shape[1], x.shape[1])
+    if x.is_cuda or x.is_meta:
+        accumulate([dw], dlogits, x, first=True)
+        return dw
+    return torch.mm(dlogits.t().to(factor.dtype), x.to(factor.dtype)).to(x.dtype)
 
 
 def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool = True) -> Tensor:

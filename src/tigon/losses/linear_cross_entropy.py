@@ -175,7 +175,8 @@ def _forward_fake(
     visited = x.shape[0] if valid < 0 or valid > x.shape[0] else valid
     widest = V if shards is None else shards.widest
     wide = _wide_weight_gradient(visited, widest, x.device, reduction, compute, budget, fp32, weight.dtype)
-    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw and early)
+    only = visited if shards is None and visited * V * compute.itemsize <= budget else 0
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw and early, only)
     return loss, dx, dw, more, x.new_empty(V, dtype=acc) if need_db and early else x.new_empty(0)
 
 
@@ -210,16 +211,18 @@ def _linear_cross_entropy_fwd(
         x, weight, bias, target, inverse, valid, reduction, compute, budget, fp32, need_dx, need_dw, need_db, *options,
         shards=shards,
     )  # fmt: skip
+    dx, dw, more, db = gradients
+    early = reduction != "none"
+    sums = weight_gradient.parts(dw, more) if need_dw and early else None
     chunks = _chunks(x, weight, bias, target, valid, compute, budget, options[0], shards)
+    chunks.room = weight_gradient.room(sums)
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
     # In fp16 the divisor would make gradients underflow: the backward pass applies it, in fp32.
     folded = None if compute == torch.float16 or reduction == "none" else inverse
-    dx, dw, more, db = gradients
-    early = reduction != "none"
     # Without a place the walk skips a product: a frozen head, frozen hidden states.
     places = (
         dx if need_dx and early else None,
-        weight_gradient.parts(dw, more) if need_dw and early else None,
+        sums,
         db if need_db and early else None,
     )
     _walk(chunks, losses, folded, *places, False, *options)
@@ -232,7 +235,7 @@ def _linear_cross_entropy_fwd(
 
 
 def _walk(
-    chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: list[Tensor] | None,
+    chunks: Chunks, losses: Tensor, factor: Tensor | None, dx: Tensor | None, dw: Sequence[Tensor] | None,
     db: Tensor | None, add: bool, *options: Any,
 ) -> None:  # fmt: skip
     """Write the rows' losses, and the gradients times factor to dx, dw and db unless they are None. add: dw += …."""

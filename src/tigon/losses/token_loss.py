@@ -361,7 +361,8 @@ def _token_loss_fake(
     rows = sum(lengths[1:]) if len(lengths) > 1 else S * T
     several = rows * (V if shards is None else shards.widest) * compute.itemsize > budget
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
-    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw)
+    only = 0 if several or shards is not None else rows
+    dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw, only)
     return loss, *results, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
@@ -404,12 +405,11 @@ def _token_loss_fwd(
     if not alone and lengths and sum(lengths) < target.numel():
         dx.zero_()  # no part writes the rows that are left out
     # One buffer for all parts, and for the reference's logits as well.
-    room = empty_logits(max((part.chunks.size for part in parts), default=0), weight.shape[0], x, compute)
+    room, size = weight_gradient.room(weight_sums), max((part.chunks.size for part in parts), default=0)
+    room = empty_logits(size, weight.shape[0], x, compute) if room is None else room
     # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
     # the host does not wait.
-    enough = torch.ones((), dtype=torch.bool, device=x.device)
-    if lengths and alone:
-        enough = (target != options[0]).sum() <= sum(lengths)
+    enough = x.new_ones((), dtype=torch.bool) if known is None else (target != options[0]).sum() <= known
     for part in parts:
         seen, stats, last = batch.forward(instance, part, room)
         if part.at is not None:
@@ -480,7 +480,7 @@ def _same(t: Tensor) -> Tensor:
 
 def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
     for i, name in enumerate(family.sums):
-        results["sums"][i] += found[name].detach()
+        results["sums"][i].add_(found[name].detach())
     # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
     for i, name in enumerate(family.per_sequence):
         place = results["per_sequence"][i]
@@ -514,8 +514,10 @@ class _Batch:
         """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
         if part.alone:
-            # (S, 1) expands to tokens without memory; then the tokens are looked up by their places.
-            return t.expand(self.target.shape).reshape(-1, 1).index_select(0, part.sequences)
+            # (S, 1) expands to tokens without memory; then the tokens are looked up, unless all are there.
+            tokens, rows = t.expand(self.target.shape).reshape(-1, 1), part.chunks
+            every = rows.index is None and rows.visited == tokens.shape[0]
+            return tokens if every else tokens.index_select(0, part.sequences)
         return t.index_select(0, part.sequences)
 
     def read(

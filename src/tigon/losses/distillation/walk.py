@@ -130,11 +130,13 @@ def _fake(*arguments: Any, shards: Shards | None = None) -> Results:
     visited = rows if call.valid < 0 or call.valid > rows else call.valid
     # The widest shard, as in `Chunks`, whose chunks have to be the same on all ranks.
     row_bytes = classes_of(call.weight, shards).widest * logit_bytes(call.compute, call.logits)
-    several = call.inverse is None or visited * row_bytes > call.share
+    one = visited * row_bytes <= call.share
+    several = call.inverse is None or not one
     # Weights wider than the products (autocast) get a gradient as wide as theirs. fp16 gets its divisor in the backward
     # pass alone, and its range need not hold the sum.
     wide = call.weight.dtype != call.compute or call.compute == torch.float16 or (call.fp32 and several)
-    dw, more = weight_gradient.places(call.weight, call.compute, wide, call.budget, call.need_dw)
+    only = visited if one and shards is None and call.logits == call.compute else 0
+    dw, more = weight_gradient.places(call.weight, call.compute, wide, call.budget, call.need_dw, only)
     return Results(loss, soft, hard, dx, dw, more, call.x.new_empty(V if call.need_db else 0, dtype=acc))
 
 
@@ -159,15 +161,14 @@ def _distill_fwd(*arguments: Any, shards: Shards | None = None) -> Results:
     known = None if target is None or valid < 0 else valid
     # Casts of x and of the weight happen here, once a call, and not once a chunk.
     head = Projection.of(x, call.weight, call.bias, call.compute)
-    chunks = Chunks(head, labels, call.ignore_index, known, call.share, shards, call.logits)
+    sums = weight_gradient.parts(results.dw, results.more) if call.need_dw else None
+    room = weight_gradient.room(sums)
+    chunks = Chunks(head, labels, call.ignore_index, known, call.share, shards, call.logits, room)
     # Each program writes its row's loss to a place of its own. One sum at the end has one order, hence the same bits on
     # every run; atomics would not.
     soft_rows = x.new_empty(chunks.visited, dtype=results.loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if call.hard_weight else None
-    gradients = Gradients(
-        chunks, results.dx if call.need_dx else None,
-        weight_gradient.parts(results.dw, results.more) if call.need_dw else None, results.db if call.need_db else None,
-    )  # fmt: skip
+    gradients = Gradients(chunks, results.dx if call.need_dx else None, sums, results.db if call.need_db else None)
     unit, weights, _ = call.factors(classes)
     formula = Formula(
         call.kind, call.rest, call.beta, call.temperature, weights, call.ignore_index,

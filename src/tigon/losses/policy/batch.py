@@ -144,7 +144,10 @@ def policy_loss(
         metrics["vespo/phi_seq_mean"] = _logged(found["phi"], mask, by_sequence).mean()
     if "clipped" in found:
         clipped = found["clipped"]
-        metrics |= _clip_ratios(clipped, mask, by_sequence and words.level != "token", words.loss_type, counts.dtype)
+        if words.loss_type != "cispo" and target.numel() and not (by_sequence and words.level != "token"):
+            metrics |= _clip_ratios_of_tokens(clipped, mask, counts, tokens)
+        else:
+            metrics |= _clip_ratios(clipped, mask, by_sequence and words.level != "token", words.loss_type, acc)
     ratio = found.get("sampler", ratio)
     if ratio is not None:
         by_sequence = ratio.shape != (S, T) or words.mode.startswith("sequence")
@@ -169,11 +172,27 @@ def _clip_ratios(
     }  # fmt: skip
 
 
+def _clip_ratios_of_tokens(clipped: Tensor, mask: Tensor, counts: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """As `_clip_ratios`, both bounds together: of short completions the launches take longer than the numbers."""
+    clips = (torch.stack((clipped < 0, clipped > 0)) & mask).sum(-1)  # whole numbers, whose sums are exact
+    low, high = (clips.sum(-1) / tokens).unbind()
+    present = counts > 0
+    low_share, high_share = (clips / counts).unbind()
+    least = torch.where(present, low_share, math.inf).amin()
+    most = torch.where(present, high_share, -math.inf).amax()
+    some = present.any()
+    return {
+        "clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high,
+        "clip_ratio/low_min": torch.where(some, least, math.nan),
+        "clip_ratio/high_max": torch.where(some, most, math.nan),
+    }  # fmt: skip
+
+
 def _share(loss_type: str, counts: Tensor, tokens: Tensor, items: float | Tensor | None, longest: int | None) -> Tensor:
     """(S,) the weight of one token of each sequence in the loss."""
     S = max(1, counts.shape[0])
     if loss_type in ("grpo", "sapo"):
-        return 1 / (counts.clamp(min=1) * S)
+        return (counts.clamp(min=1) * S).reciprocal()
     if loss_type == "luspo":
         return torch.full_like(counts, 1 / S)
     if loss_type == "dr_grpo":

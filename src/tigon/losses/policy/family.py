@@ -145,7 +145,7 @@ class Policy(Family, key="policy"):
             loss = -ratio.clamp(max=of.high).detach() * A * logprob
             found["clipped"] = ((ratio > of.high) & (A > 0)).expand_as(mask)
         elif loss_type in CLIPPED:
-            bounded = ratio.clamp(max=of.delta)
+            bounded = ratio if of.delta == math.inf else ratio.clamp(max=of.delta)
             loss = -torch.minimum(bounded * A, ratio.clamp(1 - of.low, 1 + of.high) * A)
             up, down = (bounded > 1 + of.high) & (A > 0), (bounded < 1 - of.low) & (A < 0)
             # 1 where the upper bound holds, −1 where the lower does: one number a token instead of two masks.
