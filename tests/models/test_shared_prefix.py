@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import tigon
 
@@ -104,6 +105,23 @@ def test_a_window_that_only_the_mask_knows(device):
     torch.testing.assert_close(got, want[0], rtol=0, atol=1e-5)
     config.sliding_window = 64
     assert (separately(model, prefixes, suffixes)[0] - got).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [
+    "Exaone4ForCausalLM", "Gemma3nForCausalLM", "Glm4MoeForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM",
+    "Olmo3ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
+])  # fmt: skip
+def test_other_classes_of_transformers(name, device, monkeypatch):
+    import tiny
+
+    monkeypatch.setitem(tiny.SIZES, "sliding_window", 8)
+    model, (prefixes, suffixes) = tiny.tiny_model(getattr(T, name)).to(device).eval(), ids(device)
+    want = separately(model, prefixes, suffixes)[0]
+    plain = gradients(model, want.sum())
+    with tigon.fuse(model, shared_prefix=True):
+        got = tigon.SharedPrefixBatch(prefixes, suffixes).logprob(model).logprob
+        assert_close(gradients(model, got.sum()), plain, 3e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -315,7 +333,7 @@ def test_a_model_that_is_not_fused_so_computes_nothing(device):
 def test_attention_that_was_set_anew_is_seen(device):
     model, batch = shared(device)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="no layer of the model was handed the layout"):
+    with pytest.raises(ValueError, match="the attention of the model was set to 'eager' since it was fused"):
         batch.loss(model)
     vars(model)["_tigon_fusion"].remove()
     assert model.config._attn_implementation == "eager", "what was set since stays"
@@ -352,6 +370,40 @@ def test_gradient_checkpointing(reentrant, device):
     if reentrant:
         model.enable_input_require_grads()
     assert_close(gradients(model, batch.loss(model)), plain, 1e-6)
+
+
+@pytest.mark.parametrize("head_of_its_own", [False, True])
+def test_fully_sharded(process_group, head_of_its_own):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = process_group.device_mesh.init_device_mesh("cpu", (1,))
+    model, batch = shared(torch.device("cpu"), "mistral")
+    model.config.sliding_window = 8
+    plain = gradients(model, batch.loss(model) + batch.logprob(model).entropy.mean())
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)
+    if head_of_its_own:
+        fsdp.fully_shard(model.lm_head, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    for run in (batch.loss, lambda model: batch.logprob(model).entropy.mean()):
+        run(model).backward()
+    sharded = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert_close(sharded, plain, 1e-6)
+
+
+def test_compiled(device):
+    """Batches of other sizes run the same code, from the second size on."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    torch.manual_seed(0)
+    model = T.MistralForCausalLM(T.MistralConfig(**{**BASE, "num_hidden_layers": 1}, sliding_window=8)).to(device)
+    tigon.fuse(model, shared_prefix=True)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in (LENGTHS, LENGTHS[:2], [(12, (3, 4, 5, 6))]):
+        batch = tigon.SharedPrefixBatch(*ids(device, lengths))
+        plain = gradients(model, batch.loss(model))
+        assert_close(gradients(model, batch.loss(compiled)), plain, 1e-5)
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("level", ["none", "product", "cheap", "mlp"])
@@ -474,21 +526,18 @@ def test_threads_have_shared_and_plain_calls_at_the_same_time(device):
     assert torch.equal(got["shared"], want)
 
 
-def test_nothing_is_registered_before_it_is_asked_for():
-    import subprocess
-    import sys
+def test_nothing_is_registered_before_it_is_asked_for(monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
-    code = """
-import tigon, transformers
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=32, vocab_size=9,
-    num_hidden_layers=1, num_attention_heads=2))
-before = dict(functions), dict(masks)
-tigon.fuse(model).remove()
-assert (dict(functions), dict(masks)) == before
-tigon.fuse(model, shared_prefix=True).remove()
-for now, then in zip((functions, masks), before):
-    assert set(now) == {*then, "tigon_shared_prefix"} and all(now[name] is then[name] for name in then)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    for registry in (MASKS, FUNCTIONS):
+        plain = {name: value for name, value in registry._global_mapping.items() if name != "tigon_shared_prefix"}
+        monkeypatch.setattr(type(registry), "_global_mapping", plain)
+    before = dict(MASKS), dict(FUNCTIONS)
+    model = build("llama")
+    tigon.fuse(model).remove()
+    assert (dict(MASKS), dict(FUNCTIONS)) == before
+    tigon.fuse(model, shared_prefix=True).remove()
+    for registry, then in zip((MASKS, FUNCTIONS), before, strict=True):
+        assert set(registry) == {*then, "tigon_shared_prefix"}
+        assert all(registry[name] is value for name, value in then.items())

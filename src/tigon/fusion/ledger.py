@@ -147,6 +147,7 @@ class Ledger:
         if owner is None:  # PEFT's modules_to_save copies a module inside the model: the copy shares the ledger
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
-        copied.active, copied.check_arguments, copied.around = self.active, self.check_arguments, self.around
+        copied.active, copied.check_arguments = self.active, self.check_arguments
         memo[id(self)] = copied
+        copied.around = copy.deepcopy(self.around, memo)
         return copied

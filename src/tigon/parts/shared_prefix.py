@@ -29,7 +29,7 @@ class SharedPrefix(Part):
             before = layer.config._attn_implementation.previous
             kind = type(layer).__name__
             site.fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
-        site.ledger.around = attention.around
+        site.ledger.around = attention.Around(list({id(m.config): m.config for m in found}.values()))
         if not site.entrances:  # no head is fused, where a call begins
             site.entrances.append(_outermost(module))
 

@@ -75,7 +75,6 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.layout: PrefixLayout | None = None
         self.ledger: Ledger | None = None
-        self.calls = 0
 
 
 _running = _Running()
@@ -93,20 +92,51 @@ def register() -> None:
 # --------------------------------------------------------------------------------------------------- the model's calls
 
 
-def around(ledger: Ledger, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """One call of a fused model, with a layout or without."""
-    layout, mask = kwargs.get(ARGUMENT), kwargs.get("attention_mask")
-    if layout is None:
-        if isinstance(mask, LayoutAsMask):
-            raise ValueError(f"shared_prefix: the inputs of a SharedPrefixBatch go together; {ARGUMENT} is missing.")
-        return run(*args, **kwargs)
-    if not isinstance(layout, PrefixLayout):
-        raise ValueError(f"shared_prefix: {ARGUMENT} must be a tigon.PrefixLayout, got {type(layout).__name__}.")
-    _check_call(layout, args, kwargs)
-    if isinstance(mask, LayoutAsMask):
-        kwargs["attention_mask"] = None
-    with calling(layout, ledger):
-        return run(*args, **kwargs)
+class Around:
+    """Calls the forward of a fused model, with a layout or without.
+
+    configs: of the model's shared attention, which name its function. They know nothing of the model.
+    """
+
+    def __init__(self, configs: list[Any]) -> None:
+        self.configs = configs
+
+    def __call__(self, ledger: Ledger, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layout, mask = kwargs.get(ARGUMENT), kwargs.get("attention_mask")
+        if layout is None:
+            if isinstance(mask, LayoutAsMask):
+                raise ValueError(
+                    f"shared_prefix: the inputs of a SharedPrefixBatch go together; {ARGUMENT} is missing."
+                )
+            return run(*args, **kwargs)
+        if not isinstance(layout, PrefixLayout):
+            raise ValueError(f"shared_prefix: {ARGUMENT} must be a tigon.PrefixLayout, got {type(layout).__name__}.")
+        _check_call(layout, args, kwargs)
+        kwargs["attention_mask"] = all_rows(layout)
+        with self.calling(layout, ledger):
+            return run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def calling(self, layout: PrefixLayout, ledger: Ledger | None) -> Iterator[None]:
+        """A call with a layout, checked already. The masks of the model's layers are made in here."""
+        for config in self.configs:
+            name = config._attn_implementation
+            if not isinstance(name, Shared):
+                raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} since it was fused.")
+        outer = _running.layout, _running.ledger
+        _running.layout, _running.ledger = layout, ledger
+        try:
+            yield
+        finally:
+            _running.layout, _running.ledger = outer
+
+
+def all_rows(layout: PrefixLayout) -> Tensor:
+    """A mask (1, N) that leaves no row out, for a model's forward.
+
+    Without a mask transformers would ask the device whether the positions are those of packed sequences, and wait.
+    """
+    return torch.ones(1, layout.rows, dtype=torch.bool, device=layout.device)
 
 
 def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,22 +162,6 @@ def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-@contextlib.contextmanager
-def calling(layout: PrefixLayout, ledger: Ledger | None) -> Iterator[None]:
-    """A call of a model with a layout, which has to reach the model's attention. Its masks are made in here."""
-    outer = _running.layout, _running.ledger, _running.calls
-    _running.layout, _running.ledger, _running.calls = layout, ledger, 0
-    calls = 0
-    try:
-        yield
-        calls = _running.calls
-        if not calls and not torch.compiler.is_compiling():
-            raise ValueError("shared_prefix: no layer of the model was handed the layout; was its attention set anew?")
-    finally:
-        _running.layout, _running.ledger, _running.calls = outer
-        _running.calls += calls
-
-
 # --------------------------------------------------------------------------------------------------------- the masks
 
 
@@ -164,7 +178,12 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
         if mask_function is not None:
             options["mask_function"] = mask_function
         return None if function is None else function(*args, config=config, **options)
-    window = _window_of(mask_function)
+    if not torch.compiler.is_compiling():
+        window = _window_of(mask_function)
+    elif options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
+        raise ValueError("shared_prefix: the model makes a mask that cannot be shared; run it without torch.compile.")
+    else:  # Dynamo cannot look into functions; what transformers passes beside them tells as much
+        window = options.get("local_size")
     return None if window is None else torch.empty(0, 1, 1, window, dtype=torch.bool, device=options.get("device"))
 
 
@@ -234,10 +253,8 @@ def shared_prefix_attention(
     o = prefix_attention(
         q[0], k[0], v[0], layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window
     )  # fmt: skip
-    if not torch.compiler.is_compiling() and _running.layout is not None:  # None while a checkpoint runs again
-        _running.calls += 1
-        if _running.ledger is not None:
-            _running.ledger.count("prefix", name)
+    if _running.ledger is not None:  # None while a checkpoint runs again
+        _running.ledger.count("prefix", name)
     return o[..., :width].unsqueeze(0), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -130,8 +131,10 @@ class SharedPrefixBatch:
         Raises: ValueError for a model that was not fused so.
         """
         batch, logits = self._logits(model)
-        if isinstance(logits, Recipe):
+        if isinstance(logits, Recipe) and logits.regather is None:
             return logits.logprob(batch.target, temperature)
+        if isinstance(logits, Recipe):  # FSDP2 frees the head's weight, which linear_logprob reads in its backward pass
+            logits = logits.hand_on(logits.logits())
         return logprob(logits, batch.target, temperature=temperature)
 
     def loss(self, model: nn.Module) -> Tensor:
@@ -171,14 +174,14 @@ class SharedPrefixBatch:
         chosen = _takes_rows(model)
         if chosen:  # a head that has to build its logits then builds those of the predictors
             inputs["logits_to_keep"] = rows
-        with fusion._ledger.lazily():
+        with contextlib.nullcontext() if _is_compiled(model) else fusion._ledger.lazily():
             outputs = model(**inputs)
         logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
         if not isinstance(logits, Tensor):
             raise ValueError(f"{NAME}: {type(model).__name__} returns no logits; it has no language-model head.")
         if isinstance(logits, LazyLogits) and logits.pending():
             recipe = logits.recipe
-            if recipe.scale_and_softcap() is not None and recipe.regather is None:
+            if recipe.scale_and_softcap() is not None:
                 width = recipe.hidden.shape[-1]
                 rows_of = (lambda x: x.reshape(-1, width)) if chosen else (lambda x: x.reshape(-1, width)[rows])
                 return batch, recipe.rows(rows_of)
@@ -194,6 +197,11 @@ def fusion_of(model: nn.Module) -> Fusion:
             found: Fusion = fusion
             return found
     raise ValueError(f"{NAME}: {type(model).__name__} must be fused by tigon.fuse(model, shared_prefix=True).")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile runs this model: lazy logits do not leave its code, so the logits are real."""
+    return any(hasattr(m, "_orig_mod") or vars(m).get("_compiled_call_impl") is not None for m in model.modules())
 
 
 def _takes_rows(model: nn.Module) -> bool:

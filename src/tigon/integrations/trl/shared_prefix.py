@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.trl.swap import Swaps, clone, global_names, trls_own
-from tigon.shared_prefix.attention import ARGUMENT, calling
+from tigon.shared_prefix.attention import ARGUMENT, Around, all_rows
 from tigon.shared_prefix.batch import SharedPrefixBatch
 
 Share = Literal["auto"] | bool
@@ -54,9 +54,11 @@ class Sharing:
         if packed is None or not self._pays(packed):
             return None
         batch, rest = packed.batch, {k: v for k, v in kwargs.items() if k not in ("input_ids", "labels")}
-        rest |= {"attention_mask": None, "position_ids": packed.position_ids, ARGUMENT: batch.layout}
+        rest |= {"attention_mask": all_rows(batch.layout), "position_ids": packed.position_ids, ARGUMENT: batch.layout}
+        ledger: Any = self.swaps.ledgers[self.role]
+        around: Around = ledger.around
         gathering: Any = _Gathering(model, batch.predictor)
-        with calling(batch.layout, self.swaps.ledgers.get(self.role)):
+        with around.calling(batch.layout, ledger):
             found = forward(gathering, input_ids=batch.input_ids, shift_labels=packed.labels, **rest)
         self.swaps.count_shared(batch.rows, batch.separate_rows)
         return type(found)(**{name: _unpacked(value, packed) for name, value in found.items()})
