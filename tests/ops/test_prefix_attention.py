@@ -91,6 +91,62 @@ def test_across_with_one_suffix_is_none(backend, device):
     torch.testing.assert_close(one, other)
 
 
+def outputs_and_gradients(lengths, rows, options, device, dtype=torch.bfloat16):
+    """Of the suffixes' rows: outputs, and gradients of q, k and v. `rows`: which drawn numbers each suffix row gets."""
+    layout = tigon.PrefixLayout(*lengths, device=device)
+    P = layout.prefix_rows
+    drawn = [torch.randn(400, h, 16, generator=torch.Generator().manual_seed(h + i)) for i, h in enumerate((4, 2, 2))]
+    up = torch.randn(400, 4, 16, generator=torch.Generator().manual_seed(9)).to(device, dtype)
+    rows = torch.tensor([*range(300, 300 + P), *rows])
+    q, k, v = (t[rows].to(device, dtype).requires_grad_() for t in drawn)
+    o = tigon.prefix_attention(q, k, v, layout, **options)
+    gradients = torch.autograd.grad(o, (q, k, v), up[rows.to(device)])
+    return [t.detach()[P:] for t in (o, *gradients)]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 30}], ids=str)
+@pytest.mark.parametrize("length", [1, 7, 70])
+def test_a_suffix_does_not_depend_on_its_neighbours(length, options, device, triton_backend):
+    """Bit for bit, wherever it stands among short and long ones."""
+    own = list(range(200, 200 + length))
+    alone = outputs_and_gradients(([70], [[length]]), own, options, device)
+    for before, after in (([1], [1]), ([3, 1, 9], [66]), ([90, 5], []), ([1] * 70, [2])):
+        first, n = sum(before), sum(before) + sum(after)
+        rows = [*range(first), *own, *range(100, 100 + sum(after))]
+        got = outputs_and_gradients(([70], [[*before, length, *after]]), rows, options, device)
+        for one, other in zip(got, alone, strict=True):
+            assert len(one) == n + length
+            assert torch.equal(one[first : first + length], other)
+
+
+def test_permuted_suffixes_give_permuted_results(device, triton_backend):
+    lengths, order = [5, 1, 40, 2, 33], [3, 0, 4, 2, 1]
+    starts = [0, 5, 6, 46, 48]
+    straight = outputs_and_gradients(([37], [lengths]), range(81), {}, device)
+    rows = [r for i in order for r in range(starts[i], starts[i] + lengths[i])]
+    permuted = outputs_and_gradients(([37], [[lengths[i] for i in order]]), rows, {}, device)
+    for one, other in zip(permuted, straight, strict=True):
+        assert torch.equal(one, other[torch.tensor(rows, device=device)])
+
+
+def test_views_of_a_packed_projection_are_read_where_they_lie(device, triton_backend):
+    layout = tigon.PrefixLayout(*RAGGED, device=device)
+    packed = torch.randn(layout.rows, 8, 16, device=device)
+    views = packed[:, :4], packed[:, 4:6], packed[:, 6:]
+    copies = [t.contiguous() for t in views]
+    assert torch.equal(tigon.prefix_attention(*views, layout), tigon.prefix_attention(*copies, layout))
+
+
+def test_tables_of_tiles_are_made_once(device, triton_backend):
+    layout = tigon.PrefixLayout(*RAGGED, device=device)
+    q, k, v = draw(layout, device=device, dtype=torch.float32)
+    tigon.prefix_attention(q, k, v, layout)
+    made = {key: t.data_ptr() for key, t in layout._tiles.items()}
+    assert made
+    tigon.prefix_attention(q, k, v, layout)
+    assert {key: t.data_ptr() for key, t in layout._tiles.items()} == made
+
+
 # ----------------------------------------------------------------------------------------------------------- layout
 
 

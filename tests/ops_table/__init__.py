@@ -13,6 +13,7 @@ from ops_table.gated import GATED_LINEAR, GATED_MLP, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
+from ops_table.prefix_attention import PREFIX_ATTENTION
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
 from ops_table.shards import OVER_SHARDS
@@ -36,6 +37,7 @@ OPS: tuple[Op, ...] = (
     QK_NORM_ROPE,
     SOFTMAX,
     SPARSEMAX,
+    PREFIX_ATTENTION,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
     LOGPROB,

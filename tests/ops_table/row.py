@@ -84,7 +84,7 @@ class Op:
     ) -> Inputs:
         generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
         inputs = self.make(case.shape, dtype, generator, **case.inputs)
-        return tuple(t.to(device) if isinstance(t, Tensor) else t for t in inputs)
+        return tuple(t.to(device) if hasattr(t, "to") else t for t in inputs)
 
     def differentiable(self, inputs: Inputs) -> list[int]:
         """The positions of the inputs that can get a gradient."""

@@ -15,9 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tigon.ops.prefix_attention.launches import _prefix_attention, tables_of
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
-from tigon.runtime import autocast_device, autocast_dtype, check_tensors
+from tigon.runtime import autocast_device, autocast_dtype, check_tensors, use_triton
 
 __all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
 
@@ -80,7 +81,13 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, across: str, scale: float | None, softcap: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    return prefix_attention_reference(q, k, v, layout, across=across, scale=scale, softcap=softcap, window=window)
+    if not use_triton(q, k, v):
+        return prefix_attention_reference(q, k, v, layout, across=across, scale=scale, softcap=softcap, window=window)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tables = tables_of(layout, q, k, across == "suffixes", softcap is not None, keep)
+    options = layout.prefix_rows, layout.singles, across == "suffixes", scale, softcap, window
+    return _prefix_attention(q, k, v, layout._first, layout._stop, *tables, *options)
 
 
 def _check(
@@ -121,9 +128,9 @@ def _check(
         )
     if across not in ("none", "suffixes"):
         raise ValueError(f"prefix_attention: across must be 'none' or 'suffixes', got {across!r}.")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+    if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"prefix_attention: scale must be positive, got {scale}.")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"prefix_attention: softcap must be positive or None, got {softcap}.")
-    if window is not None and (type(window) is not int or window < 1):
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"prefix_attention: window must be a positive int or None, got {window}.")

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SEQUENCES = ("prefix queries", "suffix queries", "prefix keys", "suffix keys", "suffix keys across")
+zeros = torch.zeros_like
+
 
 class PrefixLayout:
     """R requests, each a prefix and its suffixes, as packed rows: [all prefixes | all suffixes].
@@ -52,16 +55,17 @@ class PrefixLayout:
             raise ValueError(
                 f"PrefixLayout: suffix_lengths must hold a list for each of the {self.requests} prefixes, got {count}."
             )
-        # Everything is computed on the host, and reaches the device in one copy.
-        prefix = torch.tensor(self.prefix_lengths)
-        many = torch.tensor([len(s) for s in self.suffix_lengths])
-        suffix = torch.tensor([n for s in self.suffix_lengths for n in s])
-        requests = torch.arange(self.requests)
+        # Everything is computed on the host, whatever torch's default device is, and reaches the device in one copy.
+        prefix = torch.tensor(self.prefix_lengths, device="cpu")
+        many = torch.tensor([len(s) for s in self.suffix_lengths], device="cpu")
+        suffix = torch.tensor([n for s in self.suffix_lengths for n in s], device="cpu")
+        requests = torch.arange(self.requests, device="cpu")
         self.suffixes = len(suffix)
         self.prefix_rows, self.suffix_rows = sum(self.prefix_lengths), int(suffix.sum())
         self.rows = self.prefix_rows + self.suffix_rows
-        self.longest_suffix = int(suffix.max())
-        self.has_prefixes = min(self.prefix_lengths) > 0
+        # How many of the suffixes have one token: 0 none, 1 some, 2 all.
+        ones = int((suffix == 1).sum())
+        self.singles = 0 if ones == 0 else 1 if ones < self.suffixes else 2
         of_suffix = requests.repeat_interleave(many)
         cu_prefix, cu_suffix = _offsets(prefix), _offsets(suffix)
         # Where the suffixes of each request begin, in rows of the suffixes' half.
@@ -70,28 +74,46 @@ class PrefixLayout:
         starts = torch.cat((cu_prefix[:-1], cu_suffix[:-1] + self.prefix_rows))
         first = starts.repeat_interleave(lengths)
         before = torch.cat((torch.zeros_like(prefix), prefix[of_suffix])).repeat_interleave(lengths)
-        position = torch.arange(self.rows) - first + before
+        position = torch.arange(self.rows, device="cpu") - first + before
         of_row = torch.cat((requests, of_suffix)).repeat_interleave(lengths)
         stop = first + lengths.repeat_interleave(lengths)
-        # Sequences: start, stop, and the rows that they meet as a whole. A prefix meets the suffixes of its request, a
-        # suffix the prefix, and all suffixes of a request together meet it as well.
+        # Sequences that are cut into tiles: start, stop, and the rows that each meets as a whole. Tiles of queries meet
+        # the prefix, those of a prefix's keys the suffixes of its request. The suffixes of a request are one sequence
+        # of queries, so that tiles of short ones are full, and by themselves sequences of keys.
         prefixes = torch.stack((cu_prefix[:-1], cu_prefix[1:]), 1)
         runs = torch.stack((cu_request[:-1], cu_request[1:]), 1) + self.prefix_rows
         own = torch.stack((cu_suffix[:-1], cu_suffix[1:]), 1) + self.prefix_rows
-        self._prefixes = torch.cat((prefixes, runs), 1).int()
-        self._runs = torch.cat((runs, prefixes), 1).int()
-        self._suffixes = torch.cat((own, prefixes[of_suffix], runs[of_suffix]), 1).int()
+        cut = (prefixes, zeros(prefixes)), (runs, prefixes), (prefixes, runs), (own, zeros(own)), (runs, zeros(runs))
+        self._host = dict(zip(SEQUENCES, (torch.cat(pair, 1).int() for pair in cut), strict=True))
         device = torch.get_default_device() if device is None else torch.device(device)
         parts = [t.int() for t in (cu_prefix, cu_suffix, of_suffix, first, stop, position, of_row)]
-        parts += [t.flatten() for t in (self._prefixes, self._runs, self._suffixes)]
-        moved: tuple[Tensor, ...] = _copied(torch.cat(parts), device).split([t.numel() for t in parts])
+        parts += [t.flatten() for t in self._host.values()]
+        # Each part starts at a multiple of 16 bytes, as the kernels' launches expect.
+        ends = [-(-t.numel() // 4) * 4 for t in parts]
+        padded = [torch.nn.functional.pad(t, (0, n - t.numel())) for t, n in zip(parts, ends, strict=True)]
+        copied = _copied(torch.cat(padded), device).split(ends)
+        moved: list[Tensor] = [t[: part.numel()] for t, part in zip(copied, parts, strict=True)]
         self.device = moved[0].device
         self.cu_prefix, self.cu_suffix, self._of_suffix = moved[:3]
         self._first, self._stop, self._position, self._of_row = moved[3:7]
-        self._on_device = {
-            "prefixes": moved[7].view(-1, 4), "runs": moved[8].view(-1, 4), "suffixes": moved[9].view(-1, 6)
-        }  # fmt: skip
+        self._on_device = {name: t.view(-1, 4) for name, t in zip(SEQUENCES, moved[7:], strict=True)}
         self._tiles: dict[tuple[str, int], Tensor] = {}
+
+    def tiles(self, kind: str, size: int) -> Tensor:
+        """(n, 6) int32, the tiles of at most `size` tokens: start, stop, and the sequence that each is cut from.
+
+        kind: one of `SEQUENCES`. Those with most to do come first: what is started last should end soon.
+        """
+        if torch.compiler.is_compiling():
+            # On the device, as a part of the graph, which holds for every layout: as many as there could be.
+            sequences = self._on_device[kind]
+            rows = self.prefix_rows if kind.startswith("prefix") else self.suffix_rows
+            return _cut(sequences, size, rows // size + sequences.shape[0], kind == "suffix keys")
+        found = self._tiles.get((kind, size))
+        if found is None:
+            found = _copied(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
+            self._tiles[kind, size] = found
+        return found
 
     @functools.cached_property
     def request(self) -> Tensor:
@@ -103,7 +125,7 @@ class PrefixLayout:
 
     @functools.cached_property
     def predictor(self) -> Tensor:
-        if not self.has_prefixes:
+        if 0 in self.prefix_lengths:
             raise ValueError(
                 f"PrefixLayout: every prefix must have a token for predictor, got an empty one for request "
                 f"{self.prefix_lengths.index(0)}: nothing predicts the first token of its suffixes."
@@ -125,6 +147,25 @@ class PrefixLayout:
             f"PrefixLayout({self.requests} prefixes of {self.prefix_rows} tokens, {self.suffixes} suffixes of "
             f"{self.suffix_rows}, device={str(self.device)!r})"
         )
+
+
+def _cut(sequences: Tensor, size: int, count: int | None, longer: bool) -> Tensor:
+    """Tiles of sequences. longer: only of those with more than one token. Beyond the tiles `count` is filled by empty
+    ones; None for as many as there are, which takes a tensor on the host."""
+    start, stop = sequences[:, 0].long(), sequences[:, 1].long()
+    lengths = stop - start
+    if longer:
+        lengths = torch.where(lengths > 1, lengths, 0)
+    counts = (lengths + size - 1) // size
+    ends = counts.cumsum(0)
+    tile = torch.arange(int(ends[-1]) if count is None else count, device=sequences.device)
+    of = torch.searchsorted(ends, tile, right=True).clamp(max=len(sequences) - 1)
+    begin = start[of] + (tile - (ends - counts)[of]) * size
+    end = torch.minimum(begin + size, (start + lengths)[of])
+    cut = torch.cat((begin[:, None], end[:, None], sequences[of]), 1)
+    # What a tile reads at most: a causal part of its own sequence, and the whole of the other rows.
+    work = end - cut[:, 2] + cut[:, 5] - cut[:, 4]
+    return cut[work.argsort(descending=True, stable=True)].int()
 
 
 def _lengths(name: str, given: Any, least: int) -> tuple[int, ...]:

@@ -1,0 +1,209 @@
+"""The kernels of a tile of keys: gradients of keys and values, summed over all queries that read them.
+
+A tile's program walks over the tokens of its own sequence, then over the suffixes of its request if it is of a prefix:
+the part of the prefix's own attention and that of the suffixes are one sum, in one order, rounded once.
+"""
+
+from __future__ import annotations
+
+from tigon.ops.prefix_attention.queries import block_of, scores_of
+from tigon.runtime import do_not_specialize, jit, tl
+
+
+@jit
+def _step(
+    q, do, lse, delta, k, v, keep, dk, dv, scale, softcap,
+    DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries, transposed: keys are the rows of the tile."""
+    z, slope = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
+    # A row that is not there has the log-sum-exp inf, and a probability of 0.
+    p = tl.exp2(z - lse[None, :])
+    if MASK:
+        p = tl.where(keep, p, 0.0)
+    if DV:
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    if DK:
+        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+        if softcap is not None:
+            ds *= slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@jit
+def _queries_at(
+    q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
+    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows of the tokens from t on, with N heads each: q, do, lse, delta."""
+    rows = tl.arange(0, BLOCK_M)
+    live = t + rows // N < end
+    if BLOCK_M % N != 0:
+        live = live & (rows < BLOCK_M // N * N)
+    far = tl.cast(t, tl.int64)
+    of_head = rows // N * H + rows % N
+    q = block_of(q_ptr + far * stride_qt, rows // N * stride_qt + rows % N * stride_qh, live, D, BLOCK_D, True)
+    do = block_of(do_ptr + far * stride_dt, rows // N * stride_dt + rows % N * stride_dh, live, D, BLOCK_D, True)
+    lse = tl.load(lse_ptr + far * H + of_head, mask=live, other=float("inf"))
+    delta = tl.load(delta_ptr + far * H + of_head, mask=live, other=0.0)
+    return q, do, lse, delta
+
+
+@jit
+def _keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, first_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DK: tl.constexpr = dk_ptr is not None
+    DV: tl.constexpr = dv_ptr is not None
+    WINDOW: tl.constexpr = window is not None
+    H: tl.constexpr = G * N
+    T: tl.constexpr = BLOCK_M // N
+    entry = tiles_ptr + tl.program_id(0) // G * 6
+    g = tl.program_id(0) % G
+    start, stop = tl.load(entry), tl.load(entry + 1)
+    own0, own1 = tl.load(entry + 2), tl.load(entry + 3)
+    other0, other1 = tl.load(entry + 4), tl.load(entry + 5)
+    if start >= stop:
+        return
+    key = start + tl.arange(0, BLOCK_N)
+    live = key < stop
+    row = key.to(tl.int64)
+    k = block_of(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True)
+    v = block_of(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    q_ptr += (g * N).to(tl.int64) * stride_qh
+    do_ptr += (g * N).to(tl.int64) * stride_dh
+    lse_ptr += g * N
+    delta_ptr += g * N
+    rows = tl.arange(0, BLOCK_M)
+    token = rows // N
+
+    if ACROSS:  # keys of suffixes, which all suffixes of the request read, but for earlier tokens of their own
+        first = tl.load(first_ptr + row, mask=live, other=-1)
+        for t in range(own0, own1, T):
+            q, do, lse, delta = _queries_at(
+                q_ptr, do_ptr, lse_ptr, delta_ptr, t, own1, stride_qt, stride_qh, stride_dt, stride_dh,
+                H, N, D, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            keep = live[:, None]
+            if SINGLES < 2 or WINDOW:
+                theirs = tl.load(first_ptr + t + token, mask=t + token < own1, other=-2)
+                keep = rows[None, :] >= ((key - t) * N)[:, None]
+                keep = keep | (first[:, None] != theirs[None, :])
+                if window is not None:
+                    keep = keep & ((t + token - theirs)[None, :] - (key - first)[:, None] < window)
+            dk, dv = _step(
+                q,
+                do,
+                lse,
+                delta,
+                k,
+                v,
+                keep,
+                dk,
+                dv,
+                scale,
+                softcap,
+                DK,
+                DV,
+                SINGLES < 2 or WINDOW,
+                PRECISION,
+            )
+    else:
+        # Blocks of queries that hold tokens before some key of the tile, then the others.
+        whole = start + tl.cdiv(stop - start, T) * T
+        end = own1
+        if window is not None:
+            end = tl.minimum(end, stop - 1 + window)
+        for t in range(start, tl.minimum(whole, end), T):
+            q, do, lse, delta = _queries_at(
+                q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
+                H, N, D, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            # t + rows // N >= key, without a number for each column in registers.
+            keep = rows[None, :] >= ((key - t) * N)[:, None]
+            if window is not None:
+                keep = keep & (rows[None, :] < ((key - t + window) * N)[:, None])
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
+        for t in range(whole, end, T):
+            q, do, lse, delta = _queries_at(
+                q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
+                H, N, D, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            keep = rows[None, :] < ((key - t + (0 if window is None else window)) * N)[:, None]
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, WINDOW, PRECISION)
+        if window is not None:
+            # The first token of a suffix sees furthest back: where it does not see the last key of the tile, none does.
+            other1 = tl.where(own1 - stop + 1 < window, other1, other0)
+        for t in range(other0, other1, T):
+            q, do, lse, delta = _queries_at(
+                q_ptr, do_ptr, lse_ptr, delta_ptr, t, other1, stride_qt, stride_qh, stride_dt, stride_dh,
+                H, N, D, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            keep = live[:, None]
+            if window is not None:
+                theirs = tl.load(first_ptr + t + token, mask=t + token < other1, other=0)
+                keep = (own1 + t + token - theirs)[None, :] - key[:, None] < window
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, WINDOW, PRECISION)
+
+    # Read again, so that the rows' numbers take no registers in the loops above.
+    start, stop = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
+    key = start + tl.arange(0, BLOCK_N)
+    live = key < stop
+    row = key.to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    stored = live[:, None] if D == BLOCK_D else live[:, None] & (d < D)[None, :]
+    at = ((row * G + g) * D)[:, None] + d[None, :]
+    if DK:
+        if softcap is None:
+            dk *= scale
+        tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=stored)
+    if DV:
+        tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+
+
+@jit
+@do_not_specialize("start", "stop")
+def _single_keys_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, first_ptr, stop_ptr, start, stop,
+    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys of suffixes of one token, which nobody but that token reads."""
+    H: tl.constexpr = G * N
+    g = tl.program_id(0) % G
+    row = (start + tl.program_id(0) // G * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    live = row < stop
+    length = tl.load(stop_ptr + row, mask=live, other=0) - tl.load(first_ptr + row, mask=live, other=0)
+    live = length == 1
+    k = block_of(k_ptr + g.to(tl.int64) * stride_kg, row * stride_kt, live, D, BLOCK_D, True).to(tl.float32)
+    v = block_of(v_ptr + g.to(tl.int64) * stride_vg, row * stride_vt, live, D, BLOCK_D, True).to(tl.float32)
+    dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for n in range(N):
+        head = g * N + n
+        q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True).to(tl.float32)
+        do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True).to(tl.float32)
+        lse = tl.load(lse_ptr + row * H + head, mask=live, other=0.0)
+        delta = tl.load(delta_ptr + row * H + head, mask=live, other=0.0)
+        z, slope = scores_of(tl.sum(q * k, 1), scale, softcap)
+        p = tl.exp2(z - lse)
+        ds = p * (tl.sum(do * v, 1) - delta)
+        if softcap is not None:
+            ds *= slope
+        dk += ds[:, None] * q
+        dv += p[:, None] * do
+    d = tl.arange(0, BLOCK_D)
+    at = ((row * G + g) * D)[:, None] + d[None, :]
+    stored = live[:, None] if D == BLOCK_D else live[:, None] & (d < D)[None, :]
+    if dk_ptr is not None:
+        if softcap is None:
+            dk *= scale
+        tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=stored)
+    if dv_ptr is not None:
+        tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)

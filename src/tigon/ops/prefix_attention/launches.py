@@ -1,0 +1,261 @@
+"""Launching the kernels: tiles, library ops, gradient.
+
+Prefixes and suffixes are launched apart: a prefix reads no other rows, and its kernel needs no code for suffixes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.prefix_attention.keys import _keys_kernel, _single_keys_kernel
+from tigon.ops.prefix_attention.layout import PrefixLayout
+from tigon.ops.prefix_attention.queries import _attend_kernel, _delta_kernel
+from tigon.runtime import (
+    Plan,
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    next_power_of_2,
+    shared_memory,
+)
+from tigon.runtime import device as facts
+
+# ------------------------------------------------------------------------------------------------------------ tiles
+
+
+class Tile(NamedTuple):
+    """rows: of packed queries, tokens × heads. keys: of keys. stages: blocks of a loop in flight at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# What is tuned on a GPU, for 16-bit numbers and heads of up to so many dimensions. With 256 some registers spill.
+TILES = {
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
+    "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 16, 8, 2)},
+    "keys": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 3), 256: Tile(32, 32, 8, 1)},
+}
+# The slope of a softcap takes registers: with one, these.
+TILES_CAPPED = {
+    **TILES,
+    "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
+    "keys": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
+}
+# For fp32, whose products are three of the tensor cores' and take twice the registers: with 128 some spill.
+TILES_FP32 = {64: Tile(16, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)}
+# Tokens of a tile of the keys of one-token suffixes, and rows of one that makes nothing but Σ do · o.
+SINGLE_TOKENS, DELTA_ROWS = 16, 32
+
+
+def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool) -> Tile:
+    """The tile of a kernel: of the forward pass, or of the gradients of queries and of keys.
+
+    The blocks of keys may depend on heads, dtype, device and options alone, never on the layout: a row's sums are taken
+    block by block, and its bits may not depend on its neighbours.
+    """
+    D, N = q.shape[2], q.shape[1] // k.shape[1]
+    table = TILES_FP32 if q.dtype == torch.float32 else (TILES_CAPPED if capped else TILES)[kind]
+    rows, keys, warps, stages = table[64 if D <= 64 else 128 if D <= 128 else 256]
+    rows = max(rows, next_power_of_2(N))
+    # The tile that stays, and blocks of two tensors in flight. Consumer GPUs and AMD's have less room than an H100.
+    width = max(16, next_power_of_2(D)) * q.element_size()
+    stay, move = (2 * keys, rows) if kind == "keys" else (rows if kind == "forward" else 2 * rows, keys)
+    room = shared_memory(q.device) - 1024
+    while stages > 1 and width * (stay + 2 * stages * move) > room:
+        stages -= 1
+    return Tile(rows, keys, warps, stages)
+
+
+def _precision(q: Tensor) -> str:
+    """How fp32 is multiplied: as three products of TF32, which leave out 2⁻²² of each, or as AMD's tensor cores do."""
+    return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
+
+
+def tables_of(
+    layout: PrefixLayout, q: Tensor, k: Tensor, across: bool, capped: bool, keep: bool
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The tables of tiles of the forward pass, and with `keep` of the backward pass."""
+    N = q.shape[1] // k.shape[1]
+    tokens = tile_of("forward", q, k, capped).rows // N
+    forward = layout.tiles("prefix queries", tokens), layout.tiles("suffix queries", tokens)
+    if not keep:
+        return *forward, None, None, None, None
+    tokens = tile_of("queries", q, k, capped).rows // N
+    queries = layout.tiles("prefix queries", tokens), layout.tiles("suffix queries", tokens)
+    keys = tile_of("keys", q, k, capped).keys
+    own = "suffix keys across" if across else "suffix keys"
+    return *forward, *queries, layout.tiles("prefix keys", keys), layout.tiles(own, keys)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+def _launch_queries(kind: str, tensors: tuple[Any, ...], singles: int, across: bool, scores: tuple[Any, ...]) -> None:
+    """tensors: q, k, v, o, lse, do, delta, dq, tiles, first, stop."""
+    q, k, v, _, _, do, _, dq, tiles, *_ = tensors
+    if not tiles.shape[0]:
+        return
+
+    def plan() -> Plan:
+        tile, G = tile_of(kind, q, k, scores[1] is not None), k.shape[1]
+        upstream = (0, 0) if do is None else do.stride()[:2]
+        arguments = (
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G, q.shape[1] // G, q.shape[2],
+            singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
+            _precision(q),
+        )  # fmt: skip
+        return tiles.shape[0] * G, arguments, _options(tile)
+
+    launch(_attend_kernel, (kind, singles, across, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
+
+
+def _prefix_attention_fwd_fake(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
+    prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
+    suffix_keys: Tensor | None, start: int, singles: int, across: bool, scale: float, softcap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@launcher(
+    "(Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor prefixes, Tensor suffixes, "
+    "Tensor? prefix_queries, Tensor? suffix_queries, Tensor? prefix_keys, Tensor? suffix_keys, SymInt start, "
+    "int singles, bool across, float scale, float? softcap, int? window) -> (Tensor, Tensor)",
+    _prefix_attention_fwd_fake,
+)
+def _prefix_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
+    prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
+    suffix_keys: Tensor | None, start: int, singles: int, across: bool, scale: float, softcap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = _unit_strides(q, k, v)
+    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    scores = scale, softcap, window
+    _launch_queries("forward", (q, k, v, o, lse, None, None, None, prefixes, first, stop), 0, False, scores)
+    _launch_queries("forward", (q, k, v, o, lse, None, None, None, suffixes, first, stop), singles, across, scores)
+    return o, lse
+
+
+def _prefix_attention_bwd_fake(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
+    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
+    singles: int, across: bool, scale: float, softcap: float | None, window: int | None, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
+    return dq, dk, dv
+
+
+@launcher(
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor first, Tensor stop, Tensor prefix_queries, "
+    "Tensor suffix_queries, Tensor prefix_keys, Tensor suffix_keys, SymInt start, int singles, bool across, "
+    "float scale, float? softcap, int? window, bool[] wants) -> (Tensor, Tensor, Tensor)",
+    _prefix_attention_bwd_fake,
+)
+def _prefix_attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
+    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
+    singles: int, across: bool, scale: float, softcap: float | None, window: int | None, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """start: the first row of a suffix. wants: of dq, dk and dv; what is not wanted has no elements."""
+    do, q, k, v = _unit_strides(do, q, k, v)
+    scores = scale, softcap, window
+    dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
+    delta = lse.new_empty(lse.shape)
+    if wants[0]:
+        given = q, k, v, o, lse, do, delta, dq
+        _launch_queries("queries", (*given, prefix_queries, first, stop), 0, False, scores)
+        _launch_queries("queries", (*given, suffix_queries, first, stop), singles, across, scores)
+    else:
+        _launch_delta(do, o, delta)
+    if wants[1] or wants[2]:
+        keys = q, k, v, do, lse, delta, dk if wants[1] else None, dv if wants[2] else None
+        _launch_keys((*keys, prefix_keys, first), 0, False, scores)
+        _launch_keys((*keys, suffix_keys, first), singles, across, scores)
+        if singles and not across:
+            _launch_single_keys((*keys, first, stop), start, scores)
+    return dq, dk, dv
+
+
+def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
+    rows, (_, H, D) = delta.numel(), o.shape
+
+    def plan() -> Plan:
+        arguments = rows, *do.stride()[:2], H, D, DELTA_ROWS, max(16, next_power_of_2(D))
+        return cdiv(rows, DELTA_ROWS), arguments, {"num_warps": 4}
+
+    launch(_delta_kernel, (rows, _key(do, o)), (do, o, delta), plan)
+
+
+def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, scores: tuple[Any, ...]) -> None:
+    """tensors: q, k, v, do, lse, delta, dk, dv, tiles, first."""
+    q, k, v, do, _, _, dk, dv, tiles, _ = tensors
+    if not tiles.shape[0]:
+        return
+
+    def plan() -> Plan:
+        tile, G = tile_of("keys", q, k, scores[1] is not None), k.shape[1]
+        arguments = (
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G, q.shape[1] // G,
+            q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
+            _precision(q),
+        )  # fmt: skip
+        return tiles.shape[0] * G, arguments, _options(tile)
+
+    launch(_keys_kernel, (singles, across, scores, tiles.shape[0], _key(q, k, v, do, dk, dv)), tensors, plan)
+
+
+def _launch_single_keys(tensors: tuple[Any, ...], start: int, scores: tuple[Any, ...]) -> None:
+    """tensors: q, k, v, do, lse, delta, dk, dv, first, stop."""
+    q, k, v, do, _, _, dk, dv, *_ = tensors
+
+    def plan() -> Plan:
+        G, stop = k.shape[1], q.shape[0]
+        arguments = (
+            start, stop, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores[:2], G,
+            q.shape[1] // G, q.shape[2], SINGLE_TOKENS, max(16, next_power_of_2(q.shape[2])),
+        )  # fmt: skip
+        return cdiv(stop - start, SINGLE_TOKENS) * G, arguments, {"num_warps": 4}
+
+    launch(_single_keys_kernel, (start, scores, _key(q, k, v, do, dk, dv)), tensors, plan)
+
+
+def _unit_strides(*tensors: Tensor) -> list[Tensor]:
+    """A copy of what does not lie densely along the heads' dimensions."""
+    return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, first, stop, _, _, *tables = inputs[:11]
+    ctx.options = inputs[11:]
+    ctx.save_for_backward(q, k, v, *output, first, stop, *tables)
+
+
+def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if do is None:
+        return (None,) * 17
+    wants = list(ctx.needs_input_grad[:3])
+    gradients = _prefix_attention_bwd(do, *ctx.saved_tensors, *ctx.options, wants)
+    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *(None,) * 14
+
+
+_prefix_attention = differentiable(_prefix_attention_fwd, _setup_context, _backward)

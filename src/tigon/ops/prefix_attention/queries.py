@@ -1,0 +1,208 @@
+"""The kernel of a tile of queries: what they read (forward), or the gradient of the queries (backward), by one walk.
+
+A tile is a few neighbouring tokens of a request with the N = H/G heads that read one head of keys: BLOCK_M rows. Its
+walk: the key of a suffix of one token; the blocks of the prefix, from its start and without a mask but for the last;
+then the blocks of each suffix that the tile has tokens of, from its start. So the order of a row's sums
+depends on its own suffix and prefix alone, whatever its neighbours in the tile: a masked key adds an exact zero.
+"""
+
+from __future__ import annotations
+
+from tigon.runtime import do_not_specialize, jit, tl
+from tigon.tiles.cap import cap
+from tigon.tiles.constants import LOG2E, LOWEST
+
+
+@jit
+def block_of(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+    """Rows at pointer offsets `at`; zeros where they are not inside, and beyond D."""
+    d = tl.arange(0, BLOCK_D)
+    at = at[:, None] + d[None, :]
+    if D != BLOCK_D:
+        return tl.load(ptr + at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    if MASK:
+        return tl.load(ptr + at, mask=inside[:, None], other=0.0)
+    return tl.load(ptr + at)
+
+
+@jit
+def scores_of(s, scale, softcap):
+    """Products of q and k → scores as powers of two, and how a score grows with its product, up to `scale`."""
+    if softcap is not None:
+        z, slope = cap(s, scale, softcap)
+        return z * LOG2E, slope
+    return s * (scale * LOG2E), s
+
+
+@jit
+def _step(
+    q, do, k, v, keep, m, total, acc, scale, softcap, GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One block of keys. m, total: running maximum and sum; in the backward pass log-sum-exp and Σ do · o."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    z, slope = scores_of(s, scale, softcap)
+    if GRAD:
+        p = tl.exp2(z - m[:, None])
+        if MASK:
+            p = tl.where(keep, p, 0.0)
+        ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - total[:, None])
+        if softcap is not None:
+            ds *= slope
+        return m, total, tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    if MASK:
+        z = tl.where(keep, z, float("-inf"))
+    # m starts at a finite number: where a row sees nothing of its first blocks, -inf - m stays -inf and not NaN.
+    largest = tl.maximum(m, tl.max(z, 1))
+    p = tl.exp2(z - largest[:, None])
+    fade = tl.exp2(m - largest)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return largest, total * fade + tl.sum(p, 1), acc
+
+
+@jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, delta_ptr, dq_ptr, tiles_ptr, first_ptr, stop_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
+    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SINGLES: 0 where no suffix has one token, 1 where some have, 2 where all have."""
+    GRAD: tl.constexpr = do_ptr is not None
+    WINDOW: tl.constexpr = window is not None
+    H: tl.constexpr = G * N
+    entry = tiles_ptr + tl.program_id(0) // G * 6
+    g = tl.program_id(0) % G
+    start, stop = tl.load(entry), tl.load(entry + 1)
+    own0, own1 = tl.load(entry + 2), tl.load(entry + 3)
+    prefix0, prefix1 = tl.load(entry + 4), tl.load(entry + 5)
+    if start >= stop:
+        return
+    rows = tl.arange(0, BLOCK_M)
+    token = start + rows // N
+    head = g * N + rows % N
+    live = token < stop
+    # int64: a row number times a stride reaches 2**31 at 512k tokens of width 4096.
+    row = token.to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_N)
+    of_head = row * H + head
+    first = tl.load(first_ptr + row, mask=live, other=0)
+    q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True)
+    if GRAD:
+        do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
+        o = block_of(o_ptr, of_head * D, live, D, BLOCK_D, True)
+        m = tl.load(lse_ptr + of_head, mask=live, other=float("inf"))
+        total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        tl.store(delta_ptr + of_head, total, mask=live)
+    else:
+        do = q
+        m = tl.full((BLOCK_M,), LOWEST, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    k_ptr += g.to(tl.int64) * stride_kg
+    v_ptr += g.to(tl.int64) * stride_vg
+
+    if SINGLES > 0 and not ACROSS:
+        # A suffix of one token needs no block: its own key is where maximum and sum start.
+        single = live
+        if SINGLES == 1:
+            single = live & (tl.load(stop_ptr + row, mask=live, other=0) - first == 1)
+        own_k = block_of(k_ptr, row * stride_kt, single, D, BLOCK_D, True).to(tl.float32)
+        own_v = block_of(v_ptr, row * stride_vt, single, D, BLOCK_D, True).to(tl.float32)
+        z, slope = scores_of(tl.sum(q.to(tl.float32) * own_k, 1), scale, softcap)
+        if GRAD:
+            ds = tl.exp2(z - m) * (tl.sum(do.to(tl.float32) * own_v, 1) - total)
+            if softcap is not None:
+                ds *= slope
+            acc = tl.where(single, ds, 0.0)[:, None] * own_k
+        else:
+            m = tl.where(single, z, m)
+            total = tl.where(single, 1.0, total)
+            acc = own_v
+
+    k_at, v_at = j * stride_kt, j * stride_vt
+    # ------------------------------------------------------------------------------------------------- the prefix
+    length = prefix1 - prefix0
+    low = prefix0
+    position = length + token - first
+    if window is not None:
+        # Whole blocks before the window of every row are left out. The others keep their places.
+        least = tl.min(tl.where(live, position, 2147483647), 0)
+        low = prefix0 + tl.maximum(least - window + 1, 0) // BLOCK_N * BLOCK_N
+    whole = prefix0 + length // BLOCK_N * BLOCK_N
+    for n in range(low, whole, BLOCK_N):
+        k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
+        v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
+        keep = (n - prefix0 + j)[None, :] > (position - (0 if window is None else window))[:, None]
+        m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
+    if (whole < prefix1) & (low <= whole):
+        inside = whole + j < prefix1
+        k = block_of(k_ptr + tl.cast(whole, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+        v = block_of(v_ptr + tl.cast(whole, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+        keep = inside[None, :]
+        if window is not None:
+            keep = keep & ((whole - prefix0 + j)[None, :] > (position - window)[:, None])
+        m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+
+    # ------------------------------------------------------------------------------------------------ the suffixes
+    if ACROSS:
+        last = tl.load(stop_ptr + row, mask=live, other=0)
+        for n in range(own0, own1, BLOCK_N):
+            inside = n + j < own1
+            k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+            v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+            keep = inside[None, :]
+            if SINGLES < 2:  # all but the later tokens of its own suffix
+                keep = keep & (((n + j)[None, :] <= token[:, None]) | ((n + j)[None, :] >= last[:, None]))
+            if window is not None:
+                theirs = length + n + j - tl.load(first_ptr + n + j, mask=inside, other=0)
+                keep = keep & (theirs[None, :] > (position - window)[:, None])
+            m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+    elif SINGLES < 2:
+        n = tl.load(first_ptr + start)
+        if tl.load(first_ptr + stop - 1) == n:  # tokens of one suffix: its earlier blocks are seen by all of them
+            begin = n
+            n += (start - begin) // BLOCK_N * BLOCK_N
+            if window is not None:
+                begin += tl.maximum(start - begin - window + 1, 0) // BLOCK_N * BLOCK_N
+            for i in range(begin, n, BLOCK_N):
+                k = block_of(k_ptr + tl.cast(i, tl.int64) * stride_kt, k_at, j >= 0, D, BLOCK_D, False)
+                v = block_of(v_ptr + tl.cast(i, tl.int64) * stride_vt, v_at, j >= 0, D, BLOCK_D, False)
+                keep = (i + j)[None, :] > (token - (0 if window is None else window))[:, None]
+                m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, WINDOW, PRECISION)
+        while n < stop:
+            own = tl.load(first_ptr + n)
+            end = tl.load(stop_ptr + n)
+            if SINGLES == 0 or end - own > 1:
+                inside = n + j < tl.minimum(end, stop)
+                k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
+                v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
+                keep = inside[None, :] & (first == own)[:, None] & ((n + j)[None, :] <= token[:, None])
+                if window is not None:
+                    keep = keep & ((n + j)[None, :] > (token - window)[:, None])
+                m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
+            n = tl.minimum(n + BLOCK_N, end)
+
+    stored = live[:, None] if D == BLOCK_D else live[:, None] & (d < D)[None, :]
+    if GRAD:
+        if softcap is None:
+            acc *= scale
+        tl.store(dq_ptr + (of_head * D)[:, None] + d[None, :], acc.to(dq_ptr.dtype.element_ty), mask=stored)
+    else:
+        o = acc / total[:, None]
+        tl.store(o_ptr + (of_head * D)[:, None] + d[None, :], o.to(o_ptr.dtype.element_ty), mask=stored)
+        tl.store(lse_ptr + of_head, m + tl.log2(total), mask=live)
+
+
+@jit
+@do_not_specialize("count")
+def _delta_kernel(
+    do_ptr, o_ptr, delta_ptr, count, stride_dt, stride_dh,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Σ do · o of each token and head, for where no gradient of the queries is wanted: its kernel makes them itself."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live = row < count
+    do = block_of(do_ptr, row // H * stride_dt + row % H * stride_dh, live, D, BLOCK_D, True)
+    o = block_of(o_ptr, row * D, live, D, BLOCK_D, True)
+    tl.store(delta_ptr + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=live)
