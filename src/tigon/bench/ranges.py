@@ -203,6 +203,13 @@ def queries_and_keys(dice: Dice) -> Drawn:
     return Drawn((dice.among(1, 2, 4, 8), dice.tokens(16384), model.heads, model.keys, model.head_width))
 
 
+def shared_prefixes(dice: Dice) -> Drawn:
+    """Prompts with their completions: requests, tokens of a prefix, suffixes of each, tokens of a suffix, heads."""
+    model = dice.model()
+    sizes = dice.among(1, 2, 4), dice.tokens(4096), dice.among(2, 4, 8, 32), dice.tokens(512)
+    return Drawn((*sizes, model.heads, model.keys, model.head_width))
+
+
 def channels(dice: Dice) -> Drawn:
     """A group norm of pictures: 32 groups, and a position for each pixel."""
     if dice.tiny:

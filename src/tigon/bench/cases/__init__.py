@@ -7,7 +7,7 @@ report, not an error.
 
 from __future__ import annotations
 
-from tigon.bench.cases import embedding, experts, gated, head_losses, losses, norms, rotary, softmax
+from tigon.bench.cases import attention, embedding, experts, gated, head_losses, losses, norms, rotary, softmax
 from tigon.bench.cases.row import Implementation, Op
 
 # As the documentation groups them.
@@ -17,6 +17,7 @@ KINDS: dict[str, tuple[Op, ...]] = {
     "Experts": experts.OPS,
     "Rotary embeddings": rotary.OPS,
     "Softmax": softmax.OPS,
+    "Attention": attention.OPS,
     "Losses": losses.OPS,
     "Losses of a linear head": head_losses.OPS,
     "Embedding": embedding.OPS,
