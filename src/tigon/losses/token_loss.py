@@ -162,11 +162,11 @@ class Rows:
     alone: bool = False
 
     def dense(self, values: Tensor) -> Tensor:
-        """A value for each row, as (S', T), zero elsewhere."""
+        """A value, or several (n, rows), for each row, as (S', T) or (n, S', T), zero elsewhere."""
         if self.at is not None:
-            # Zeros where a token does not count: families multiply by the mask, and 0 · NaN of fresh memory is NaN.
-            values = values.new_zeros(self.sequences.numel() * self.tokens).index_copy(0, self.at, values)
-        return values.view(self.sequences.numel(), self.tokens)
+            size = *values.shape[:-1], self.sequences.numel() * self.tokens
+            values = values.new_zeros(size).index_copy(-1, self.at, values)  # 0 · NaN of fresh memory would be NaN
+        return values.view(*values.shape[:-1], self.sequences.numel(), self.tokens)
 
     def sparse(self, values: Tensor) -> Tensor:
         """(S', T) as a value for each row."""
@@ -479,8 +479,8 @@ def _same(t: Tensor) -> Tensor:
 
 
 def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
-    for i, name in enumerate(family.sums):
-        results["sums"][i].add_(found[name].detach())
+    if (sums := results["sums"]).numel():  # one launch for all: of a few tokens, launches take longer than the sums
+        sums.add_(torch.stack([found[name].detach().to(sums.dtype) for name in family.sums]))
     # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
     for i, name in enumerate(family.per_sequence):
         place = results["per_sequence"][i]
@@ -551,25 +551,25 @@ class _Batch:
     def forward(self, family: Family, part: Rows, room: Tensor) -> tuple[Part, Tensor, Chunk | None]:
         """The part as the family sees it, its rows' statistics, and its last chunk, whose logits are in the room."""
         count = part.chunks.visited
-        one = self.head.x.new_empty(count, dtype=self.acc)
-        logprob = torch.empty_like(one)
-        entropy = torch.empty_like(one) if family.wants_entropy else None
-        mean = torch.empty_like(one) if family.wants_mean_logit else None
-        top1 = torch.empty_like(one, dtype=torch.bool) if family.wants_is_top1 else None
-        reference = torch.empty_like(one) if self.reference is not None else None
-        # What the gradient needs of a row: its maximum, the logarithm of its sum, its entropy. Over shards as wide
-        # as what the devices exchange.
+        wanted = True, family.wants_entropy, family.wants_mean_logit, self.reference is not None
+        # One tensor for all, so that one launch puts in what does not count; each begins at a multiple of 16 bytes.
+        numbers = self.head.x.new_empty((sum(wanted), -(-count // 4) * 4), dtype=self.acc)[:, :count]
+        rows = iter(numbers.unbind())
+        logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
+        top1 = numbers.new_empty(count, dtype=torch.bool) if family.wants_is_top1 else None
+        # The gradient needs a row's maximum, the log of its sum, its entropy; over shards as wide as devices exchange.
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
             # The reference first: the policy's logits then stay in the buffer for the gradient.
             self.read(part.chunks.through(self.reference), room, (reference, None, None, None, None), None)
         last = self.read(part.chunks, room, (logprob, entropy, None, top1, mean), stats)
-        dense = [None if t is None else part.dense(t) for t in (entropy, mean, reference, top1)]
+        rows = iter(part.dense(numbers).unbind())
+        logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
+        top1 = None if top1 is None else part.dense(top1)
         mask = self.of(part, self.target) != self.options[0]
-        named = zip(family.given, self.sides, strict=True)
-        sides = family.takes.sides(**{name: self.of(part, side) for name, side in named})
-        seen = Part(part.sequences, part.dense(logprob), dense[0], dense[1], dense[2], mask, sides, dense[3])
-        return seen, stats, last
+        sides = family.takes.sides(**{n: self.of(part, t) for n, t in zip(family.given, self.sides, strict=True)})
+        assert logprob is not None
+        return Part(part.sequences, logprob, entropy, mean, reference, mask, sides, top1), stats, last
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
