@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tigon.bench import runner
 from tigon.bench.cases import OPS, Implementation
 from tigon.bench.inputs import TOLERANCE
 from tigon.bench.runner import (
@@ -231,3 +232,35 @@ def test_without_memory_for_the_reference_rows_say_that_they_were_not_checked():
     row = run(op, {"eager": op.implementations["eager"]})["eager"]
     assert row.total_ms > 0
     assert row.note.startswith("not checked")
+
+
+def test_the_estimate_of_a_short_call_is_not_the_drivers_time_for_memory(monkeypatch):
+    """The first call after the memory was given back waits for the driver: 20 ms of it made a short call a long one."""
+    times = iter([35.0, 0.4])
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: 3 << 20)
+    monkeypatch.setattr(runner, "_once_ms", lambda run, device: next(times))
+    assert runner.peak_mib(lambda: None, torch.device("cuda")) == (0.0, 0.4)
+    times = iter([0.7])
+    assert runner.peak_mib(lambda: None, torch.device("cuda")) == (0.0, 0.7)
+    times = iter([900.0])
+    assert runner.peak_mib(lambda: None, torch.device("cuda")) == (0.0, 900.0), "and takes too long to be run twice"
+
+
+def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
+    def device_ms(fn, *rest):
+        if fn is refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return 0.25
+
+    silu = torch.nn.functional.silu
+    refused, captured = (lambda gate, up: silu(gate) * up), (lambda gate, up: silu(gate) * up)
+    found = {"tigon": Implementation(lambda: refused), "eager": Implementation(lambda: captured)}
+    monkeypatch.setattr(runner, "_device_ms", device_ms)
+    op = dataclasses.replace(OPS["swiglu"], implementations=found)
+    ours, theirs = run_case(op, (3, 4), torch.float32, CPU, CEILINGS, settings=SHORT)
+    assert (ours.status, ours.device_ms) == ("ok", None)
+    assert ours.device_reason == "RuntimeError: operation not permitted when stream is capturing"
+    assert (theirs.device_ms, theirs.device_reason) == (0.25, "")

@@ -39,7 +39,7 @@ SPARE_CORES = 1  # this process only imports meanwhile
 # A larger number of CUDA contexts needs more memory than it saves time.
 MOST = 16
 # These have nothing to compile, or keep nothing of it on disk.
-NOT_AHEAD = ("eager", "torch", "transformers", "trl", "quack", "cce")
+NOT_AHEAD = ("eager", "torch", "transformers", "trl", "quack")
 
 
 @contextlib.contextmanager
@@ -182,7 +182,8 @@ def run_draw(
         if by in NOT_AHEAD:
             continue
         with contextlib.suppress(Exception), within(SLOWER * start_s):
-            run_once(implementation.load(), own.clone())
+            # A copy only for those that write into their inputs: with it the largest heads do not fit beside others.
+            run_once(implementation.load(), own.clone() if implementation.overwrites else own)
         free(device)
 
 

@@ -30,6 +30,7 @@ from tigon.runtime.dispatch import use_triton
 # For longer calls a cold cache does not matter, and do_bench's warm-up calls would cost minutes.
 LONG_MS = 20.0
 LONG_REPEATS = 5
+AGAIN_MS = 500.0
 TRIMMED = 5
 # Where the allocator holds less of the device's memory, emptying it between rounds costs more than the rounds of a
 # short call, and changes nothing of their times: the calls that warm up have allocated before.
@@ -53,8 +54,9 @@ class Row:
     backward_ms: float | None = None
     total_ms: float | None = None
     total_range_ms: tuple[float, float] | None = None
-    # Forward + backward replayed as a CUDA graph: the device's time without the host's.
+    # Forward + backward replayed as a CUDA graph: the device's time without the host's. The reason why there is none.
     device_ms: float | None = None
+    device_reason: str = ""
     floor_ms: float | None = None
     times_floor: float | None = None
     rate: float | None = None
@@ -79,8 +81,9 @@ class Settings:
     graph_ms: milliseconds of calls in one CUDA graph, which is then replayed ten times. least: how many calls are timed
     if one call takes longer than repeat_ms. forward: time the forward alone as well. start_s: seconds after which a
     first call is given up. case_s: seconds of one case, after which no third round begins. far: a long call that takes
-    this many times as long as the fastest one's has one round. freeze: keep what the first calls have imported out of
-    every later collection of garbage; the caller thaws it.
+    this many times as long as the fastest one's has one round. long_ms: calls from this on are timed without a flush of
+    the cache. freeze: keep what the first calls have imported out of all later collections of garbage; the caller thaws
+    it.
     """
 
     rounds: int = 3
@@ -92,6 +95,7 @@ class Settings:
     start_s: float = math.inf
     case_s: float = math.inf
     far: float = math.inf
+    long_ms: float = LONG_MS
     freeze: bool = False
 
 
@@ -109,7 +113,7 @@ def time_ms(fn: Callable[[], Any], device: torch.device, settings: Settings, est
     if estimate_ms is None:
         fn()
         estimate_ms = _once_ms(fn, device)
-    if device.type == "cuda" and estimate_ms < LONG_MS:
+    if device.type == "cuda" and estimate_ms < settings.long_ms:
         from triton.testing import do_bench
 
         return float(do_bench(fn, warmup=settings.warmup_ms, rep=settings.repeat_ms, return_mode="median"))
@@ -290,7 +294,12 @@ def run_case(
         _fill(rows[name], measured, floor)
     for name in list(times) if graphed is None else [name for name in graphed(list(rows.values())) if name in times]:
         say(f"{title}: CUDA graph of {name}")
-        rows[name].device_ms = _device_ms(steps[name], implementations[name], inputs, device, settings, estimates[name])
+        row, step, implementation = rows[name], steps[name], implementations[name]
+        try:
+            row.device_ms = _device_ms(step, implementation, inputs, device, settings, estimates[name])
+        except Exception as error:  # a peer that waits for the device, or allocates as a capture forbids
+            row.device_reason = one_line(error)
+            synchronize(device)
         free(device)
     return list(rows.values())
 
@@ -379,7 +388,10 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> tuple[float | N
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     ms = _once_ms(run, device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20, ms
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    if LONG_MS <= ms < AGAIN_MS:  # of a short call most of it may be memory that the driver has to find
+        ms = _once_ms(run, device)
+    return peak, ms
 
 
 def _time_round(
@@ -407,18 +419,14 @@ def _device_ms(
     settings: Settings,
     estimate_ms: float,
 ) -> float | None:
-    """Milliseconds of forward + backward as one CUDA graph; None if a graph adds nothing or cannot be captured."""
+    """Milliseconds of forward + backward as one CUDA graph; None if a graph adds nothing."""
     if device.type != "cuda" or estimate_ms >= LONG_MS:
         return None
     from triton.testing import do_bench_cudagraph
 
     if implementation.overwrites:
         inputs = inputs.clone()
-    try:
-        return float(do_bench_cudagraph(lambda: run_once(fn, inputs), rep=settings.graph_ms, return_mode="median"))
-    except Exception:  # a peer that waits for the device, or allocates as a capture forbids
-        torch.cuda.synchronize(device)
-        return None
+    return float(do_bench_cudagraph(lambda: run_once(fn, inputs), rep=settings.graph_ms, return_mode="median"))
 
 
 class _Floor:

@@ -49,7 +49,9 @@ HELD = 24
 FLOPS_PER_GIB = 2e11
 FP32_COST = 8  # times as long as in 16 bits
 # Short rounds, and five of them: many draws say more than one draw's third digit, and the spread must be known.
-SETTINGS = Settings(5, 1.0, 6.0, graph_ms=2.0, least=1, forward=False, start_s=30.0, case_s=2.0, far=3.0, freeze=True)
+SETTINGS = Settings(
+    5, 1.0, 6.0, graph_ms=2.0, least=1, forward=False, start_s=20.0, case_s=2.0, far=3.0, long_ms=3.0, freeze=True
+)
 TINY_SETTINGS = Settings(3, 0.0, 1.0, graph_ms=0.0, least=1, forward=False)
 # Of the budget: what compiling ahead may take (see ahead.py), and torch.compile afterwards; then draws go without.
 AHEAD_SHARE = 0.4
