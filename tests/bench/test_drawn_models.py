@@ -237,8 +237,22 @@ def test_models_are_handed_out_first_and_the_parent_works_meanwhile(tmp_path, mo
 def test_inductor_has_no_processes_of_its_own_meanwhile(monkeypatch):
     import torch._inductor.config as config
 
-    monkeypatch.setattr(config, "compile_threads", 7)
     monkeypatch.setenv(ahead.THREADS, "5")
-    with ahead.private_cache():
-        assert (config.compile_threads, os.environ[ahead.THREADS]) == (1, "1")
-    assert (config.compile_threads, os.environ[ahead.THREADS]) == (7, "5")
+    with config.patch(compile_threads=7):
+        with ahead.private_cache():
+            assert (config.compile_threads, os.environ[ahead.THREADS]) == (1, "1")
+        assert (config.compile_threads, os.environ[ahead.THREADS]) == (7, "5")
+
+
+def test_a_model_is_compiled_by_more_than_one_process(monkeypatch):
+    """One after the other its dozens of kernels took longer than all operators together."""
+    import torch._inductor.config as config
+
+    seen = []
+    monkeypatch.setattr(drawn_models, "prepared", lambda side, model: side)
+    monkeypatch.setattr(drawn_models, "build", lambda *a: None)
+    monkeypatch.setattr(drawn_models, "step", lambda side, inputs: seen.append((side, config.compile_threads)))
+    with config.patch(compile_threads=1):
+        ahead.run_draw(NAME, SHAPE, "bf16", OPTIONS, CPU, None, 10.0)
+        assert seen == [("tigon", 1), ("compile", ahead.MODEL_THREADS), ("liger", 1)]
+        assert config.compile_threads == 1

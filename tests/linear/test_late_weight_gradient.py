@@ -56,8 +56,9 @@ def made(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("upstream", [1.0, 2.0**12, -(2.0**12), 2.0**-6])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "upstream"), [*((name, -(2.0**12)) for name in LOSSES), ("mean", 1.0), ("grpo", 2.0**12), ("dpo", 2.0**-6)]
+)
 def test_gradients_are_as_exact_as_eager_codes(name, upstream, backend, device, made):
     """In fp16 with an upstream gradient of the size that a loss scale has, and in fp64 by the references."""
     walk = tigon.losses.Walk()

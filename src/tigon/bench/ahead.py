@@ -32,6 +32,8 @@ from tigon.bench.runner import choose, free, run_once, within
 
 DONE = "done"
 SLOWER = 3.0  # than alone on the machine
+# A model has dozens of kernels where an operator has two, and its compilation would end after all the others'.
+MODEL_SLOWER, MODEL_THREADS = 12.0, 4
 CACHE, TRITON_CACHE, THREADS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 # Of the device's memory, for all processes together, as if a third of them needed any at a time.
 MEMORY_SHARE = 0.85 * 3
@@ -168,9 +170,10 @@ def run_draw(
         inputs = drawn_models.labelled(shape, options["vocabulary"], device)
         for side in ("tigon", "compile", "liger"):
             if side == "tigon" or peers is None or side in peers:
-                with contextlib.suppress(Exception), drawn_models.contained(), within(SLOWER * start_s):
+                with contextlib.suppress(Exception), drawn_models.contained(), within(MODEL_SLOWER * start_s):
                     model = drawn_models.prepared(side, drawn_models.build(shape, dtype, options, device))
-                    drawn_models.step(model, inputs)
+                    with _threads(MODEL_THREADS if side == "compile" else 1):
+                        drawn_models.step(model, inputs)
             free(device)
         return
     op, options = OPS[name], dict(options)
@@ -185,6 +188,23 @@ def run_draw(
             # A copy only for those that write into their inputs: with it the largest heads do not fit beside others.
             run_once(implementation.load(), own.clone() if implementation.overwrites else own)
         free(device)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch.compile use so many processes of its own, which end with the block."""
+    if count == 1:
+        yield
+        return
+    import torch._inductor.async_compile as compiling
+    import torch._inductor.config as config
+
+    before, config.compile_threads = config.compile_threads, count
+    try:
+        yield
+    finally:
+        config.compile_threads = before
+        compiling.shutdown_compile_workers()
 
 
 def _once(fn: Callable[[], object], *_: object, quantiles: Sequence[float] | None = None, **__: object) -> Any:

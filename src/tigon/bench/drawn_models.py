@@ -146,7 +146,7 @@ def _measure(
             _time(rows, timed, device, settings)
             timed.clear()
         try:
-            with within(3 * settings.start_s):
+            with within(4 * settings.start_s):
                 model = prepared(side, copy.deepcopy(plain))
                 _check(row, _errors(_gradients(model, inputs), exact), bounds)
             model.zero_grad(set_to_none=True)
