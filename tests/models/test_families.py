@@ -12,28 +12,32 @@ from zoo import FAMILIES, batch, build
 # Calls of each kind in one step, from the configurations: two layers, and what a layer of the family has. A norm that
 # runs with the sum before it or the rotation after it counts as a norm too, and that rotation as one.
 CALLS = {
-    "llama": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "mistral": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "qwen2": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "qwen3": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2},
-    "gemma": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "gemma2": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "gemma3": {"head": 1, "norm": 13, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2},
-    "mixtral": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},
-    "qwen3_moe": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "rotary": 2, "experts": 2},
-    "granite": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "granitemoe": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},
-    "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
-    "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2},
-    "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2},
-    "phi": {"head": 1, "norm": 3, "rotary": 2},
+    "llama": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "mistral": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "qwen2": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "qwen3": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "gemma": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "gemma2": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "gemma3": {"head": 1, "norm": 13, "add_norm": 2, "qk_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "mixtral": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "linear": 2, "experts": 2},
+    "qwen3_moe": {"head": 1, "norm": 9, "add_norm": 2, "qk_norm": 2, "rotary": 2, "linear": 2, "experts": 2},
+    "granite": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2},
+    "granitemoe": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "linear": 2, "experts": 2},
+    "cohere": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2, "linear": 2},
+    "cohere2": {"head": 1, "norm": 3, "mlp": 2, "rotary": 2, "linear": 2},
+    "olmo2": {"head": 1, "norm": 9, "mlp": 2, "rotary": 2, "linear": 2},
+    "phi": {"head": 1, "norm": 3, "rotary": 2, "linear": 2},
     "phi3": {"head": 1, "norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2},
     "gpt2": {"head": 1, "norm": 5},
-    "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2},  # rotates by half a cos
+    "gpt_oss": {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "linear": 2, "experts": 2},  # rotates by half a cos
     "deepseek_v3": {"head": 1, "norm": 9, "add_norm": 2, "mlp": 2, "rotary": 2, "experts": 1},  # one dense layer
-    "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2},
-    "qwen2_5_vl": {"head": 1, "norm": 10, "add_norm": 4, "mlp": 4, "rotary": 4},
+    "llava": {"head": 1, "norm": 11, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 4},
+    "qwen2_5_vl": {"head": 1, "norm": 10, "add_norm": 4, "mlp": 4, "rotary": 4, "linear": 2},
 }
+
+
+# Under autocast, without gradients, and beside an adapter on one of them, layers of one input are called one by one.
+APART = {family: {k: n for k, n in calls.items() if k != "linear"} for family, calls in CALLS.items()}
 
 
 def step(model, inputs, **options):

@@ -170,13 +170,16 @@ def test_an_error_of_a_recognition_leaves_the_model_as_it_was(llama, monkeypatch
     assert "_tigon_fusion" not in vars(llama)
 
 
-@pytest.mark.parametrize("left_out", ["head", "norms", "mlp", "rotary"])
+@pytest.mark.parametrize("left_out", ["head", "norms", "mlp", "rotary", "projections"])
 def test_each_kind_can_be_left_out(llama, left_out):
     inputs = batch("llama")
     plain = llama(**inputs).loss
     with tigon.fuse(llama, **{left_out: False}) as fusion:
         torch.testing.assert_close(llama(**inputs).loss, plain, rtol=2e-6, atol=0)
-        calls = {k: v for k, v in CALLS["llama"].items() if not k.endswith(left_out.removesuffix("s"))}
+        kind = {"projections": "linear"}.get(left_out, left_out.removesuffix("s"))
+        calls = {k: v for k, v in CALLS["llama"].items() if not k.endswith(kind)}
+        if left_out == "mlp":
+            calls["linear"] += 2  # gate and up then have one operation, as q, k and v
         assert fusion.report().calls == calls
 
 
@@ -392,10 +395,11 @@ def test_the_report_says_what_and_how_often():
         assert [(row.kind, row.name, row.count, row.calls) for row in report.fused] == [
             ("head", "Linear", 1, 1), ("rotary", "MixtralAttention", 2, 2), ("experts", "MixtralExperts", 2, 2),
             ("norm", "MixtralRMSNorm", 5, 5), ("add_norm", "MixtralDecoderLayer", 2, 2),
+            ("linear", "MixtralAttention", 2, 2),
         ]  # fmt: skip
         assert report.left == []
-        assert "Ran in the last step: head 1, norm 5, add_norm 2, experts 2, rotary 2." in str(report)
-        calls = {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2}
+        assert "Ran in the last step: head 1, norm 5, add_norm 2, experts 2, rotary 2, linear 2." in str(report)
+        calls = {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2, "linear": 2}
         assert json.loads(json.dumps(report.to_dict()))["calls"] == calls
         outputs.logits.argmax(-1)
         assert fusion.report().logits_built_by == {"argmax": 1}
@@ -734,7 +738,7 @@ def test_a_70b_model_on_the_meta_device_is_recognised_without_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = tigon.fuse(model).report()
     assert {row.kind: row.count for row in report.fused} == {
-        "head": 1, "norm": 161, "add_norm": 80, "mlp": 80, "rotary": 80,
+        "head": 1, "norm": 161, "add_norm": 80, "mlp": 80, "rotary": 80, "linear": 80,
     }  # fmt: skip
     assert not report.left
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 100 * 1024, "KiB: one MLP would take 2.6 GiB"
@@ -771,7 +775,7 @@ def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
 
 def test_a_fusion_that_replaced_nothing_does_not_stand_in_the_way():
     model = build("llama")
-    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts"), False)
+    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts", "projections"), False)
     empty = tigon.fuse(model, **off)
     assert empty.report().fused == []
     assert tigon.fuse(model, **off) is empty

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from zoo import FAMILIES, batch, build
 
+from tigon.linear import dense_mlp
 from tigon.memory.recompute import HELD, LEVELS, Pass, Recompute
-from tigon.ops import gated_linear
 
 # Tensors that are not kept, of the two layers that a model has: two results of norms a layer, and q where the rotation
 # follows a norm (these models repeat k for the heads, which makes another tensor of it).
@@ -90,10 +90,11 @@ def test_steps_aside_for_checkpoints(level, reentrant, device):
 class Products(TorchDispatchMode):
     """Counts matrix products. (FlopCounterMode hooks all modules, and layers with hooks are called as they are.)"""
 
+    PRODUCTS = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.count += func.overloadpacket in self.PRODUCTS
         return func(*args, **(kwargs or {}))
 
 
@@ -117,8 +118,8 @@ def test_a_checkpoint_multiplies_no_more_than_in_the_plain_model(level, device):
 def test_a_checkpoint_computes_no_product_of_gate_and_up_again(device, monkeypatch):
     """It has gate and up, which is all that was saved, and makes the product while it makes their gradients."""
     made = []
-    product = gated_linear._gated_fwd
-    monkeypatch.setattr(gated_linear, "_gated_fwd", lambda *arguments: made.append(1) or product(*arguments))
+    product = dense_mlp._gated_fwd
+    monkeypatch.setattr(dense_mlp, "_gated_fwd", lambda *arguments: made.append(1) or product(*arguments))
     model = build("llama").to(device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tigon.fuse(model)

@@ -133,7 +133,7 @@ def test_without_a_layout_the_model_is_as_before(attention, device):
     tokens = torch.randint(3, 89, (2, 19), device=device)
     padding = torch.ones_like(tokens)
     padding[1, :5] = 0
-    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts", "adapters"), False)
+    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts", "adapters", "projections"), False)
 
     def run():
         return [

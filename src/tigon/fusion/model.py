@@ -32,8 +32,8 @@ from tigon.memory.recompute import LEVELS, Level, Recompute
 
 def fuse(
     model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, adapters: bool = True, shared_prefix: bool = False, recompute: Level = "auto",
-    offload: bool = False,
+    experts: bool = True, adapters: bool = True, projections: bool = True, shared_prefix: bool = False,
+    recompute: Level = "auto", offload: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
@@ -45,6 +45,8 @@ def fuse(
         experts: run the experts of a mixture together, without a loop or a copy of their tokens; the router stays.
         adapters: run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all layers
             of one input at once.
+        projections: run the linear layers of one input, those of queries, keys and values, as one operation, which sums
+            their gradients of that input as it computes them.
         shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations of one prefix are
             computed with that prefix once. Calls without one run as before.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
@@ -200,9 +202,10 @@ class Fusion:
             patch = vars(twin).get("_tigon")
             if patch is None or patch.part is None or not patch.installed_on(twin):
                 continue
-            forward = patch.part.forward_of_copy(site, twin)
-            if forward is not None:
-                install(twin, forward, patch)
+            for part in (patch.part, *patch.also):
+                forward = part.forward_of_copy(site, twin)
+                if forward is not None:
+                    install(twin, forward, patch)
         return copied
 
     def __reduce__(self) -> Any:

@@ -23,7 +23,7 @@ except ImportError as error:
 
 from tigon.fusion.model import Fusion, fuse
 
-PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters")
+PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")
 MEMORY = ("recompute", "offload")
 # Axolotl's switches of kernels that replace attention's and the MLP's forward. lora_embedding_kernel is of a layer
 # that Tigon leaves to PEFT.
@@ -40,6 +40,7 @@ class TigonArgs(BaseModel):
     tigon_rotary: bool | None = None
     tigon_experts: bool | None = None
     tigon_adapters: bool | None = None
+    tigon_projections: bool | None = None
     tigon_recompute: Literal["auto", "none", "product", "cheap", "mlp"] | None = None
     tigon_offload: bool | None = None
 

@@ -6,7 +6,10 @@ tries the parts of a stage; so no file may import one that stands after it.
 
 import importlib
 
-FILES = ("head", "norm", "residual_norm", "adapters", "mlp", "relu2", "experts", "rotary", "qk_norm", "shared_prefix")
+FILES = (
+    "head", "norm", "residual_norm", "adapters", "mlp", "relu2", "experts", "rotary", "qk_norm", "shared_prefix",
+    "projections",
+)  # fmt: skip
 
 for _name in FILES:
     importlib.import_module(f"tigon.parts.{_name}")

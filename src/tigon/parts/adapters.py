@@ -24,6 +24,7 @@ from tigon.fusion.part import Part, Stage, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.reasons import Reason
 from tigon.fusion.site import Site
+from tigon.fusion.source import called, calls_together
 from tigon.linear.adapters import lora_linear
 from tigon.linear.lora import LoRA
 from tigon.linear.opaque import Opaque, opaque_lora_linear
@@ -264,53 +265,9 @@ def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
     except (OSError, TypeError, SyntaxError):
         return []
     function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    if function is None or not function.args.args:
+    if function is None:
         return []
-    own = function.args.args[0].arg
-    calls: dict[str, list[ast.Call]] = {}
-    stores: dict[str, list[int]] = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, own):
-            calls.setdefault(node.func.attr, []).append(node)
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            stores.setdefault(node.id, []).append(node.lineno)
-    always = {id(node) for node in _always(function.body)}
-    inputs: dict[str, list[tuple[int, int, str]]] = {}
-    for name, nodes in calls.items():
-        node = nodes[0]
-        alone = len(nodes) == 1 and len(node.args) == 1 and not node.keywords
-        if alone and isinstance(node.args[0], ast.Name) and id(node) in always:
-            inputs.setdefault(node.args[0].id, []).append((node.lineno, node.col_offset, name))
-    groups = []
-    for argument, found in inputs.items():
-        found.sort()
-        first, last = found[0][0], found[-1][0]
-        if len(found) > 1 and not any(first <= line <= last for line in stores.get(argument, ())):
-            groups.append(tuple(name for _, _, name in found))
-    return groups
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _always(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes that every call runs, unless it raises: outside of conditions, loops, and functions of their own."""
-    sometimes = (
-        ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.BoolOp, ast.Lambda, ast.FunctionDef, ast.ListComp,
-        ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.Match, ast.ClassDef, ast.AsyncFunctionDef,
-    )  # fmt: skip
-    todo: list[ast.AST] = []
-    for statement in body:
-        if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and isinstance(statement, sometimes):
-            break  # what follows runs only where this did not return
-        todo.append(statement)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, sometimes):
-            continue
-        yield node
-        todo += ast.iter_child_nodes(node)
+    return [tuple(called(call) for call in calls) for calls in calls_together(function)]
 
 
 ADAPTERS = register(Adapters())

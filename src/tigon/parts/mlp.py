@@ -29,6 +29,7 @@ from tigon.fusion.probe import (
 from tigon.fusion.reading import reading_of
 from tigon.fusion.reasons import Reason
 from tigon.linear.adapters import gated_lora_linear, lora_linear
+from tigon.linear.dense_mlp import dense_mlp
 from tigon.linear.gated_mlp import gated_mlp, is_one_tile
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.linear.tiled_lora_mlp import tiled_lora_mlp
@@ -36,6 +37,7 @@ from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
 from tigon.ops.gated_linear import gated_linear_saved_by
 from tigon.parts.adapters import adapter_here, count_here, may_be_adapted
+from tigon.parts.plain import plain_layers
 from tigon.runtime import autocast_dtype, use_triton
 
 
@@ -105,6 +107,10 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         if whole is not None:
             return _after_mlp(self, formula, whole)
         ours = _adapted_gate_and_up(self, patch, x)
+    elif formula.between is None and formula.gate_scale is None:
+        dense = _dense_mlp(self, patch, x)
+        if dense is not None:
+            return _after_mlp(self, formula, dense)
     # Other layers are called as modules, so that hooks and quantisation on them keep working.
     if ours is not None:
         gate, up = ours
@@ -142,6 +148,31 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
             product = getattr(self, formula.between)(product)
         y = down(product)
     return _after_mlp(self, formula, y)
+
+
+def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
+    """The whole unit of layers that are plain; None if one of them is another layer."""
+    formula: Gated = patch.formula
+    recompute = patch.ledger.recompute
+    # Of tensors that a Function makes itself offloading cannot tell which are activations.
+    if torch.compiler.is_compiling() or recompute.offload is not None:
+        return None
+    layers = self._modules
+    names = (formula.gate, formula.down) if formula.up is None else (formula.gate, formula.up, formula.down)
+    found = plain_layers([layers.get(name) for name in names], x)
+    if found is None or not use_triton(x, *found[0]):
+        return None
+    weights, biases = found
+    if formula.up is None:
+        weights.insert(1, None)  # type: ignore[arg-type]
+        biases.insert(1, None)
+    gate, up, down = weights
+    fits = gate.shape == up.shape if formula.up is not None else gate.shape[0] == 2 * down.shape[1]
+    if not fits or (formula.up is not None and down.shape[1] != gate.shape[0]):
+        return None
+    patch.ledger.count("mlp", patch.key)
+    hooks = recompute.checkpoint_hooks()
+    return dense_mlp(x, (gate, up, down), tuple(biases), act=formula.act, product=recompute.product, saved_by=hooks)
 
 
 def _may_be_adapted(self: Any, formula: Gated) -> bool:

@@ -32,7 +32,6 @@ import ast
 import functools
 import inspect
 import itertools
-import textwrap
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +45,7 @@ from tigon.fusion.patch import Patch, transformed
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
+from tigon.fusion.source import bodies, compiled, may_rebuild, tree_of
 from tigon.logits.recipe import DTYPES
 from tigon.ops.forked_rms_norm import forked_rms_norm
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
@@ -79,7 +79,7 @@ class Sums:
         """The names of the norms that a forward calls on a sum it has just computed, in order."""
         inner = inspect.unwrap(forward) if callable(forward) else None
         if inner not in self._found:
-            tree = _tree_of(inner) if isinstance(inner, types.FunctionType) and _may_add(inner.__code__) else None
+            tree = tree_of(inner) if isinstance(inner, types.FunctionType) and may_rebuild(inner.__code__) else None
             self._found[inner] = () if tree is None else tuple(norm for _, _, _, norm in _sites(tree.body[0]))
         return self._found[inner]
 
@@ -164,46 +164,8 @@ def _is_plain_sum(one: Any, other: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- the source
 
 
-def _may_add(code: types.CodeType) -> bool:
-    # A closure (super() makes one) cannot be compiled by itself, nor can a private name outside its class.
-    return not code.co_freevars and not any(n.startswith("__") and not n.endswith("__") for n in code.co_names)
-
-
-def _tree_of(fn: types.FunctionType) -> ast.Module | None:
-    """A function's syntax tree, without decorators, defaults and annotations; None if the source is not its own."""
-    try:
-        lines, first = inspect.getsourcelines(fn)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-        return None
-    ast.increment_lineno(tree, first - 1)
-    function = tree.body[0]
-    function.decorator_list, function.returns = [], None
-    for argument in ast.walk(function.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    # `rebuilt` copies the defaults' values from the function: the tree only needs as many.
-    none = ast.Constant(None)
-    function.args.defaults = [none for _ in function.args.defaults]
-    function.args.kw_defaults = [d if d is None else none for d in function.args.kw_defaults]
-    ast.fix_missing_locations(tree)
-    code = _compiled(tree, fn)
-    # They differ if the file was edited since its import, or another function's source made this function.
-    return tree if (code.co_code, code.co_names) == (fn.__code__.co_code, fn.__code__.co_names) else None
-
-
-def _compiled(tree: ast.Module, fn: types.FunctionType) -> types.CodeType:
-    module = compile(tree, fn.__code__.co_filename, "exec", fn.__code__.co_flags & _FUTURES, dont_inherit=True)
-    return next(c for c in module.co_consts if isinstance(c, types.CodeType))
-
-
-_FUTURES = __import__("__future__").annotations.compiler_flag
-
-
 def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
-    tree = _tree_of(fn) if _may_add(fn.__code__) else None
+    tree = tree_of(fn) if may_rebuild(fn.__code__) else None
     if tree is None:
         return NO_SOURCE
     function = tree.body[0]
@@ -236,7 +198,7 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     scope[_SUM], scope[_FORK], scope[_UNIT] = functools.partial(add_norm, name_of(fn)), fork_norm, add_unit
     # Dynamo guards a global through the module `__name__`, which does not have `add_norm` under this name.
     scope.pop("__name__", None)
-    return rebuilt(fn, scope, None, code=_compiled(tree, fn))
+    return rebuilt(fn, scope, None, code=compiled(tree, fn))
 
 
 def _loaded(name: str) -> ast.expr:
@@ -268,7 +230,7 @@ class _Result(ast.NodeTransformer):
 
 def _sites(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
     """The places where a name is assigned a sum, and the next statement that does more than rename the sum norms it."""
-    for statements in _bodies(function):
+    for statements in bodies(function):
         for at, statement in enumerate(statements):
             total = _sum_of(statement)
             found = None if total is None else _norm_after(statements, at, total[0])
@@ -302,16 +264,9 @@ def _units(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt
             yield statements, at, unit, left.id, x
 
 
-def _bodies(function: Any) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(function):
-        for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
-            if isinstance(statements, list):
-                yield statements
-
-
 def _pairs(function: Any, taken: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, ast.stmt]]:
     """Statements that follow one another, neither of them taken."""
-    for statements in _bodies(function):
+    for statements in bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
             if first not in taken and second not in taken:
                 yield statements, at, first, second
