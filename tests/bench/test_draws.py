@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tigon.bench import report, runner, verdicts
+from tigon.bench import clocks, report, runner, verdicts
 from tigon.bench import sweep as module
 from tigon.bench.cases import OPS, Implementation
 from tigon.bench.clocks import Host
@@ -449,6 +449,20 @@ def test_what_other_processes_use_of_the_processors_is_seen():
         other.kill()
     assert quiet.others[0] > 0.2
     assert quiet.summary()["others"] > 0.2
+
+
+def test_a_host_that_is_slow_for_a_moment_is_waited_for(monkeypatch):
+    host, waited, times = Host(), [], iter([100.0, 300.0, 120.0, 300.0, 300.0])
+    monkeypatch.setattr(clocks, "WORK_RUNS", 1)
+    monkeypatch.setattr(clocks, "_work_us", lambda: next(times))
+    monkeypatch.setattr(clocks.time, "sleep", waited.append)
+    host.sample(60.0)
+    host.sample(60.0)
+    assert host.us == [100.0, 120.0]
+    assert len(waited) == 1
+    host.sample()
+    assert host.us[-1] == 300.0, "without patience"
+    assert len(waited) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ command line

@@ -60,6 +60,7 @@ COMPILE_SHARE = 0.3
 # What models may take, which are measured first: their process imports while others compile.
 MODEL_SHARE = 0.15
 QUIET_S = 10.0  # how long to wait at most until other processes leave the processors alone
+PATIENCE_S = 0.5  # and before a draw until the host is as fast as it was
 KEEP_S = 5.0  # between two writings of the file
 HELD_BYTES = 256 << 20
 NO_GPU = (
@@ -303,7 +304,7 @@ class Sweep:
             say(str(draw), 0)
             self.spent.begin("tidying")
             self.tidy()
-            self.host.sample()
+            self.host.sample(0.0 if self.room.tiny else PATIENCE_S)
             self.measure(draw)
             self.spent.begin("")
             say(str(draw), 1)
