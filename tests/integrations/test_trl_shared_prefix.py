@@ -83,6 +83,14 @@ def test_a_router_loss_keeps_its_rows(tmp_path):
     assert "Prompts computed as often as they stand: a router's loss" in str(report)
 
 
+def test_prompts_that_differ_keep_their_rows(tmp_path):
+    plain, trainer = cases.twins(cases.sft, tmp_path, max_steps=1)
+    fusion = trl.fuse(trainer, shared_prefix=True)
+    assert_same(cases.train(plain), cases.train(trainer))
+    (reason,) = fusion.report().unshared
+    assert reason in ("no two rows have one prompt", "a row is not a prompt and what continues it")
+
+
 def test_auto_shares_where_prompts_are_a_quarter(tmp_path):
     trainer = cases.dpo(tmp_path / "long", cases.model(), max_steps=1)
     with trl.fuse(trainer, shared_prefix="auto") as fusion:
@@ -97,6 +105,7 @@ def test_auto_shares_where_prompts_are_a_quarter(tmp_path):
     with trl.fuse(trainer, shared_prefix="auto") as fusion:
         cases.train(trainer)
         assert not fusion.report().shared
+        assert fusion.report().unshared == {"prompts are less than a quarter of the tokens": 2}
     with trl.fuse(trainer, shared_prefix=True) as fusion:
         cases.train(trainer)
         assert fusion.report().shared
@@ -113,6 +122,16 @@ def test_what_cannot_share_is_refused_by_name_and_left_by_auto(tmp_path):
     assert "forward" not in vars(trainer.model)
     with trl.fuse(trainer, shared_prefix="auto") as fusion:
         assert [(row.kind, row.fused) for row in fusion.report().rows] == [("loss", True), ("prefix", False)]
+
+    plain, trainer = cases.twins(cases.dpo, tmp_path / "dropping", max_steps=2)
+    for held in (trainer.model, trainer.ref_model):
+        layer = held.model.layers[1]
+        forward = layer.forward
+        layer.forward = lambda *args, shared_prefix=None, forward=forward, **kwargs: forward(*args, **kwargs)
+    with trl.fuse(trainer, shared_prefix="auto") as fusion:
+        assert_same(cases.train(plain), cases.train(trainer))
+        (reason,) = fusion.report().unshared
+        assert reason.startswith("LlamaAttention was not handed the layout")
 
     policy = cases.model()
     tigon.fuse(policy)

@@ -261,6 +261,10 @@ def _roberta():
     return T.RobertaForCausalLM(small(T.RobertaConfig, is_decoder=True))
 
 
+def _stablelm():
+    return T.StableLmForCausalLM(small(T.StableLmConfig))
+
+
 def _bert():
     return T.BertModel(small(T.BertConfig))
 
@@ -275,6 +279,7 @@ CANNOT = {
     "no attention of MambaForCausalLM asks transformers' registry": _mamba,
     "no attention of Linear asks transformers' registry": lambda: nn.Linear(3, 3),
     "RobertaEmbeddings counts positions by itself": _roberta,
+    "StableLmDecoderLayer keeps keyword arguments of the model to itself": _stablelm,
     "LlamaAttention has heads of 512 numbers": lambda: T.LlamaForCausalLM(T.LlamaConfig(**{**BASE, "head_dim": 512})),
 }
 

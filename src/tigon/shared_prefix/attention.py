@@ -29,7 +29,7 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Tensors that models hand to every attention function, and that say nothing beyond the layout.
 HARMLESS = {
     "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "num_items_in_batch",
+    "num_items_in_batch", "logits_to_keep",
 }  # fmt: skip
 
 

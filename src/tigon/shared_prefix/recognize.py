@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from typing import Any, NoReturn
 
@@ -36,6 +37,8 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
         _refuse(f"no attention of {name} asks transformers' registry of attention functions, where it could be shared.")
     for layers in _lists_of_layers(model, set(found)):
         _check_layers(layers, set(found))
+        for module in {*found, *layers} & {*layers.modules()}:
+            _check_forward(module)
     for module in found:
         _check_attention(module)
     for module in model.modules():
@@ -61,6 +64,17 @@ def _check_layers(layers: nn.ModuleList, found: set[nn.Module]) -> None:
             if isinstance(child, MIXERS):
                 parents = [m for m in layer.modules() if any(c is child for c in m.children())]
                 _refuse_state(parents or [child])
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Raise for a layer, or its attention, that takes no further keyword arguments, or never reads them."""
+    code = inspect.unwrap(type(module).forward).__code__
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[count] if code.co_flags & inspect.CO_VARKEYWORDS else None
+    # Since Python 3.13 an instruction may load two variables.
+    loads = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
+    if name is None or not any(name in (loaded if isinstance(loaded, tuple) else (loaded,)) for loaded in loads):
+        _refuse(f"{type(module).__name__} keeps keyword arguments of the model to itself; the layout would be one.")
 
 
 def _check_attention(module: Any) -> None:

@@ -34,7 +34,7 @@ from tigon.fusion.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
-from tigon.integrations.trl.shared_prefix import Share, Sharing, keep_groups_together
+from tigon.integrations.trl.shared_prefix import REFUSAL, Share, Sharing, keep_groups_together
 from tigon.integrations.trl.swap import Swaps, global_names, trls_own
 
 ROLES = {"model": "policy", "ref_model": "reference", "teacher_model": "teacher"}
@@ -166,7 +166,7 @@ class TrainerFusion:
             try:
                 fusion = fuse_model(model, shared_prefix=True, **options)
             except ValueError as error:
-                reason = str(error).removeprefix("shared_prefix: ")
+                reason = str(error).removeprefix(REFUSAL)
             else:
                 reason = "" if fusion._options.get("shared_prefix") else "it was fused before, without shared_prefix"
         if reason and share is True:

@@ -22,6 +22,7 @@ Share = Literal["auto"] | bool
 LEAST_SHARE = 0.25  # of the tokens, that "auto" wants to be tokens of prompts
 KNOWN = {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", "num_items_in_batch"}
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+REFUSAL = "shared_prefix: "
 SHUFFLE = "shuffle_sequence_dict"
 
 
@@ -41,25 +42,33 @@ class Sharing:
 
     def __init__(self, swaps: Swaps, role: str, share: Share) -> None:
         self.swaps, self.role, self.share = swaps, role, share
+        self.refused: str | None = None  # what a layer said at the first call, where `fuse` could not know
 
     def run(self, model: Any, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What TRL's forward returns, or None where the rows have to run as they are."""
         if torch.compiler.is_compiling():
             return None  # packing reads the ids on the host
-        reason = self._why_not(model, args, kwargs)
-        if reason is not None:
-            self.swaps.unshared[reason] += 1
-            return None
-        packed = pack(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
-        if packed is None or not self._pays(packed):
+        reason, packed = self.refused or self._why_not(model, args, kwargs), None
+        if reason is None:
+            packed = pack(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
+            reason = self._why_not_worth(packed)
+        if reason is not None or packed is None:
+            self.swaps.unshared[str(reason)] += 1
             return None
         batch, rest = packed.batch, {k: v for k, v in kwargs.items() if k not in ("input_ids", "labels")}
         rest |= {"attention_mask": all_rows(batch.layout), "position_ids": packed.position_ids, ARGUMENT: batch.layout}
         ledger: Any = self.swaps.ledgers[self.role]
         around: Around = ledger.around
         gathering: Any = _Gathering(model, batch.predictor)
-        with around.calling(batch.layout, ledger):
-            found = forward(gathering, input_ids=batch.input_ids, shift_labels=packed.labels, **rest)
+        try:
+            with around.calling(batch.layout, ledger):
+                found = forward(gathering, input_ids=batch.input_ids, shift_labels=packed.labels, **rest)
+        except ValueError as error:
+            if self.share is True or not str(error).startswith(REFUSAL):
+                raise
+            self.refused = str(error).removeprefix(REFUSAL)
+            self.swaps.unshared[self.refused] += 1
+            return None
         self.swaps.count_shared(batch.rows, batch.separate_rows)
         return type(found)(**{name: _unpacked(value, packed) for name, value in found.items()})
 
@@ -74,9 +83,14 @@ class Sharing:
             return f"inputs beside the ids: {', '.join(further)}" if further else "no ids, or no labels"
         return None
 
-    def _pays(self, packed: Packed) -> bool:
-        rows, separate = packed.batch.rows, packed.batch.separate_rows
-        return rows < separate and (self.share is True or packed.prompts >= LEAST_SHARE * separate)
+    def _why_not_worth(self, packed: Packed | None) -> str | None:
+        if packed is None:
+            return "a row is not a prompt and what continues it"
+        separate = packed.batch.separate_rows
+        if packed.batch.rows == separate:
+            return "no two rows have one prompt"
+        few = self.share == "auto" and packed.prompts < LEAST_SHARE * separate
+        return "prompts are less than a quarter of the tokens" if few else None
 
 
 def pack(ids: Tensor, mask: Tensor | None, labels: Tensor) -> Packed | None:
