@@ -39,18 +39,14 @@ TWICE = (8193, MAX_TILE - 1)
 AHEAD = True
 
 
-def _fwd_tile(n: int, itemsizes: tuple[int, ...], shared: int) -> tuple[int, int, int, int]:
-    """Rows a tile, columns a tile, warps and stages.
+def _fwd_tile(n: int) -> tuple[int, int, int]:
+    """Rows a tile, columns a tile and warps, up to 8192 columns; wider rows go to other kernels.
 
     Narrow rows share a tile, so that every warp has 16-byte loads to make; each further warp makes the three sums
-    dearer. With the widest rows the next row is on its way if shared memory holds two of everything that is loaded: the
-    compiler buffers weight and bias too. itemsizes: bytes an element of x, weight and bias.
+    dearer. No row is prefetched: others beside it hide its loads.
     """
     block_n = next_power_of_2(n)
-    # As ALONE and TWICE stand, rows of more than 8192 columns go to other kernels, and no row is prefetched here.
-    # Narrower rows have other programs beside them, which hide their loads.
-    stages = 3 if block_n > 8192 and 2 * block_n * sum(itemsizes) + 8192 <= shared else 1
-    return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8 if n <= 12288 else 16, stages
+    return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8
 
 
 def _row_tile(n: int) -> tuple[int, int, int]:
@@ -116,12 +112,8 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         if alone:
             *parts, warps = _row_tile(N)
             return M, (*arguments, *parts), {"num_warps": warps}
-        # Only what is there: a missing bias is not buffered.
-        itemsizes = tuple(t.element_size() for t in (x, weight, bias) if t is not None)
-        block_m, block_n, warps, stages = _fwd_tile(N, itemsizes, shared_memory(x.device))
-        # One program a tile, or, with a prefetch, one a multiprocessor, which walks.
-        grid = cdiv(M, block_m) if stages == 1 else min(cdiv(M, block_m), multiprocessors(x.device))
-        return grid, (*arguments, block_m, block_n, stages), {"num_warps": warps}
+        block_m, block_n, warps = _fwd_tile(N)
+        return cdiv(M, block_m), (*arguments, block_m, block_n, 1), {"num_warps": warps}
 
     # By width alone: all kernels write the same statistics, so that any backward kernel reads them.
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
