@@ -85,6 +85,20 @@ def test_a_shared_prefix_gives_what_separate_sequences_give(name, device):
     assert after.keys() == before.keys()
 
 
+def test_by_the_kernels(triton_backend, device):
+    """The heads as a model hands them to the kernels: views of projections, rotated, two of q for each of k."""
+    torch.manual_seed(0)
+    config = T.Qwen3Config(**{**BASE, "num_hidden_layers": 1, "head_dim": 16})
+    model, (prefixes, suffixes) = T.Qwen3ForCausalLM(config).to(device), ids(device, [(9, (5, 1)), (3, (2,))])
+    want = separately(model, prefixes, suffixes)[0]
+    plain = gradients(model, want.sum())
+    off = dict.fromkeys(("head", "norms", "mlp", "rotary"), False)
+    with tigon.fuse(model, shared_prefix=True, **off):
+        got = tigon.SharedPrefixBatch(prefixes, suffixes).logprob(model).logprob
+        assert_close(gradients(model, got.sum()), plain, 1e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(WINDOWS))
 def test_windows_matter(name, device):
     """So the test above would see a window that does not reach the suffixes."""
