@@ -34,7 +34,7 @@ def _step(
 @jit
 def _queries_at(
     q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
-    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The rows of the tokens from t on, with N heads each: q, do, lse, delta."""
     rows = tl.arange(0, BLOCK_M)
@@ -42,17 +42,17 @@ def _queries_at(
     if BLOCK_M % N != 0:
         live = live & (rows < BLOCK_M // N * N)
     far = tl.cast(t, tl.int64)
-    of_head = rows // N * H + rows % N
     q = block_of(q_ptr + far * stride_qt, rows // N * stride_qt + rows % N * stride_qh, live, D, BLOCK_D, True)
     do = block_of(do_ptr + far * stride_dt, rows // N * stride_dt + rows % N * stride_dh, live, D, BLOCK_D, True)
-    lse = tl.load(lse_ptr + far * H + of_head, mask=live, other=float("inf"))
-    delta = tl.load(delta_ptr + far * H + of_head, mask=live, other=0.0)
+    lse = tl.load(lse_ptr + far * N + rows, mask=live, other=float("inf"))
+    delta = tl.load(delta_ptr + far * N + rows, mask=live, other=0.0)
     return q, do, lse, delta
 
 
 @jit
+@do_not_specialize("count")
 def _keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, first_ptr, count,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,7 +60,6 @@ def _keys_kernel(
     DK: tl.constexpr = dk_ptr is not None
     DV: tl.constexpr = dv_ptr is not None
     WINDOW: tl.constexpr = window is not None
-    H: tl.constexpr = G * N
     T: tl.constexpr = BLOCK_M // N
     entry = tiles_ptr + tl.program_id(0) // G * 6
     g = tl.program_id(0) % G
@@ -78,8 +77,8 @@ def _keys_kernel(
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     q_ptr += (g * N).to(tl.int64) * stride_qh
     do_ptr += (g * N).to(tl.int64) * stride_dh
-    lse_ptr += g * N
-    delta_ptr += g * N
+    lse_ptr += tl.cast(g, tl.int64) * count * N
+    delta_ptr += tl.cast(g, tl.int64) * count * N
     rows = tl.arange(0, BLOCK_M)
     token = rows // N
 
@@ -88,7 +87,7 @@ def _keys_kernel(
         for t in range(own0, own1, T):
             q, do, lse, delta = _queries_at(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, own1, stride_qt, stride_qh, stride_dt, stride_dh,
-                H, N, D, BLOCK_M, BLOCK_D,
+                N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             keep = live[:, None]
             if SINGLES < 2 or WINDOW:
@@ -123,32 +122,31 @@ def _keys_kernel(
         for t in range(start, tl.minimum(whole, end), T):
             q, do, lse, delta = _queries_at(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
-                H, N, D, BLOCK_M, BLOCK_D,
+                N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             # t + rows // N >= key, without a number for each column in registers.
             keep = rows[None, :] >= ((key - t) * N)[:, None]
             if window is not None:
                 keep = keep & (rows[None, :] < ((key - t + window) * N)[:, None])
             dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
-        for t in range(whole, end, T):
-            q, do, lse, delta = _queries_at(
-                q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
-                H, N, D, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-            keep = rows[None, :] < ((key - t + (0 if window is None else window)) * N)[:, None]
-            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, WINDOW, PRECISION)
         if window is not None:
             # The first token of a suffix sees furthest back: where it does not see the last key of the tile, none does.
             other1 = tl.where(own1 - stop + 1 < window, other1, other0)
-        for t in range(other0, other1, T):
+        # One loop over both: each loop has code of its own, and registers between.
+        rest = tl.cdiv(tl.maximum(end - whole, 0), T)
+        for i in range(rest + tl.cdiv(other1 - other0, T)):
+            t = tl.where(i < rest, whole + i * T, other0 + (i - rest) * T)
+            last = tl.where(i < rest, end, other1)
             q, do, lse, delta = _queries_at(
-                q_ptr, do_ptr, lse_ptr, delta_ptr, t, other1, stride_qt, stride_qh, stride_dt, stride_dh,
-                H, N, D, BLOCK_M, BLOCK_D,
+                q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
+                N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             keep = live[:, None]
             if window is not None:
-                theirs = tl.load(first_ptr + t + token, mask=t + token < other1, other=0)
-                keep = (own1 + t + token - theirs)[None, :] - key[:, None] < window
+                # Positions from the start of the key's sequence, which a suffix continues.
+                theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
+                position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
+                keep = position[None, :] - (key - own0)[:, None] < window
             dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, WINDOW, PRECISION)
 
     # Read again, so that the rows' numbers take no registers in the loops above.
@@ -174,8 +172,7 @@ def _single_keys_kernel(
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The keys of suffixes of one token, which nobody but that token reads."""
-    H: tl.constexpr = G * N
+    """The keys of suffixes of one token, which nobody but that token reads. stop: of all tokens."""
     g = tl.program_id(0) % G
     row = (start + tl.program_id(0) // G * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     live = row < stop
@@ -189,8 +186,9 @@ def _single_keys_kernel(
         head = g * N + n
         q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True).to(tl.float32)
         do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True).to(tl.float32)
-        lse = tl.load(lse_ptr + row * H + head, mask=live, other=0.0)
-        delta = tl.load(delta_ptr + row * H + head, mask=live, other=0.0)
+        statistics = (tl.cast(g, tl.int64) * stop + row) * N + n
+        lse = tl.load(lse_ptr + statistics, mask=live, other=0.0)
+        delta = tl.load(delta_ptr + statistics, mask=live, other=0.0)
         z, slope = scores_of(tl.sum(q * k, 1), scale, softcap)
         p = tl.exp2(z - lse)
         ds = p * (tl.sum(do * v, 1) - delta)

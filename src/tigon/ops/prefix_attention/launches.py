@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 TILES = {
     "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 16, 8, 2)},
-    "keys": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 3), 256: Tile(32, 32, 8, 1)},
+    "keys": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
 }
 # The slope of a softcap takes registers: with one, these.
 TILES_CAPPED = {
@@ -101,6 +101,12 @@ def _options(tile: Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
+def _statistics(q: Tensor, k: Tensor) -> Tensor:
+    """Room for a number of each token and head: (G, tokens, N), as a tile of one head of keys reads them."""
+    G = k.shape[1]
+    return q.new_empty((G, q.shape[0], q.shape[1] // G), dtype=torch.float32)
+
+
 def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
 
@@ -115,8 +121,8 @@ def _launch_queries(kind: str, tensors: tuple[Any, ...], singles: int, across: b
         tile, G = tile_of(kind, q, k, scores[1] is not None), k.shape[1]
         upstream = (0, 0) if do is None else do.stride()[:2]
         arguments = (
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G, q.shape[1] // G, q.shape[2],
-            singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
+            q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G,
+            q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
             _precision(q),
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
@@ -130,7 +136,7 @@ def _prefix_attention_fwd_fake(
     suffix_keys: Tensor | None, start: int, singles: int, across: bool, scale: float, softcap: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(q.shape), _statistics(q, k)
 
 
 @launcher(
@@ -146,7 +152,7 @@ def _prefix_attention_fwd(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = _unit_strides(q, k, v)
-    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    o, lse = q.new_empty(q.shape), _statistics(q, k)
     scores = scale, softcap, window
     _launch_queries("forward", (q, k, v, o, lse, None, None, None, prefixes, first, stop), 0, False, scores)
     _launch_queries("forward", (q, k, v, o, lse, None, None, None, suffixes, first, stop), singles, across, scores)
@@ -194,13 +200,12 @@ def _prefix_attention_bwd(
 
 
 def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
-    rows, (_, H, D) = delta.numel(), o.shape
-
     def plan() -> Plan:
-        arguments = rows, *do.stride()[:2], H, D, DELTA_ROWS, max(16, next_power_of_2(D))
-        return cdiv(rows, DELTA_ROWS), arguments, {"num_warps": 4}
+        tokens, H, D = o.shape
+        arguments = tokens, *do.stride()[:2], H, delta.shape[2], D, DELTA_ROWS, max(16, next_power_of_2(D))
+        return cdiv(tokens * H, DELTA_ROWS), arguments, {"num_warps": 4}
 
-    launch(_delta_kernel, (rows, _key(do, o)), (do, o, delta), plan)
+    launch(_delta_kernel, _key(do, o, delta), (do, o, delta), plan)
 
 
 def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, scores: tuple[Any, ...]) -> None:
@@ -212,8 +217,8 @@ def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, scores: t
     def plan() -> Plan:
         tile, G = tile_of("keys", q, k, scores[1] is not None), k.shape[1]
         arguments = (
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G, q.shape[1] // G,
-            q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
+            q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G,
+            q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
             _precision(q),
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)

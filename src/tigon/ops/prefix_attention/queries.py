@@ -60,13 +60,14 @@ def _step(
 
 
 @jit
+@do_not_specialize("count")
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, delta_ptr, dq_ptr, tiles_ptr, first_ptr, stop_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, do_ptr, delta_ptr, dq_ptr, tiles_ptr, first_ptr, stop_ptr, count,
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap, window,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """SINGLES: 0 where no suffix has one token, 1 where some have, 2 where all have."""
+    """count: of tokens. SINGLES: 0 where no suffix has one token, 1 where some have, 2 where all have."""
     GRAD: tl.constexpr = do_ptr is not None
     WINDOW: tl.constexpr = window is not None
     H: tl.constexpr = G * N
@@ -85,15 +86,17 @@ def _attend_kernel(
     row = token.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
+    # Of o and dq, and of statistics, which lie (G, tokens, N): a tile's are neighbours.
     of_head = row * H + head
+    statistics = (tl.cast(g, tl.int64) * count + start) * N + rows
     first = tl.load(first_ptr + row, mask=live, other=0)
     q = block_of(q_ptr, row * stride_qt + head * stride_qh, live, D, BLOCK_D, True)
     if GRAD:
         do = block_of(do_ptr, row * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
         o = block_of(o_ptr, of_head * D, live, D, BLOCK_D, True)
-        m = tl.load(lse_ptr + of_head, mask=live, other=float("inf"))
+        m = tl.load(lse_ptr + statistics, mask=live, other=float("inf"))
         total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        tl.store(delta_ptr + of_head, total, mask=live)
+        tl.store(delta_ptr + statistics, total, mask=live)
     else:
         do = q
         m = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -191,18 +194,20 @@ def _attend_kernel(
     else:
         o = acc / total[:, None]
         tl.store(o_ptr + (of_head * D)[:, None] + d[None, :], o.to(o_ptr.dtype.element_ty), mask=stored)
-        tl.store(lse_ptr + of_head, m + tl.log2(total), mask=live)
+        tl.store(lse_ptr + statistics, m + tl.log2(total), mask=live)
 
 
 @jit
 @do_not_specialize("count")
 def _delta_kernel(
     do_ptr, o_ptr, delta_ptr, count, stride_dt, stride_dh,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Σ do · o of each token and head, for where no gradient of the queries is wanted: its kernel makes them itself."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    live = row < count
-    do = block_of(do_ptr, row // H * stride_dt + row % H * stride_dh, live, D, BLOCK_D, True)
+    live = row < count * H
+    token, head = row // H, row % H
+    do = block_of(do_ptr, token * stride_dt + head * stride_dh, live, D, BLOCK_D, True)
     o = block_of(o_ptr, row * D, live, D, BLOCK_D, True)
-    tl.store(delta_ptr + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=live)
+    statistics = (head // N * count + token) * N + head % N
+    tl.store(delta_ptr + statistics, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=live)
