@@ -275,7 +275,8 @@ def _dyt_bwd(
     partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
 
     def plan() -> Plan:
-        arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, stages)
+        # A single tile has no next one to load ahead.
+        arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, 1 if cdiv(M, block_m) == 1 else stages)
         return parts * columns, arguments, {"num_warps": warps}
 
     key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), bias_dtype, need_dx, need_dalpha, need_dw, need_db)

@@ -554,6 +554,8 @@ def _rms_norm_bwd(
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial = _partial(programs, dw)
+        # A single tile has no next one to load ahead.
+        stages = 1 if cdiv(M, block_m) == 1 else stages
         # RELOAD goes with a saved rstd: both say that the row is so wide that registers are short.
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
