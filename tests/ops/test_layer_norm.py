@@ -134,7 +134,7 @@ def test_two_parts_hold_every_column_once():
         assert first < width <= first + rest if rest else width <= first < 2 * width, width
         # Powers of 2, such that the larger folds onto the smaller within a thread; 8 columns a thread of either.
         assert first & (first - 1) == rest & (rest - 1) == 0, width
-        assert rest < first, width
+        assert rest <= first, width
         assert rest % (256 * warps) == first % (256 * warps) == 0
 
 

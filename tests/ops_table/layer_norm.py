@@ -64,6 +64,7 @@ LAYER_NORM = Op(
     spills=16,  # four registers, on sm_100, of the widest row that one tile holds, in the backward
     models=(
         Case("GPT-NeoX-20B", (32768, 6144)),
+        Case("MPT-30B", (16384, 7168)),
         Case("OPT-6.7B", (32768, 4096)),
         Case("Command R+", (16384, 8192)),
         Case("as wide as they come", (8192, 16384)),

@@ -32,8 +32,9 @@ from tigon.runtime import (
 # One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384
 # Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident;
-# and those that it reads twice, in small blocks, where a row would be padded by a third.
+# those of 16-bit rows alone; and those that it reads twice, in small blocks, where a row would be padded by a third.
 ALONE = ((4097, 6144), (MAX_TILE, MAX_TILE))
+NARROW_ALONE = (6145, 8191)
 TWICE = (8193, MAX_TILE - 1)
 # Whether the backward of the widest rows asks for the next row while it is at work on this one.
 AHEAD = True
@@ -52,14 +53,15 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
 def _row_tile(n: int) -> tuple[int, int, int]:
     """Columns of a row's two parts, and warps.
 
-    A tile is a power of 2, which 12288 is not, but 8192 + 4096 wastes no lane. The second part is empty where it would
-    be as large as the first. Every thread has 16-byte loads to make in both parts.
+    A tile is a power of 2, which 12288 is not, but 8192 + 4096 wastes no lane. Beyond 8192 columns the second part is
+    empty where it would be as large as the first. Every thread has 16-byte loads to make in both parts.
     """
     block_n = next_power_of_2(n)
     warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
     # 256 numbers a warp are 8 a thread: 16 bytes in 16 bits.
     rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
-    return (block_n // 2, rest, warps) if rest < block_n // 2 else (block_n, 0, warps)
+    # Two parts of 4096 take fewer registers than one of 8192: 48 and not 56, and one more program is resident.
+    return (block_n // 2, rest, warps) if rest < block_n // 2 or block_n == 8192 else (block_n, 0, warps)
 
 
 def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
@@ -67,10 +69,11 @@ def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
 
     One program computes a tile while its next two are loaded: 2 inputs · 3 stages · 16 KiB of shared memory. There is
     no prefetch where that does not fit, or where a row is so wide that registers are short. A row that leaves much of a
-    power of 2 empty loads less and sums more: such tiles hold one row, with one more stage.
+    power of 2 empty, or any of 8192, loads less and sums more: such tiles hold one row, with one more stage.
     """
     block_n = next_power_of_2(n)
-    if 4 * n <= 3 * block_n and 4096 <= block_n <= 8192 and x.element_size() == 2:
+    padded = n < block_n if block_n == 8192 else 4 * n <= 3 * block_n and block_n == 4096
+    if padded and x.element_size() == 2:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
         # Two inputs, four stages, two bytes a number, and room for the exchanges between warps.
         if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
@@ -100,6 +103,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     bias = bias if bias is None else bias.contiguous()
 
     alone = any(least <= N <= most for least, most in ALONE)
+    alone = alone or (NARROW_ALONE[0] <= N <= NARROW_ALONE[1] and x.element_size() == 2)
     twice = TWICE[0] <= N <= TWICE[1]
 
     def plan() -> Plan:
@@ -175,7 +179,9 @@ def _layer_norm_bwd(
 
         def plan() -> Plan:
             # A sector holds 16 such numbers: the prefetch has one lane for each.
-            tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, stages)
+            # A single tile has no next one to load ahead.
+            ahead = 1 if cdiv(M, block_m) == 1 else stages
+            tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, ahead)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
 
         kernel = _layer_norm_row_bwd_kernel if by_row else _layer_norm_bwd_kernel
