@@ -119,6 +119,29 @@ def test_a_suffix_does_not_depend_on_its_neighbours(length, options, device, tri
             assert torch.equal(one[first : first + length], other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_block_that_one_tile_masks_rounds_as_where_another_does_not(width, groups):
+    """A suffix of several tiles: its neighbours decide where they are cut, and so which of its blocks are masked."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(700, heads, width, generator=draw).bfloat16().cuda() for heads in (8, groups, groups, 8)]
+
+    def computed(before, after):
+        rows = [*range(333), *range(640, 640 + sum(before)), *range(400, 600), *range(660, 660 + sum(after))]
+        layout = tigon.PrefixLayout([333], [[*before, 200, *after]], device="cuda")
+        q, k, v, do = (t[rows] for t in drawn)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        o = tigon.prefix_attention(*leaves, layout)
+        first = 333 + sum(before)
+        return [t[first : first + 200] for t in (o.detach(), *torch.autograd.grad(o, leaves, do))]
+
+    alone = computed([], [])
+    for before, after in (([1], [1]), ([3, 1, 9], [30]), ([7, 5], []), ([1] * 17, [2])):
+        for got, expected in zip(computed(before, after), alone, strict=True):
+            assert torch.equal(got, expected)
+
+
 def test_permuted_suffixes_give_permuted_results(device, triton_backend):
     lengths, order = [5, 1, 40, 2, 33], [3, 0, 4, 2, 1]
     starts = [0, 5, 6, 46, 48]

@@ -49,11 +49,13 @@ def _step(
         if softcap is not None:
             ds *= slope
         return m, total, tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    if MASK:
-        z = tl.where(keep, z, float("-inf"))
-    # m starts at a finite number: where a row sees nothing of its first blocks, -inf - m stays -inf and not NaN.
-    largest = tl.maximum(m, tl.max(z, 1))
+    # m starts at a finite number: where a row sees nothing of its first blocks, nothing of it is NaN.
+    largest = tl.maximum(m, tl.max(tl.where(keep, z, float("-inf")) if MASK else z, 1))
+    # Masked after the exponential, not before: the compiler joins the product of the scale with this difference, and a
+    # block that one tile masks and another does not must round alike in both.
     p = tl.exp2(z - largest[:, None])
+    if MASK:
+        p = tl.where(keep, p, 0.0)
     fade = tl.exp2(m - largest)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return largest, total * fade + tl.sum(p, 1), acc
