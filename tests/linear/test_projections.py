@@ -73,8 +73,9 @@ def test_the_gradient_of_x_is_no_less_exact_than_torchs(dtype, device):
         (theirs,) = torch.autograd.grad([F.linear(x, w) for w in weights], [x], dys)
         ours.append(error(dx, exact))
         plain.append(error(theirs, exact))
-    for own, expected in zip(zip(*ours, strict=True), zip(*plain, strict=True), strict=True):
-        assert sum(own) <= 1.05 * sum(expected)
+    # The largest error of a tensor is one number's: it scatters by more than the norm does.
+    for own, expected, most in zip(zip(*ours, strict=True), zip(*plain, strict=True), (1.05, 1.25), strict=True):
+        assert sum(own) <= most * sum(expected)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)))
@@ -209,8 +210,9 @@ def test_the_gradient_of_an_mlps_input_is_no_less_exact(act, device, triton_back
             more = {"product": True} if run is dense_mlp else {}
             (dx,) = torch.autograd.grad(run(x, weights, biases, act=act, **more), x, dy)
             errors.append(error(dx, right))
-    for own, expected in zip(zip(*ours, strict=True), zip(*plain, strict=True), strict=True):
-        assert sum(own) <= 1.05 * sum(expected)
+    # The largest error of a tensor is one number's: it scatters by more than the norm does.
+    for own, expected, most in zip(zip(*ours, strict=True), zip(*plain, strict=True), (1.05, 1.25), strict=True):
+        assert sum(own) <= most * sum(expected)
 
 
 @pytest.mark.parametrize("trained", [(), (0,), (1,), (2,), (0, 2)])

@@ -313,9 +313,9 @@ def test_compiled_code_calls_the_layers(both, x, triton_backend):
     torch._dynamo.reset()
 
 
-def test_tensors_that_have_no_memory(both, triton_backend):
+def test_tensors_that_have_no_memory(both, device, triton_backend):
     with tigon.fuse(both.mixer), FakeTensorMode(allow_non_fake_inputs=True):
-        assert both.mixer(torch.randn(2, 5, 16)).shape == (2, 5, 16)
+        assert both.mixer(torch.randn(2, 5, 16, device=device)).shape == (2, 5, 16)
 
 
 def test_on_a_cpu_the_references_run(both, x):
