@@ -109,7 +109,7 @@ class Patch:
                 return False
         if self.act is None:
             return True
-        act = getattr(module, self.formula.act_module)
+        act = child_of(module, self.formula.act_module)
         if act is not self.act or is_hooked(act):
             return False
         return not self.watched_act or all(getattr(act, name, self) == value for name, value in self.watched_act)
@@ -133,6 +133,14 @@ class Patch:
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
+
+
+def child_of(module: nn.Module, name: str) -> Any:
+    """module.name of a child or a parameter. nn.Module looks for these last, after an exception of Python's."""
+    found: Any = module._modules.get(name)
+    if found is None:
+        found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
 
 
 def is_hooked(module: nn.Module) -> bool:

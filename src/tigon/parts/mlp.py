@@ -100,6 +100,10 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     formula: Gated = patch.formula
     ours = None
+    if formula.between is None and formula.gate_scale is None:
+        dense = _dense_mlp(self, patch, x)
+        if dense is not None:
+            return _after_mlp(self, formula, dense)
     # The partitioner of torch.compile decides what is kept of adapted layers, which are called as they are.
     adapters = not torch.compiler.is_compiling() and _may_be_adapted(self, formula)
     if adapters:
@@ -107,10 +111,6 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         if whole is not None:
             return _after_mlp(self, formula, whole)
         ours = _adapted_gate_and_up(self, patch, x)
-    elif formula.between is None and formula.gate_scale is None:
-        dense = _dense_mlp(self, patch, x)
-        if dense is not None:
-            return _after_mlp(self, formula, dense)
     # Other layers are called as modules, so that hooks and quantisation on them keep working.
     if ours is not None:
         gate, up = ours

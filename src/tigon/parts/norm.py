@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tigon.fusion.part import ModulePart, register
-from tigon.fusion.patch import Patch, plain_forward, transformed
+from tigon.fusion.patch import Patch, child_of, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
     Case,
@@ -51,7 +51,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         return plain_forward(self, *args, **kwargs)
     x = args[0]
-    weight = None if formula.weight is None else getattr(self, formula.weight)
+    weight = None if formula.weight is None else child_of(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
     if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
         return plain_forward(self, *args)

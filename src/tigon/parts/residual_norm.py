@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.clones import clone, name_of, rebuilt
 from tigon.fusion.part import Part, Stage, register
-from tigon.fusion.patch import Patch, transformed
+from tigon.fusion.patch import Patch, child_of, transformed
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
@@ -113,7 +113,7 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
         total = one + other
         return total, norm(total)
     formula = patch.formula
-    weight = None if formula.weight is None else getattr(norm, formula.weight)
+    weight = None if formula.weight is None else child_of(norm, formula.weight)
     dtype = one.dtype if one.dtype == other.dtype else torch.promote_types(one.dtype, other.dtype)
     if not patch.is_all_of(norm) or not norm_fits(one, weight, formula, dtype):
         total = one + other
@@ -135,7 +135,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
     if patch is None or not patch.ledger.active or not patch.is_all_of(norm):
         return x, norm(x)
     formula = patch.formula
-    weight = None if formula.weight is None else getattr(norm, formula.weight)
+    weight = None if formula.weight is None else child_of(norm, formula.weight)
     # A norm that would cut x into heads gives no tensor.
     if patch.heads or not patch.still_holds(norm) or not norm_fits(x, weight, formula) or is_dtensor(weight):
         return x, norm(x)
