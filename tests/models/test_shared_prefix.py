@@ -167,6 +167,30 @@ def test_without_a_layout_the_model_is_as_before(attention, device):
     assert all(map(torch.equal, run(), plain))
 
 
+def test_an_attention_that_reads_its_own_name_finds_it(device, monkeypatch):
+    """Flash attention's function loads a kernel by the name in the configuration, and has a mask of its own kind."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def named(module, query, key, value, mask, **options):
+        seen.append((module.config._attn_implementation, module.config.hidden_size, module.layer_idx, mask))
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "by_name", named)
+    torch.manual_seed(0)
+    model = T.LlamaForCausalLM(T.LlamaConfig(**BASE, attn_implementation="by_name")).to(device).eval()
+    tokens = torch.randint(3, 89, (2, 9), device=device)
+    plain = model(tokens).logits
+    with tigon.fuse(model, shared_prefix=True):
+        torch.testing.assert_close(model(tokens).logits, plain, rtol=1e-5, atol=1e-6)
+        assert seen[2:] == seen[:2] == [("by_name", 32, 0, None), ("by_name", 32, 1, None)]
+        model.config._attn_implementation = "paged|tigon_shared_prefix"
+        with pytest.raises(ValueError, match=r"was set to 'paged\|tigon_shared_prefix' since it was fused"):
+            model(tokens)
+
+
 def test_the_plain_outputs_and_who_predicts_what(device):
     model, (prefixes, suffixes) = build("llama").to(device).eval(), ids(device)
     batch = tigon.SharedPrefixBatch(prefixes, suffixes)

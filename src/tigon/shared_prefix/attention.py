@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -174,7 +173,7 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
     if _running.layout is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        function = ALL_MASK_ATTENTION_FUNCTIONS.get(_previous(config) or "eager")
+        function = ALL_MASK_ATTENTION_FUNCTIONS.get(_previous(config))
         if mask_function is not None:
             options["mask_function"] = mask_function
         return None if function is None else function(*args, config=config, **options)
@@ -229,10 +228,7 @@ def shared_prefix_attention(
                 f"shared_prefix: {type(module).__name__} was not handed the layout: a forward around it keeps keyword "
                 "arguments to itself."
             )
-        result: tuple[Tensor, Tensor | None] = _plain_attention(module)(
-            module, query, key, value, attention_mask, *args, **options
-        )
-        return result
+        return _plain_attention(module, query, key, value, attention_mask, *args, **options)
     name = type(module).__name__
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.shape[0] != 0):
         raise ValueError(f"shared_prefix: {name} got a mask besides the layout; call the model that was fused.")
@@ -269,11 +265,25 @@ def _check_options(name: str, module: Any, options: dict[str, Any]) -> None:
             raise ValueError(f"shared_prefix: {name} hands attention {option}, which the shared one does not have.")
 
 
-def _plain_attention(module: Any) -> Callable[..., Any]:
-    """The attention function that this module would call if the name in its configuration were the one before."""
+def _plain_attention(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """The attention that this module would run if the name in its configuration were the one before."""
     registry, eager = registry_of(type(module))
-    function: Callable[..., Any] = registry.get_interface(_previous(module.config) or "eager", eager)
-    return function
+    name = _previous(module.config)
+    function = registry.get_interface(name or "eager", eager)
+    if name not in (None, "eager", "sdpa"):  # those of flash attention choose a kernel by the name
+        module = _Before(module, config=_Before(module.config, _attn_implementation=name))
+    result: tuple[Tensor, Tensor | None] = function(module, *args, **options)
+    return result
+
+
+class _Before:
+    """An object with other values for some attributes."""
+
+    def __init__(self, held: Any, **changes: Any) -> None:
+        vars(self).update(changes, _held=held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_held"], name)
 
 
 def registry_of(kind: type) -> tuple[Any, Any]:
@@ -288,9 +298,8 @@ def registry_of(kind: type) -> tuple[Any, Any]:
 
 def _previous(config: Any) -> str | None:
     name = config._attn_implementation
-    return name.previous if isinstance(name, Shared) else name
-
-
-def is_loaded() -> bool:
-    """Whether transformers is imported: a model of its classes cannot be there otherwise."""
-    return "transformers.modeling_utils" in sys.modules
+    if isinstance(name, Shared):
+        return name.previous
+    if NAME in str(name):  # as in the "paged|…" of continuous batching
+        raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} since it was fused.")
+    return name  # type: ignore[no-any-return]
