@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -371,6 +372,14 @@ def test_a_model_that_is_not_fused_so_computes_nothing(device):
             run(model)
     with pytest.raises(AttributeError, match=r"its inputs are for a model under tigon\.fuse"):
         model(**batch.inputs)
+
+
+def test_a_model_inside_the_called_one_takes_the_same_layout(device):
+    model, batch = shared(device)
+    ledger = vars(model)["_tigon_fusion"]._ledger
+    inner = partial(ledger.around, ledger, partial(type(model).forward, model))
+    nested = ledger.around(ledger, inner, **batch.inputs).logits
+    assert torch.equal(nested, model(**batch.inputs).logits)
 
 
 def test_attention_that_was_set_anew_is_seen(device):

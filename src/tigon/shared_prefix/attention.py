@@ -108,6 +108,8 @@ class Around:
                     f"shared_prefix: the inputs of a SharedPrefixBatch go together; {ARGUMENT} is missing."
                 )
             return run(*args, **kwargs)
+        if layout is _running.layout:
+            return run(*args, **kwargs)  # a model inside the model that was called
         if not isinstance(layout, PrefixLayout):
             raise ValueError(f"shared_prefix: {ARGUMENT} must be a tigon.PrefixLayout, got {type(layout).__name__}.")
         _check_call(layout, args, kwargs)
