@@ -74,6 +74,7 @@ class Lengths:
     model: str
     batch: int
     side: str
+    status: str = "ok"
     seqs: list[int] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     later_ms: list[float] = field(default_factory=list)
@@ -154,7 +155,7 @@ def changing(name: str, both: dict[str, Trained], device: torch.device, tiny: bo
     least, most = (8, 32) if tiny else LENGTHS
     draw = random.Random(0)
     seqs = draw.sample(range(least, most), 3 if tiny else 12)
-    rows = [Lengths(name, LENGTHS_BATCH, side, seqs) for side in SIDES[:2]]
+    rows = [Lengths(name, LENGTHS_BATCH, side, seqs=seqs) for side in SIDES[:2]]
     for row in rows:
         trained = both[row.side]
         trained.model.set_attn_implementation("sdpa")

@@ -59,3 +59,28 @@ def test_the_widest_norms():
         r"([\d.]+) × the floor on 8192 × 16384, where `rms_norm`, with one sum, is at ([\d.]+) ×", page("memory-bound")
     )
     assert said == (f"{layer:.2f}", f"{rms:.2f}")
+
+
+def test_steps_as_graphs():
+    rows = [row for row in report.load(RESULTS / "h200-small-steps.json")["rows"] if "step_ms" in row]
+    cases = {}
+    for row in rows:
+        cases.setdefault(f"{row['model']} {row['batch']} × {row['seq']}", {})[row["side"]] = row
+    text = (ROOT / "docs" / "how-to" / "cuda-graphs.md").read_text()
+    assert len(cases) == 5
+    for name, by in cases.items():
+        cells = [by[side]["step_ms"] for side in ("hf", "tigon", "hf, graph", "tigon, graph")]
+        cells.append(by["tigon"]["device_ms"])
+        assert f"| {name} | " + " | ".join(f"{ms:.1f} ms" for ms in cells) + " |" in text
+
+
+def test_the_first_step_of_a_length():
+    plain, ours = [
+        row for row in report.load(RESULTS / "h200-small-steps.json")["rows"] if "first_ms" in row
+    ]
+    assert (plain["side"], ours["side"]) == ("hf", "tigon")
+    said = (
+        f"the first step of a length took {ours['first'] / ours['later']:.2f} times the later ones, and "
+        f"{plain['first'] / plain['later']:.2f} times without Tigon"
+    )
+    assert said in page("host")
