@@ -65,12 +65,16 @@ def test_every_launch_compiles(target):
 
 # Their sums would spill on AMD's GPUs, where lora_mlp takes another way.
 ON_NVIDIA = {"tigon.ops.gated_lora._thin_sums_kernel", "tigon.ops.gated_lora._wide_sums_kernel"}
+# Launched where an input is frozen alone, of which a brief run compiles nothing but on sm_90.
+OF_FROZEN = {"tigon.ops.prefix_attention.queries._delta_kernel"}
 
 
 @EVERY_TARGET
 def test_every_kernel_is_launched(target):
     found = compiled(target)
     elsewhere = ON_NVIDIA if target.startswith("hip") else set()
+    if BRIEF and target != "cuda:90":
+        elsewhere = elsewhere | OF_FROZEN
     assert {launch["kernel"] for launch in found["launches"]} == set(found["kernels"]) - elsewhere
 
 

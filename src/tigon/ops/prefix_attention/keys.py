@@ -114,40 +114,29 @@ def _keys_kernel(
                 PRECISION,
             )
     else:
-        # Blocks of queries that hold tokens before some key of the tile, then the others.
-        whole = start + tl.cdiv(stop - start, T) * T
         end = own1
         if window is not None:
             end = tl.minimum(end, stop - 1 + window)
-        for t in range(start, tl.minimum(whole, end), T):
-            q, do, lse, delta = _queries_at(
-                q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
-                N, D, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-            # t + rows // N >= key, without a number for each column in registers.
-            keep = rows[None, :] >= ((key - t) * N)[:, None]
-            if window is not None:
-                keep = keep & (rows[None, :] < ((key - t + window) * N)[:, None])
-            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
-        if window is not None:
             # The first token of a suffix sees furthest back: where it does not see the last key of the tile, none does.
             other1 = tl.where(own1 - stop + 1 < window, other1, other0)
-        # One loop over both: each loop has code of its own, and registers between.
-        rest = tl.cdiv(tl.maximum(end - whole, 0), T)
+        # One loop, masked throughout, over the own sequence and over the suffixes. With a loop of its own for each, and
+        # for the blocks that need a mask, ptxas lets the tensor cores' products wait for one another, or spills.
+        rest = tl.cdiv(tl.maximum(end - start, 0), T)
         for i in range(rest + tl.cdiv(other1 - other0, T)):
-            t = tl.where(i < rest, whole + i * T, other0 + (i - rest) * T)
+            t = tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
             last = tl.where(i < rest, end, other1)
             q, do, lse, delta = _queries_at(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
                 N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            keep = live[:, None]
+            # t + rows // N >= key, without a number for each column in registers.
+            keep = rows[None, :] >= (tl.where(i < rest, key - t, 0) * N)[:, None]
             if window is not None:
                 # Positions from the start of the key's sequence, which a suffix continues.
                 theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
                 position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
-                keep = position[None, :] - (key - own0)[:, None] < window
-            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, WINDOW, PRECISION)
+                keep = keep & (position[None, :] - (key - own0)[:, None] < window)
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
 
     # Read again, so that the rows' numbers take no registers in the loops above.
     start, stop = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
