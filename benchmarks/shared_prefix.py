@@ -1,0 +1,210 @@
+"""A policy's step of GRPO where completions share a prompt: TRL's own, Tigon's on separate sequences, and shared.
+
+    python benchmarks/shared_prefix.py --output results              every case, in about 110 s on one H200
+    python benchmarks/shared_prefix.py --output results --tiny       all of it on a CPU, in a few seconds
+
+Qwen3-1.7B's shape with random weights in bf16: log-probabilities of the completions, the clipped ratio, the backward
+pass. Generation and the optimizer are left out. TRL's side is its fused head, where TRL is installed, and otherwise
+`log_softmax`, a sequence at a time. Sides are compared in each case: log-probabilities, and gradients of some weights.
+The file is written after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+from tigon.bench import report
+from tigon.bench.training import build, peak_gib, synchronize
+
+# Tokens of the prompt, completions, tokens of each. The last one shares nothing: what shared prefixes cost there.
+CASES = ((4096, 8, 512), (8192, 4, 512), (512, 1, 512))
+TINY_CASES = ((32, 3, 8), (8, 1, 8))
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
+}  # fmt: skip
+SIDES = ("trl", "separate", "shared")
+WARMUP, STEPS = 2, 5
+CLIP = 0.2
+COMPARED = 6  # weights whose gradients are compared
+Logprobs = Callable[[Any, Tensor, list[Tensor]], Tensor]
+
+
+@dataclass
+class Row:
+    """One side of a case. activations_gib: the most memory of a step, less weights and gradients."""
+
+    model: str
+    prompt: int
+    completions: int
+    length: int
+    checkpointing: bool
+    side: str
+    status: str = "ok"  # ok | failed
+    reason: str = ""
+    note: str = ""
+    step_ms: float | None = None
+    steps_ms: list[float] = field(default_factory=list)
+    activations_gib: float | None = None
+    # Beside TRL's side: the mean distance of log-probabilities, and the cosine between the gradients.
+    logprob_apart: float | None = None
+    gradient_cosine: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plain(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
+    """TRL's way: every completion behind its own copy of the prompt."""
+    ids, n = torch.stack([torch.cat([prompt, c]) for c in completions]), completions[0].numel()
+    if _trl_head() is not None:
+        labels = ids.clone()
+        labels[:, :-n] = -100
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
+        found: Tensor = out.log_probs[:, -n:]
+        return found
+    logits = model(input_ids=ids, logits_to_keep=n + 1).logits[:, :-1]
+    each = [F.log_softmax(z.float(), -1).gather(-1, c[:, None])[:, 0] for z, c in zip(logits, completions, strict=True)]
+    return torch.stack(each)
+
+
+def shared(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
+    batch = tigon.SharedPrefixBatch([prompt], [completions])
+    return batch.logprob(model).logprob.view(len(completions), -1)
+
+
+def separate(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
+    batch = tigon.SharedPrefixBatch([prompt] * len(completions), [[c] for c in completions])
+    return batch.logprob(model).logprob.view(len(completions), -1)
+
+
+def _trl_head() -> Callable[[Any], None] | None:
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError:
+        return None
+    return add_fused_lm_head  # type: ignore[no-any-return]
+
+
+def step(logprobs: Logprobs, model: Any, prompt: Tensor, completions: list[Tensor], advantages: Tensor) -> Tensor:
+    """A policy's first step on new completions: the ratio is 1, and has a gradient."""
+    logp = logprobs(model, prompt, completions)
+    ratio = (logp.float() - logp.detach().float()).exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+    loss.backward()
+    return logp.detach().float()
+
+
+def measure(row: Row, logprobs: Logprobs, model: Any, data: tuple[Any, ...], device: torch.device) -> list[Tensor]:
+    """Fill a row; log-probabilities and gradients of its last step."""
+    held = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+    for turn in range(WARMUP + STEPS):
+        model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        start = time.perf_counter()
+        logp = step(logprobs, model, *data)
+        synchronize(device)
+        if turn >= WARMUP:
+            row.steps_ms.append(1e3 * (time.perf_counter() - start))
+    row.step_ms = statistics.median(row.steps_ms)
+    peak = peak_gib(device)
+    row.activations_gib = None if peak is None else peak - held / 2**30
+    weights = [p for name, p in model.named_parameters() if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    return [logp, torch.cat([p.grad.float().flatten() for p in weights[:COMPARED]])]
+
+
+def case(model: Any, prompt: int, count: int, length: int, checkpointing: bool, device: torch.device) -> list[Row]:
+    draw = torch.Generator().manual_seed(1)
+    vocabulary = model.config.vocab_size
+    ids = [torch.randint(vocabulary, (n,), generator=draw).to(device) for n in (prompt, *([length] * count))]
+    data = ids[0], ids[1:], torch.randn(count, 1, generator=draw).to(device)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+    rows, expected = [], None
+    for side, logprobs in zip(SIDES, (plain, separate, shared), strict=True):
+        row = Row("qwen3-1.7b", prompt, count, length, checkpointing, side)
+        if side == "trl" and _trl_head() is None:
+            row.note = "TRL is not installed: log_softmax, a sequence at a time"
+        fusion = None if side == "trl" else tigon.fuse(model, shared_prefix=True)
+        try:
+            found = measure(row, logprobs, model, data, device)
+            if side == "trl":
+                expected = found
+            elif expected is not None:
+                row.logprob_apart = (found[0] - expected[0]).abs().mean().item()
+                row.gradient_cosine = F.cosine_similarity(found[1], expected[1], dim=0).item()
+        except torch.OutOfMemoryError:
+            row.status, row.reason = "failed", "out of memory"
+        if fusion is not None:
+            fusion.remove()
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = []
+    plains = {(r.prompt, r.completions, r.checkpointing): r for r in rows if r.side == "trl"}
+    for r in rows:
+        name = f"{r.prompt} + {r.completions} × {r.length}" + (", checkpointing" if r.checkpointing else "")
+        said = f"{r.step_ms:9.1f} ms" if r.step_ms else r.reason
+        if r.activations_gib is not None:
+            said += f"  {r.activations_gib:7.2f} GiB"
+        before = plains[r.prompt, r.completions, r.checkpointing]
+        if r.logprob_apart is not None and r.step_ms and before.step_ms:
+            said += f"  {before.step_ms / r.step_ms:5.2f} ×"
+            said += f"  log-probabilities apart {r.logprob_apart:.1e}, cosine of gradients {r.gradient_cosine:.5f}"
+        lines.append(f"{name:32} {r.side:10} {said}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, help="folder for the result file")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: says nothing about speed")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds; no case is begun after them")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    began = time.monotonic()
+    model: Any = build("qwen3-1.7b", device, dtype, **(TINY if options.tiny else {}))
+    head = _trl_head()
+    if head is not None:
+        head(model)
+    rows: list[Row] = []
+    cases = TINY_CASES if options.tiny else CASES
+    for number, (sizes, checkpointing) in enumerate((c, on) for c in cases for on in (True, False)):
+        if time.monotonic() - began > options.budget:
+            print(f"the budget of {options.budget:.0f} s was spent: {2 * len(cases) - number} cases are missing")
+            break
+        rows += case(model, *sizes, checkpointing, device)
+        if options.output:
+            content = report.result("shared-prefix", rows, device=device)
+            report.save(options.output / report.file_name(content), content)
+        print(f"{time.monotonic() - began:6.1f} s  {number + 1} of {2 * len(cases)} cases", flush=True)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
