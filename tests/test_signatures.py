@@ -13,8 +13,8 @@ from tigon.optim import __all__ as optimizers
 PACKAGES = {package: homes_of(package) for package in ("tigon", "tigon.losses", "tigon.distributed")}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
 MOST = 6
-# Nine in ten, to the nearest tenth.
-SHARE = 0.85
+# Nine in ten, nearly: attention functions have more options than that, and everybody knows them by their names.
+SHARE = 0.88
 # Functions of more than six parameters, and why.
 LONG = {
     "cross_entropy": "the options of torch.nn.functional.cross_entropy by their names, and what torch's lacks",
