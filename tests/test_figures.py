@@ -75,9 +75,7 @@ def test_steps_as_graphs():
 
 
 def test_the_first_step_of_a_length():
-    plain, ours = [
-        row for row in report.load(RESULTS / "h200-small-steps.json")["rows"] if "first_ms" in row
-    ]
+    plain, ours = [row for row in report.load(RESULTS / "h200-small-steps.json")["rows"] if "first_ms" in row]
     assert (plain["side"], ours["side"]) == ("hf", "tigon")
     said = (
         f"the first step of a length took {ours['first'] / ours['later']:.2f} times the later ones, and "

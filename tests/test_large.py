@@ -217,7 +217,9 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
 REDUCED = {"grpo", "distill", "distill_topk"}
 # Whose kernels see one tile of tokens at a time, of gated_linear's kind.
 TILED = {"gated_mlp"}
+# To be run: its pointers are of 64 bits, and no test has seen 2³¹ elements of it.
+UNTRIED = {"prefix_attention"}
 
 
 def test_every_operator_is_here():
-    assert {op.name for op in OPS if not op.large} == REDUCED | TILED
+    assert {op.name for op in OPS if not op.large} == REDUCED | TILED | UNTRIED

@@ -30,7 +30,7 @@ def test_it_records_both_sides(architectures, tmp_path, monkeypatch):
     plain, fused, missing, _ = content["rows"]
     assert (plain["side"], fused["side"]) == ("hf", "tigon")
     assert plain["status"] == fused["status"] == "ok", fused["reason"]
-    assert fused["calls"] == {"head": 1, "norm": 5, "add_norm": 1, "mlp": 1, "rotary": 1, "qk_norm": 1}
+    assert fused["calls"] == {"head": 1, "norm": 5, "add_norm": 1, "mlp": 1, "rotary": 1, "qk_norm": 1, "linear": 1}
     assert 0 < fused["error"] < 0.05
     assert fused["step_ms"] > 0
     assert missing["status"] == "failed"

@@ -16,7 +16,8 @@ def test_inspect_needs_no_weights(tigon):
     assert found["parameters"] == 8_030_261_248
     assert found["no_step"] is None
     assert found["report"]["calls"] == {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32}
-    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == found["report"]["calls"]
+    # Under autocast, which steps of this precision have, layers of one input are not joined.
+    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == found["report"]["calls"] | {"linear": 0}
 
     step = found["memory"]
     assert found["step"] == "1 × 2,048 tokens, fp32 weights under bf16 autocast, adamw"
@@ -73,7 +74,7 @@ def test_inspect_a_configuration_file(tigon, checkpoint):
     assert "LlamaForCausalLM" in shown
     for part in ("head", "norm", "mlp", "rotary", "add_norm"):
         assert part in shown
-    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in " ".join(shown.split())
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2, linear 0." in " ".join(shown.split())
 
 
 def test_verify_a_model_with_weights(tigon, checkpoint):

@@ -14,7 +14,7 @@ def test_it_learns_and_reports(example):
     losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
     assert len(losses) == 4
     assert losses[-1] < 0.75 * losses[0]
-    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2." in said
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2, linear 2." in said
 
 
 def test_it_learns_which_continuation_is_right(example):

@@ -9,6 +9,8 @@ from sweep import classes, examine, one_line
 
 from tigon.parts import mlp, norm
 
+# Layers of a tower that text alone does not run, of a kind that the decoder does not have.
+OF_TOWERS = {"Phi4MultimodalForCausalLM": {"linear"}}
 SAMPLE = [name for i, name in enumerate(classes()) if i % 15 == 7]
 
 
@@ -20,7 +22,7 @@ def test_a_class_of_the_sample_is_fused_or_says_why_not(name):
     assert row["status"] == "equal", row["why"]
     reasons = [kind for kind, *_ in row["left"] if kind == "head"] + list(row["logits_built_by"])
     assert row["calls"].get("head") or reasons, one_line(name, row)
-    ran = {kind for kind, *_ in row["fused"]} - {"head"}
+    ran = {kind for kind, *_ in row["fused"]} - {"head"} - OF_TOWERS.get(name, set())
     assert ran <= set(row["calls"]), "parts are fused that never run"
 
 

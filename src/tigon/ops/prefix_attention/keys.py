@@ -96,23 +96,8 @@ def _keys_kernel(
                 keep = keep | (first[:, None] != theirs[None, :])
                 if window is not None:
                     keep = keep & ((t + token - theirs)[None, :] - (key - first)[:, None] < window)
-            dk, dv = _step(
-                q,
-                do,
-                lse,
-                delta,
-                k,
-                v,
-                keep,
-                dk,
-                dv,
-                scale,
-                softcap,
-                DK,
-                DV,
-                SINGLES < 2 or WINDOW,
-                PRECISION,
-            )
+            masked: tl.constexpr = SINGLES < 2 or WINDOW
+            dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, masked, PRECISION)
     else:
         end = own1
         if window is not None:
