@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import math
 import statistics
 import time
@@ -33,7 +32,7 @@ from studies import sum_product
 from torch import Tensor
 
 import tigon
-from tigon.bench.report import environment
+from tigon.bench import report
 from tigon.linear import chunks as walks
 from tigon.linear import head as heads
 from tigon.linear import weight_gradient
@@ -436,7 +435,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     bench = Bench(device, options.seconds)
-    result: dict[str, Any] = {"environment": environment(device), "shapes": []}
+    result: dict[str, Any] = report.result("loss-parts", [], device=device)
     options.output.mkdir(parents=True, exist_ok=True)
     for text in options.shapes:
         if bench.left <= 0:
@@ -446,9 +445,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         shape.measure_parts()
         shape.measure_steps()
         print("\n".join(shape.lines()), flush=True)
-        result["shapes"].append(shape.record())
+        result["rows"].append(shape.record())
         # After each shape: a run that is cut off leaves what it has measured.
-        (options.output / "loss-parts.json").write_text(json.dumps(result, indent=1))
+        report.save(options.output / "loss-parts.json", result)
         del shape
         if device.type == "cuda":
             torch.cuda.empty_cache()

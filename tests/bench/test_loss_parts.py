@@ -1,6 +1,5 @@
 """benchmarks/loss_parts.py: its trials compute what the library computes, and its numbers are of what they say."""
 
-import json
 import math
 import os
 import subprocess
@@ -12,6 +11,7 @@ import torch
 from studies import sum_product
 from studies.sum_product import Tile, product, takes
 
+from tigon.bench import report
 from tigon.linear.head import empty_logits
 from tigon.runtime import HAS_TRITON
 
@@ -97,7 +97,7 @@ def test_every_trial_has_the_gradients_of_the_library(module, monkeypatch, tmp_p
     monkeypatch.setattr(module.Shape, "best", lambda self, prefix, than: BEST.get(prefix))
     arguments = ["--output", str(tmp_path), "--shapes", "140x16x1027", "--chunk-bytes", "1", "--device", device.type]
     result = module.main(arguments)
-    (shape,) = result["shapes"]
+    (shape,) = result["rows"]
     assert shape["rows"] == 128
     assert not shape["failed"]
     assert {"today", "dw, add, small", "dx, 2 shares", "apart", "one block"} < set(shape["steps"])
@@ -110,7 +110,7 @@ def test_every_trial_has_the_gradients_of_the_library(module, monkeypatch, tmp_p
         assert 2**-12 < step["dw"] < 2**-7, name
     assert all(ms > 0 and not math.isnan(ms) for ms in shape["parts"].values())
     assert shape["floor"] == sum(shape["parts"][f"whole {name}"] for name in ("logits", "dx", "dw"))
-    assert json.loads((tmp_path / "loss-parts.json").read_text())["shapes"][0]["rows"] == 128
+    assert report.load(tmp_path / "loss-parts.json")["rows"][0]["rows"] == 128
 
 
 BEST = {"dw, add, ": "dw, add, small", "dx, ": "dx, 2 shares", "pass, ": None}

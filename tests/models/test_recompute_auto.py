@@ -84,7 +84,7 @@ def recorded():
     """Presets and shapes whose steps have been recorded in full, at the default level."""
     rows = set()
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
-        for row in json.loads(path.read_text()).get("rows", []):
+        for row in json.loads(path.read_text())["rows"]:
             if isinstance(row, dict) and row.get("model") in PRESETS and row.get("seq"):
                 rows.add((row["model"], row["batch"] // (row.get("gpus") or 1), row["seq"]))
     return rows
