@@ -56,14 +56,11 @@ def test_one_program_stores_what_the_sum_of_one_row_would_be(name, dtypes, trito
     assert not summed
     launches = MODULES[name.split()[0]]
 
-    def shared(programs, results):  # a row of fp32, as of several programs
+    def shared(programs, *results):  # a row of fp32, as of several programs
         assert programs == 1
-        if isinstance(results, torch.Tensor):
-            return torch.empty(1, N, device=device)
-        count = sum(t is not None for t in results)
-        return torch.empty(1, count, N, device=device), None
+        return torch.empty(1, sum(t is not None for t in results), N, device=device), None
 
-    monkeypatch.setattr(launches, "_partial", shared)
+    monkeypatch.setattr(launches, "shares", shared)
     before = gradients(name, 2, N, dtypes, device)
     assert len(summed) == 1
     for a, b in zip(found, before, strict=True):
@@ -87,12 +84,13 @@ def test_more_rows_are_shared_out_and_summed(name, triton_backend, device, summe
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_single_row_that_is_wider_than_a_program(name, triton_backend, device, summed):
-    """Whose sums have programs by columns."""
-    found = gradients(name, 1, 16400, (HALF, HALF, WIDE), device)
+@pytest.mark.parametrize("width", [12300, 16400])
+def test_a_single_wide_row(width, name, triton_backend, device, summed):
+    """Of other kernels: a program holds one row, or sums have programs by columns."""
+    found = gradients(name, 1, width, (HALF, HALF, WIDE), device)
     assert not summed
     with tigon.use_backend("torch"):
-        truth = gradients(name, 1, 16400, (WIDE,) * 3, device)
+        truth = gradients(name, 1, width, (WIDE,) * 3, device)
     for a, b in zip(found[1:], truth[1:], strict=True):
         if a is not None:
             assert (a.float() - b).norm() < 0.01 * b.norm()

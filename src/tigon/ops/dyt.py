@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import sum_rows
+from tigon.ops.sum_rows import shares, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -271,7 +271,7 @@ def _dyt_bwd(
     # only add rows of partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
-    partial, second = _partial(parts, sums) if sums else (None, None)
+    partial, second = shares(parts, *sums) if sums else (None, None)
     partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
 
     def plan() -> Plan:
@@ -282,19 +282,11 @@ def _dyt_bwd(
     key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), bias_dtype, need_dx, need_dalpha, need_dw, need_db)
     tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, second, partial_dalpha)
     launch(_dyt_bwd_kernel, key, tensors, plan)
-    if partial is not None and partial is not sums[0]:
+    if partial is not None:
         sum_rows(partial, *sums)
     if partial_dalpha is not None:
         dalpha = partial_dalpha.sum(0).to(alpha.dtype).view(alpha.shape)  # of a few hundred numbers
     return dx, dalpha, dw, db
-
-
-def _partial(parts: int, sums: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Where the parts store their shares; a single part, of few rows, stores the one or two results."""
-    if parts == 1:
-        return sums[0], sums[1] if len(sums) > 1 else None
-    # fp32 whatever the parameters' dtype: shares are rounded once, after they are added.
-    return sums[0].new_empty((parts, len(sums), sums[0].shape[0]), dtype=torch.float32), None
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

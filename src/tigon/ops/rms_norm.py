@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import sum_rows
+from tigon.ops.sum_rows import shares, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -553,7 +553,7 @@ def _rms_norm_bwd(
         # A persistent grid, so that there are as few partial sums as programs.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
-            partial = _partial(programs, dw)
+            partial, _ = shares(programs, dw)
         # A single tile has no next one to load ahead.
         stages = 1 if cdiv(M, block_m) == 1 else stages
         # RELOAD goes with a saved rstd: both say that the row is so wide that registers are short.
@@ -575,18 +575,13 @@ def _rms_norm_bwd(
             # 1024 columns on 128 threads: a thread loads 16 bytes of x and of dy, and keeps 8 sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
-            partial = _partial(programs, dw)
+            partial, _ = shares(programs, dw)
             arguments = (M, N, *strides_dy, *strides, programs, cast == "llama", 1024)
             grid = programs * columns
             launch(_rms_norm_wide_dw_kernel, key, (dy, x, saved, partial), lambda: (grid, arguments, {"num_warps": 4}))
-    if partial is not None and partial is not dw:
+    if partial is not None:
         sum_rows(partial, dw)
     return dx, dw
-
-
-def _partial(programs: int, dw: Tensor) -> Tensor:
-    """Where the programs store their shares of dW: one program, of few rows, has all of dW and stores dW itself."""
-    return dw if programs == 1 else torch.empty((programs, dw.shape[0]), dtype=torch.float32, device=dw.device)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -6,6 +6,7 @@ This launch adds the rows and casts. The order of the sum is fixed, and so are i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tigon.runtime import Plan, cdiv, jit, launch, tl
@@ -49,11 +50,26 @@ def _tile() -> tuple[int, int, int]:
     return 64, 16, 8
 
 
+def shares(programs: int, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Where the programs of a backward kernel store their shares of first and second, and of second, if apart.
+
+    Rows for `sum_rows` to add, in fp32 whatever the results' dtype: a sum is rounded once, when all is added. One
+    program, of few rows, has the whole sums and stores the results themselves.
+    """
+    if programs == 1:
+        return first, second
+    halves = () if second is None else (2,)
+    return first.new_empty((programs, *halves, first.shape[0]), dtype=torch.float32), None
+
+
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
     """Write the column sums of partial to first, or those of its two halves to first and second.
 
-    partial: (P, N), or (P, 2, N) with `second`; fp32, dense. first, second: (N,), any float dtype, dense.
+    partial: (P, N), or (P, 2, N) with `second`; fp32, dense. first, second: (N,), any float dtype, dense. Nothing is to
+    be done where `shares` gave the results themselves.
     """
+    if partial is first:
+        return
     P, N = partial.shape[0], first.shape[0]
     halves = 1 if second is None else 2
     # The matrix is dense, so that its row stride follows from N and halves: the key names dtypes beside P and N alone.

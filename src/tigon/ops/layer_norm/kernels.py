@@ -13,41 +13,38 @@ from tigon.tiles.reduce import sum2
 @do_not_specialize("M")
 def _layer_norm_fwd_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, stats_ptr, M, N, inner, stride_xo, stride_xi, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # With more than one stage a persistent grid, whose next rows are on their way while this one is summed and stored.
-    # With one stage each program has one tile, and the loop runs once.
     cols = tl.arange(0, BLOCK_N)
     col_mask = (cols < N)[None, :]
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        row_mask = rows < M
-        mask = row_mask[:, None] & col_mask
-        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
-        x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
-        x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # The mean of the centred row corrects the rounding of the first mean. A row of equal numbers then has exactly
-        # their mean.
-        # Masked columns hold 0, which adds nothing. N divides, not the tile's width.
-        mean = tl.sum(x, 1) / N
-        centred = tl.where(col_mask, x - mean[:, None], 0.0)
-        left = tl.sum(centred, 1) / N
-        # fma: with the squares beyond fp32, left² may be too. The difference of two infinities would be NaN, where an
-        # infinite variance gives 1/std = 0 and finite numbers.
-        rstd = tl.rsqrt(tl.maximum(tl.fma(left * -1.0, left, tl.sum(centred * centred, 1) / N), 0.0) + eps)
-        mean += left
-        # Both statistics are kept in fp32, 8 bytes a row, side by side: the backward pass reads them with one load.
-        tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
-        tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
-        # x is subtracted before it is scaled: mean · rstd, taken out of the bracket, would round at the size of the
-        # mean.
-        y = (x - mean[:, None]) * rstd[:, None]
-        # Weight and bias are the same for every row: they come from the cache after the first.
-        if w_ptr is not None:
-            y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        if b_ptr is not None:
-            y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < M
+    mask = row_mask[:, None] & col_mask
+    # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
+    x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
+    x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # The mean of the centred row corrects the rounding of the first mean. A row of equal numbers then has exactly
+    # their mean.
+    # Masked columns hold 0, which adds nothing. N divides, not the tile's width.
+    mean = tl.sum(x, 1) / N
+    centred = tl.where(col_mask, x - mean[:, None], 0.0)
+    left = tl.sum(centred, 1) / N
+    # fma: with the squares beyond fp32, left² may be too. The difference of two infinities would be NaN, where an
+    # infinite variance gives 1/std = 0 and finite numbers.
+    rstd = tl.rsqrt(tl.maximum(tl.fma(left * -1.0, left, tl.sum(centred * centred, 1) / N), 0.0) + eps)
+    mean += left
+    # Both statistics are kept in fp32, 8 bytes a row, side by side: the backward pass reads them with one load.
+    tl.store(stats_ptr + 2 * rows, mean, mask=row_mask)
+    tl.store(stats_ptr + 2 * rows + 1, rstd, mask=row_mask)
+    # x is subtracted before it is scaled: mean · rstd, taken out of the bracket, would round at the size of the
+    # mean.
+    y = (x - mean[:, None]) * rstd[:, None]
+    # Weight and bias are the same for every row: they come from the cache after the first.
+    if w_ptr is not None:
+        y = y * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    if b_ptr is not None:
+        y = y + tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit

@@ -16,7 +16,7 @@ from tigon.ops.layer_norm.kernels import (
     _layer_norm_wide_dx_kernel,
     _layer_norm_wide_fwd_kernel,
 )
-from tigon.ops.sum_rows import sum_rows
+from tigon.ops.sum_rows import shares, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -117,7 +117,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
             *parts, warps = _row_tile(N)
             return M, (*arguments, *parts), {"num_warps": warps}
         block_m, block_n, warps = _fwd_tile(N)
-        return cdiv(M, block_m), (*arguments, block_m, block_n, 1), {"num_warps": warps}
+        return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
 
     # By width alone: all kernels write the same statistics, so that any backward kernel reads them.
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
@@ -171,7 +171,7 @@ def _layer_norm_bwd(
         # No more than there are tiles: a program without rows would still store a row of zeros, to be added.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
-            sums = _partial(programs, results)
+            sums = shares(programs, *results)
 
         # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
         # Such rows are of 16-bit numbers: in fp32 the limit above is 8192 columns.
@@ -198,21 +198,12 @@ def _layer_norm_bwd(
             # 1024 columns on 4 warps are 8 a thread in each of the two sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
-            sums = _partial(programs, results)
+            sums = shares(programs, *results)
             slices = programs * columns, (*arguments, programs, need_dw, need_db, 1024), {"num_warps": 4}
             launch(_layer_norm_wide_dw_kernel, key, (dy, x, stats, *sums), lambda: slices)
-    if sums[0] is not None and sums[0] is not results[0]:
+    if sums[0] is not None:
         sum_rows(sums[0], *results)
     return dx, dw, db
-
-
-def _partial(programs: int, results: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Where the programs store their shares; one program, of few rows, has all of them and stores the results."""
-    if programs == 1:
-        return results
-    first, second = results
-    shape = programs, 1 if second is None else 2, first.shape[0]
-    return first.new_empty(shape, dtype=torch.float32), None
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
