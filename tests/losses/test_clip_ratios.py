@@ -1,39 +1,50 @@
-"""The ratios of clipped tokens that TRL logs: both bounds at once give the same bits in half the launches."""
+"""The ratios of clipped tokens that TRL logs, against a loop over sequences."""
+
+import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.losses.policy.batch import _clip_ratios, _clip_ratios_of_tokens
+from tigon.losses.policy.batch import _clip_ratios
 
 
-class Counted(TorchDispatchMode):
-    """Counts what would be launched: everything but views."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
-        self.count += not any(r.alias_info for r in fn._schema.returns) and "scalar_tensor" not in fn.name()
-        return fn(*args, **(kwargs or {}))
+def ratios(clipped, mask):
+    """The share of tokens, and that of each sequence that has any."""
+    shares = [c[m].float().mean().item() for c, m in zip(clipped, mask, strict=True) if m.any()]
+    return (clipped & mask).sum().item() / max(1, mask.sum().item()), shares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kept", [1.0, 0.6, 0.0], ids=["every token", "some", "none"])
-def test_both_bounds_at_once_are_the_same_bits(kept, dtype, device):
+def test_ratios_of_tokens(kept, dtype, device):
     draw = torch.Generator().manual_seed(2)
     clipped = torch.randint(-1, 2, (7, 33), generator=draw).to(device, dtype)
     mask = (torch.rand(7, 33, generator=draw) < kept).to(device)
     mask[2] = False  # a completion without tokens is in no extreme
-    counts = mask.sum(1).to(dtype)
-    with Counted() as ours:
-        found = _clip_ratios_of_tokens(clipped, mask, counts, counts.sum().clamp(min=1))
-    with Counted() as theirs:
-        expected = _clip_ratios(clipped, mask, False, "grpo", dtype)
+    found = {name: value.item() for name, value in _clip_ratios(clipped, mask, False, "grpo", dtype).items()}
+    low, lows = ratios(clipped < 0, mask)
+    high, highs = ratios(clipped > 0, mask)
+    expected = {
+        "clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high,
+        "clip_ratio/low_min": min(lows, default=math.nan), "clip_ratio/high_max": max(highs, default=math.nan),
+    }  # fmt: skip
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
-    assert bool(expected["clip_ratio/low_min"].isnan()) == (kept == 0.0)
-    assert 2 * ours.count < theirs.count + 4, (ours.count, theirs.count)
+    assert found == pytest.approx(expected, nan_ok=True, rel=1e-6)
+    assert math.isnan(found["clip_ratio/low_min"]) == (kept == 0.0)
+
+
+def test_ratios_of_sequences(device):
+    """One ratio a sequence: its first column, and every sequence counts."""
+    clipped = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 1.0]], device=device)
+    mask = torch.tensor([[True, False]] * 4, device=device)
+    found = {name: value.item() for name, value in _clip_ratios(clipped, mask, True, "grpo", torch.float32).items()}
+    assert found == {
+        "clip_ratio/low_mean": 0.5, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.75,
+        "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 1.0,
+    }  # fmt: skip
+
+
+def test_no_tokens_at_all():
+    found = _clip_ratios(torch.empty(2, 0), torch.empty(2, 0, dtype=torch.bool), False, "grpo", torch.float32)
+    assert found["clip_ratio/low_mean"].item() == 0.0
+    assert found["clip_ratio/high_max"].isnan()

@@ -143,11 +143,8 @@ def policy_loss(
     if "phi" in found:
         metrics["vespo/phi_seq_mean"] = _logged(found["phi"], mask, by_sequence).mean()
     if "clipped" in found:
-        clipped = found["clipped"]
-        if words.loss_type != "cispo" and target.numel() and not (by_sequence and words.level != "token"):
-            metrics |= _clip_ratios_of_tokens(clipped, mask, counts, tokens)
-        else:
-            metrics |= _clip_ratios(clipped, mask, by_sequence and words.level != "token", words.loss_type, acc)
+        by_ratio = by_sequence and words.level != "token"
+        metrics |= _clip_ratios(found["clipped"], mask, by_ratio, words.loss_type, acc)
     ratio = found.get("sampler", ratio)
     if ratio is not None:
         by_sequence = ratio.shape != (S, T) or words.mode.startswith("sequence")
@@ -161,30 +158,15 @@ def _clip_ratios(
     clipped: Tensor, mask: Tensor, by_sequence: bool, loss_type: str, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """clipped: (S, T), above 0 where the upper bound holds, below 0 where the lower does."""
-    low, high = (_logged(c.to(dtype), mask, by_sequence) for c in (clipped < 0, clipped > 0))
     if loss_type == "cispo":  # which has no lower bound
-        return {"cispo_clip_ratio": high.mean()}
-    means = low.mean(), high.mean()
-    return {
-        "clip_ratio/low_mean": means[0], "clip_ratio/high_mean": means[1],
-        "clip_ratio/region_mean": means[0] + means[1],
-        "clip_ratio/low_min": low.of_sequences().least(), "clip_ratio/high_max": high.of_sequences().most(),
-    }  # fmt: skip
-
-
-def _clip_ratios_of_tokens(clipped: Tensor, mask: Tensor, counts: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """As `_clip_ratios`, both bounds together: of short completions the launches take longer than the numbers."""
-    clips = (torch.stack((clipped < 0, clipped > 0)) & mask).sum(-1)  # whole numbers, whose sums are exact
-    low, high = (clips.sum(-1) / tokens).unbind()
-    present = counts > 0
-    low_share, high_share = (clips / counts).unbind()
-    least = torch.where(present, low_share, math.inf).amin()
-    most = torch.where(present, high_share, -math.inf).amax()
-    some = present.any()
+        return {"cispo_clip_ratio": _logged((clipped > 0).to(dtype), mask, by_sequence).mean()}
+    # Both bounds together: of short completions the launches take longer than the numbers.
+    both = _logged(torch.stack((clipped < 0, clipped > 0)).to(dtype), mask, by_sequence)
+    low, high = both.mean().unbind()
+    of_sequences = both.of_sequences()
     return {
         "clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high,
-        "clip_ratio/low_min": torch.where(some, least, math.nan),
-        "clip_ratio/high_max": torch.where(some, most, math.nan),
+        "clip_ratio/low_min": of_sequences.least()[0], "clip_ratio/high_max": of_sequences.most()[1],
     }  # fmt: skip
 
 
@@ -206,13 +188,13 @@ def _share(loss_type: str, counts: Tensor, tokens: Tensor, items: float | Tensor
 
 
 class _Logged(NamedTuple):
-    """Values of tokens (S, T), or of sequences (S, 1), and a mask of those that count."""
+    """Values of tokens (…, S, T), or of sequences (…, S, 1); the mask of those that count has the last two sizes."""
 
     values: Tensor
     mask: Tensor
 
     def mean(self) -> Tensor:
-        return torch.where(self.mask, self.values, 0.0).sum() / self.mask.sum().clamp(min=1)
+        return torch.where(self.mask, self.values, 0.0).sum((-2, -1)) / self.mask.sum().clamp(min=1)
 
     def least(self) -> Tensor:
         return -self._replace(values=-self.values).most()
@@ -220,14 +202,14 @@ class _Logged(NamedTuple):
     def most(self) -> Tensor:
         """The maximum, NaN if nothing counts."""
         if self.values.numel() == 0:
-            return self.values.new_full((), math.nan)
-        return torch.where(self.mask.any(), torch.where(self.mask, self.values, -math.inf).amax(), math.nan)
+            return self.values.new_full(self.values.shape[:-2], math.nan)
+        return torch.where(self.mask.any(), torch.where(self.mask, self.values, -math.inf).amax((-2, -1)), math.nan)
 
     def of_sequences(self) -> _Logged:
-        counts = self.mask.sum(1, keepdim=True)
-        return _Logged(torch.where(self.mask, self.values, 0.0).sum(1, keepdim=True) / counts, counts > 0)
+        counts = self.mask.sum(-1, keepdim=True)
+        return _Logged(torch.where(self.mask, self.values, 0.0).sum(-1, keepdim=True) / counts, counts > 0)
 
 
 def _logged(values: Tensor, mask: Tensor, by_sequence: bool) -> _Logged:
     # TRL's means over sequences include those without tokens.
-    return _Logged(values[:, :1], torch.ones_like(mask[:, :1])) if by_sequence else _Logged(values, mask)
+    return _Logged(values[..., :1], torch.ones_like(mask[:, :1])) if by_sequence else _Logged(values, mask)
