@@ -10,6 +10,7 @@ from torch import nn
 import tigon
 
 pytest.importorskip("transformers")
+from graph_nodes import nodes_of
 from test_families import assert_close, step
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -156,17 +157,6 @@ def test_sums_and_their_norms(kind, joined, checkpointed):
         torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
     assert all(torch.equal(a, b) for a, b in zip(run(layer, *inputs()), plain, strict=True))
     assert "forward" not in vars(layer)
-
-
-def nodes_of(t):
-    """The names of the autograd nodes behind t, one for each node."""
-    todo, seen = [t.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-    return [node.name() for node in seen]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tigon
 
 pytest.importorskip("transformers")
+from graph_nodes import nodes_of
 from test_families import assert_close, step
 from zoo import batch, build
 
-from tigon.fusion.source import called, calls_together, tree_of
+from tigon.fusion.source import calls_together, function_of, tree_of
 from tigon.parts import mlp as mlp_part
 
 
@@ -63,17 +64,6 @@ def both(device):
 @pytest.fixture
 def x(device):
     return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-
-
-def nodes_of(t):
-    """The names of the autograd nodes behind t, one for each node."""
-    todo, seen = [t.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-    return [node.name() for node in seen]
 
 
 def joined(t):
@@ -472,7 +462,7 @@ class Groups(nn.Module):
 )  # fmt: skip
 def test_which_calls_are_a_group(name, groups):
     tree = tree_of(getattr(Groups, name))
-    assert [[called(call) for call in calls] for calls in calls_together(tree.body[0])] == groups
+    assert [[call.name for call in calls] for calls in calls_together(function_of(tree))] == groups
 
 
 @pytest.mark.parametrize("name", ["two_groups", "inside_of_a_block"])

@@ -12,7 +12,7 @@ import linecache
 import textwrap
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def may_rebuild(code: types.CodeType) -> bool:
@@ -51,6 +51,13 @@ def tree_of(fn: types.FunctionType) -> ast.Module | None:
     return tree if (code.co_code, code.co_names) == (fn.__code__.co_code, fn.__code__.co_names) else None
 
 
+def function_of(tree: ast.Module) -> ast.FunctionDef:
+    """The function of `tree_of`."""
+    (function, *_) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
 @functools.lru_cache(maxsize=256)
 def _imported(filename: str) -> frozenset[str]:
     """The names that a file imports outside of its functions and classes."""
@@ -83,12 +90,16 @@ def bodies(function: Any) -> Iterator[list[ast.stmt]]:
                 yield statements
 
 
-def called(call: ast.Call) -> str:
-    """The name of the child that a call of `calls_together` calls."""
-    return call.func.attr  # type: ignore[attr-defined,no-any-return]
+class ChildCall(NamedTuple):
+    """A call `own.name(x)` of a child, by its node."""
+
+    node: ast.Call
+    own: ast.expr
+    name: str
+    x: ast.Name
 
 
-def calls_together(function: ast.FunctionDef) -> list[list[ast.Call]]:
+def calls_together(function: ast.FunctionDef) -> list[list[ChildCall]]:
     """The calls of children that a forward always makes, once and with the same local name as their only argument.
 
     Grouped by this argument, in order; groups of two and more.
@@ -96,24 +107,24 @@ def calls_together(function: ast.FunctionDef) -> list[list[ast.Call]]:
     if not function.args.args:
         return []
     own = function.args.args[0].arg
-    calls: dict[str, list[ast.Call]] = {}
+    calls: dict[str, list[tuple[ast.Call, ast.expr]]] = {}
     stores: dict[str, list[int]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, own):
-            calls.setdefault(node.func.attr, []).append(node)
+            calls.setdefault(node.func.attr, []).append((node, node.func.value))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             stores.setdefault(node.id, []).append(node.lineno)
     always = {id(node) for node in _always(function.body)}
-    inputs: dict[str, list[ast.Call]] = {}
-    for nodes in calls.values():
-        node = nodes[0]
+    inputs: dict[str, list[ChildCall]] = {}
+    for name, nodes in calls.items():
+        node, self = nodes[0]
         alone = len(nodes) == 1 and len(node.args) == 1 and not node.keywords
-        if alone and isinstance(node.args[0], ast.Name) and id(node) in always:
-            inputs.setdefault(node.args[0].id, []).append(node)
+        if alone and isinstance(x := node.args[0], ast.Name) and id(node) in always:
+            inputs.setdefault(x.id, []).append(ChildCall(node, self, name, x))
     groups = []
     for argument, found in inputs.items():
-        found.sort(key=lambda node: (node.lineno, node.col_offset))
-        first, last = found[0].lineno, found[-1].lineno
+        found.sort(key=lambda call: (call.node.lineno, call.node.col_offset))
+        first, last = found[0].node.lineno, found[-1].node.lineno
         if len(found) > 1 and not any(first <= line <= last for line in stores.get(argument, ())):
             groups.append(found)
     return groups

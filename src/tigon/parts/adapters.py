@@ -24,7 +24,7 @@ from tigon.fusion.part import Part, Stage, register
 from tigon.fusion.patch import Patch, plain_forward, transformed
 from tigon.fusion.reasons import Reason
 from tigon.fusion.site import Site
-from tigon.fusion.source import called, calls_together
+from tigon.fusion.source import calls_together
 from tigon.linear.adapters import lora_linear
 from tigon.linear.lora import LoRA
 from tigon.linear.opaque import Opaque, opaque_lora_linear
@@ -267,7 +267,7 @@ def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
     function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
     if function is None:
         return []
-    return [tuple(called(call) for call in calls) for calls in calls_together(function)]
+    return [tuple(call.name for call in calls) for calls in calls_together(function)]
 
 
 ADAPTERS = register(Adapters())

@@ -33,7 +33,7 @@ from tigon.fusion.patch import Patch
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, Reason
 from tigon.fusion.site import Site
-from tigon.fusion.source import bodies, called, calls_together, compiled, may_rebuild, tree_of
+from tigon.fusion.source import ChildCall, bodies, calls_together, compiled, function_of, may_rebuild, tree_of
 from tigon.linear.projections import projections
 from tigon.parts.plain import plain_layers
 from tigon.runtime import use_triton
@@ -133,18 +133,16 @@ def joined(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple[Tenso
 
 def _groups_of(fn: types.FunctionType) -> Groups:
     tree = tree_of(fn) if may_rebuild(fn.__code__) else None
-    if tree is None:
-        return ()
-    return tuple(tuple(called(call) for call in calls) for calls in calls_together(tree.body[0]))  # type: ignore[arg-type]
+    return () if tree is None else tuple(tuple(c.name for c in calls) for calls in calls_together(function_of(tree)))
 
 
 def _joined(fn: types.FunctionType, groups: Groups) -> types.FunctionType | Reason:
     tree = tree_of(fn) if may_rebuild(fn.__code__) else None
     if tree is None:
         return NO_SOURCE
-    function: Any = tree.body[0]
+    function = function_of(tree)
     for number, calls in enumerate(calls_together(function)):
-        calls = [call for call in calls if any(called(call) in names for names in groups)]
+        calls = [call for call in calls if any(call.name in names for names in groups)]
         if len(calls) > 1:
             _join(function, calls, f"{_RESULT}{number or ''}")
     ast.fix_missing_locations(tree)
@@ -155,18 +153,17 @@ def _joined(fn: types.FunctionType, groups: Groups) -> types.FunctionType | Reas
     return rebuilt(fn, scope, None, code=compiled(tree, fn))
 
 
-def _join(function: ast.FunctionDef, calls: list[ast.Call], result: str) -> None:
+def _join(function: ast.FunctionDef, calls: list[ChildCall], result: str) -> None:
     """Put a call for all of the calls before the statement of the first, and its results in their places."""
     statements, at = next(
         (body, i)
         for body in reversed(list(bodies(function)))  # the innermost, as ast.walk goes from the outside in
         for i, statement in enumerate(body)
-        if any(node is calls[0] for node in ast.walk(statement))
+        if any(node is calls[0].node for node in ast.walk(statement))
     )
-    own, x = calls[0].func.value, calls[0].args[0]  # type: ignore[attr-defined]
-    names = ast.Tuple([ast.Constant(called(call)) for call in calls], ast.Load())
-    made = ast.Call(ast.Name(_CALL, ast.Load()), [own, names, x], [])
-    _InPlace({id(call): i for i, call in enumerate(calls)}, result).visit(function)
+    names = ast.Tuple([ast.Constant(call.name) for call in calls], ast.Load())
+    made = ast.Call(ast.Name(_CALL, ast.Load()), [calls[0].own, names, calls[0].x], [])
+    _InPlace({id(call.node): i for i, call in enumerate(calls)}, result).visit(function)
     statement = ast.Assign([ast.Name(result, ast.Store())], made)
     statements.insert(at, ast.copy_location(statement, statements[at]))
 

@@ -45,7 +45,7 @@ from tigon.fusion.patch import Patch, child_of, transformed
 from tigon.fusion.reading import writes_globals
 from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
-from tigon.fusion.source import bodies, compiled, may_rebuild, tree_of
+from tigon.fusion.source import bodies, compiled, function_of, may_rebuild, tree_of
 from tigon.logits.recipe import DTYPES
 from tigon.ops.forked_rms_norm import forked_rms_norm
 from tigon.ops.rms_norm import add_rms_norm, rms_norm
@@ -80,7 +80,7 @@ class Sums:
         inner = inspect.unwrap(forward) if callable(forward) else None
         if inner not in self._found:
             tree = tree_of(inner) if isinstance(inner, types.FunctionType) and may_rebuild(inner.__code__) else None
-            self._found[inner] = () if tree is None else tuple(norm for _, _, _, norm in _sites(tree.body[0]))
+            self._found[inner] = () if tree is None else tuple(norm for _, _, _, norm in _sites(function_of(tree)))
         return self._found[inner]
 
     def of(self, forward: Any) -> Any:
@@ -168,7 +168,7 @@ def _with_sums(fn: types.FunctionType) -> types.FunctionType | Reason:
     tree = tree_of(fn) if may_rebuild(fn.__code__) else None
     if tree is None:
         return NO_SOURCE
-    function = tree.body[0]
+    function = function_of(tree)
     sites = list(_sites(function))
     # A statement is rewritten once: a norm of a sum comes first, then a unit's sum, then the stream beside its norm.
     taken = [statements[i] for statements, at, until, _ in sites for i in (at, until)]
