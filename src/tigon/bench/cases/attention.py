@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.bench import ranges
-from tigon.bench.cases.attention_peers import two_flash_calls
+from tigon.bench.cases.attention_peers import FlashCalls, two_flash_calls
 from tigon.bench.cases.row import Implementation, Op, tigon
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 from tigon.ops.prefix_attention import PrefixLayout
@@ -140,6 +140,10 @@ def _by_sdpa(batches: Callable[[PrefixLayout], Any]) -> Callable[..., Tensor]:
     return attention
 
 
+def _by_flash(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
+    return two_flash_calls(q, k, v, _once(layout, FlashCalls.of))
+
+
 # --------------------------------------------------------------------------------------------------------------- flex
 
 
@@ -206,9 +210,8 @@ def _expect(inputs: Inputs) -> Expected:
     return expected
 
 
-def _pairs(shape: Shape, ragged: bool) -> int:
+def _pairs(prefixes: Iterable[int], suffixes: Iterable[Iterable[int]]) -> int:
     """Pairs of a query and a key that it sees."""
-    prefixes, suffixes = _lengths(shape, ragged)
     return sum(
         p * (p + 1) // 2 + sum(p * n + n * (n + 1) // 2 for n in own) for p, own in zip(prefixes, suffixes, strict=True)
     )
@@ -216,7 +219,7 @@ def _pairs(shape: Shape, ragged: bool) -> int:
 
 def _flops(ragged: bool) -> Callable[[Shape], tuple[int, int]]:
     def flops(s: Shape) -> tuple[int, int]:
-        forward = 4 * s[4] * s[6] * _pairs(s, ragged)
+        forward = 4 * s[4] * s[6] * _pairs(*_lengths(s, ragged))
         return forward, forward * 5 // 2
 
     return flops
@@ -236,10 +239,7 @@ def _products(inputs: Inputs) -> list[Callable[[], Any]]:
     """As many FLOPs in one square product by cuBLAS, forward and backward."""
     a = inputs.arguments
     layout, q = a["layout"], a["q"]
-    pairs = sum(
-        p * (p + 1) // 2 + sum(p * n + n * (n + 1) // 2 for n in own)
-        for p, own in zip(layout.prefix_lengths, layout.suffix_lengths, strict=True)
-    )
+    pairs = _pairs(layout.prefix_lengths, layout.suffix_lengths)
     side = 8192
     rows = max(1, 14 * q.shape[1] * q.shape[2] * pairs // (2 * side * side))
     x, w = (torch.randn(n, side, dtype=q.dtype, device=q.device) for n in (rows, side))
@@ -269,7 +269,7 @@ def _op(name: str, ragged: bool, shapes: tuple[Shape, ...], extra: tuple[Shape, 
             "torch": Implementation(lambda: _by_sdpa(_repeated), note="SDPA, one sequence for each suffix"),
             "flex": Implementation(_load_flex, note="FlexAttention; its mask made once a batch", gpu_only=True),
             "flash": Implementation(
-                lambda: two_flash_calls, note="torch's flash kernel over prefixes and suffixes, joined", gpu_only=True
+                lambda: _by_flash, note="torch's flash kernel over prefixes and suffixes, joined", gpu_only=True
             ),
         },
     )

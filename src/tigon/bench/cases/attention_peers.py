@@ -5,7 +5,7 @@ Each half of a softmax has the gradient that its kernel gives when it is handed 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,65 +16,89 @@ _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
-def two_flash_calls(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
+class FlashCall(NamedTuple):
+    """One call of the kernel: which rows are queries and which keys, how they lie, and whether it is causal."""
+
+    queries: slice
+    keys: slice
+    cu_q: Tensor
+    cu_k: Tensor
+    most_q: int
+    most_k: int
+    causal: bool
+    # Of each query its sequence and its place there, (rows,) each, for a log-sum-exp that is padded.
+    sequence: Tensor
+    place: Tensor
+
+
+class FlashCalls(NamedTuple):
+    """The calls of a layout: prefixes over themselves, suffixes over prefixes, and suffixes over themselves."""
+
+    own: FlashCall
+    prefix: FlashCall
+    suffix: FlashCall
+
+    @classmethod
+    def of(cls, layout: PrefixLayout) -> FlashCalls:
+        P, cu_p, cu_s = layout.prefix_rows, layout.cu_prefix, layout.cu_suffix
+        runs = torch.tensor([0, *(sum(own) for own in layout.suffix_lengths)]).cumsum(0).int().to(cu_p.device)
+        prefix, suffix = max(layout.prefix_lengths), max(map(max, layout.suffix_lengths))
+        most = max(map(sum, layout.suffix_lengths))
+        prefixes, suffixes = slice(0, P), slice(P, None)
+        return cls(
+            FlashCall(prefixes, prefixes, cu_p, cu_p, prefix, prefix, True, *_of_rows(cu_p)),
+            FlashCall(suffixes, prefixes, runs, cu_p, most, prefix, False, *_of_rows(runs)),
+            FlashCall(suffixes, suffixes, cu_s, cu_s, suffix, suffix, True, *_of_rows(cu_s)),
+        )
+
+
+def two_flash_calls(q: Tensor, k: Tensor, v: Tensor, calls: FlashCalls) -> Tensor:
     """The prefixes over themselves, too: three calls in all."""
-    o: Tensor = _Joined.apply(q, k, v, layout)
+    o: Tensor = _Joined.apply(q, k, v, calls)
     return o
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout) -> Tensor:
-        P = layout.prefix_rows
-        runs = torch.tensor([0, *(sum(own) for own in layout.suffix_lengths)]).cumsum(0).int().to(q.device)
-        longest = max(layout.prefix_lengths), max(map(max, layout.suffix_lengths))
-        most = max(map(sum, layout.suffix_lengths))
-        cu_p, cu_s = layout.cu_prefix, layout.cu_suffix
-        # Offsets of queries and of keys, the longest of each, and whether it is causal.
-        calls = (
-            (slice(0, P), slice(0, P), cu_p, cu_p, longest[0], longest[0], True),
-            (slice(P, None), slice(0, P), runs, cu_p, most, longest[0], False),
-            (slice(P, None), slice(P, None), cu_s, cu_s, longest[1], longest[1], True),
-        )
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: FlashCalls) -> Tensor:
         results = [
-            _forward(q[a], k[b], v[b], cq, ck, mq, mk, 0.0, causal, False) for a, b, cq, ck, mq, mk, causal in calls
-        ]
-        own, first, second = ((r[0], _packed(r[1], call[2])) for r, call in zip(results, calls, strict=True))
+            _forward(
+                q[c.queries], k[c.keys], v[c.keys], c.cu_q, c.cu_k, c.most_q, c.most_k, 0.0, c.causal, False
+            ) for c in calls
+        ]  # fmt: skip
+        own, first, second = ((r[0], _packed(r[1], call)) for r, call in zip(results, calls, strict=True))
         lse = torch.logaddexp(first[1], second[1])
         weights = ((part[1] - lse).exp().unsqueeze(-1) for part in (first, second))
         o = sum(part[0] * w for part, w in zip((first, second), weights, strict=True)).to(q.dtype)
         o = torch.cat((own[0], o))
         ctx.save_for_backward(q, k, v, o, lse, own[1])
-        ctx.calls = [(*call, r[1], r[2], r[3]) for call, r in zip(calls, results, strict=True)]
+        ctx.calls, ctx.kept = calls, [r[1:4] for r in results]
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, o, joint, own = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-        for (a, b, cq, ck, mq, mk, causal, form, seed, unused), lse in zip(ctx.calls, (own, joint, joint), strict=True):
+        for c, (form, seed, unused), lse in zip(ctx.calls, ctx.kept, (own, joint, joint), strict=True):
             gradients = _backward(
-                do[a], q[a], k[b], v[b], o[a], _as(lse, form, cq), cq, ck, mq, mk, 0.0, causal, seed, unused
-            )
-            for total, part, rows in zip((dq, dk, dv), gradients, (a, b, b), strict=True):
+                do[c.queries], q[c.queries], k[c.keys], v[c.keys], o[c.queries], _as(lse, form, c), c.cu_q, c.cu_k,
+                c.most_q, c.most_k, 0.0, c.causal, seed, unused,
+            )  # fmt: skip
+            for total, part, rows in zip((dq, dk, dv), gradients, (c.queries, c.keys, c.keys), strict=True):
                 total[rows] += part
         return dq, dk, dv, None
 
 
-def _packed(lse: Tensor, cu: Tensor) -> Tensor:
+def _packed(lse: Tensor, call: FlashCall) -> Tensor:
     """(rows, H) of what the kernel gives: (H, rows), or padded (sequences, H, longest)."""
-    if lse.dim() == 2:
-        return lse.t()
-    row, place = _of_rows(cu)
-    return lse[row, :, place]
+    return lse.t() if lse.dim() == 2 else lse[call.sequence, :, call.place]
 
 
-def _as(lse: Tensor, form: Tensor, cu: Tensor) -> Tensor:
+def _as(lse: Tensor, form: Tensor, call: FlashCall) -> Tensor:
     if form.dim() == 2:
         return lse.t().contiguous()
     padded = torch.full_like(form, torch.inf)
-    row, place = _of_rows(cu)
-    padded[row, :, place] = lse
+    padded[call.sequence, :, call.place] = lse
     return padded
 
 
