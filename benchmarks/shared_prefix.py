@@ -96,7 +96,8 @@ def _trl_head() -> Callable[[Any], None] | None:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError:
         return None
-    return add_fused_lm_head  # type: ignore[no-any-return]
+    head: Callable[[Any], None] = add_fused_lm_head
+    return head
 
 
 def step(logprobs: Logprobs, model: Any, prompt: Tensor, completions: list[Tensor], advantages: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def measured(
     shapes: Sequence[tuple[int, int]],
     device: torch.device,
     tiny: bool,
-) -> Iterator[list[Step] | list[Lengths]]:
+) -> Iterator[Sequence[Step | Lengths]]:
     both = {side: Trained(preset, overrides | (TINY if tiny else {}), side == "tigon", device) for side in SIDES[:2]}
     for batch, seq in shapes:
         yield small(name, batch, min(seq, 32) if tiny else seq, both, device)
@@ -189,17 +189,17 @@ def measured(
         torch.cuda.empty_cache()
 
 
-def table(steps: list[Step], lengths: list[Lengths]) -> str:
+def table(rows: Sequence[Step | Lengths]) -> str:
     lines = [f"{'':30}" + "".join(f"{side:>16}" for side in SIDES) + f"{'device, tigon':>16}"]
     cases: dict[tuple[str, int, int], dict[str, Step]] = {}
-    for row in steps:
+    for row in (row for row in rows if isinstance(row, Step)):
         cases.setdefault((row.model, row.batch, row.seq), {})[row.side] = row
     for (model, batch, seq), by in cases.items():
         cells = [f"{r.step_ms:.2f} ms" if (r := by[side]).step_ms else r.status for side in SIDES]
         cells.append(f"{by['tigon'].device_ms:.2f} ms" if by["tigon"].device_ms else "–")
         lines.append(f"{model + f' {batch}×{seq}':30}" + "".join(f"{cell:>16}" for cell in cells))
         lines += [f"    {r.side}: {r.reason}" for r in by.values() if r.reason]
-    for each in lengths:
+    for each in (row for row in rows if isinstance(row, Lengths)):
         lines.append(
             f"{each.model} {each.batch}×{min(each.seqs)}–{max(each.seqs)}, {each.side}: first sight {each.first:.1f} ms"
             f", later {each.later:.1f} ms, {each.first / each.later:.2f} ×"
@@ -219,20 +219,19 @@ def main() -> int:
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.monotonic()
-    steps: list[Step] = []
-    lengths: list[Lengths] = []
+    rows: list[Step | Lengths] = []
     for name, *case in CASES:
         for found in measured(name, *case, device, options.tiny):
-            (lengths if isinstance(found[0], Lengths) else steps).extend(found)  # type: ignore[arg-type]
+            rows += found
             if options.output:
-                content = report.result("small-steps", [*steps, *lengths], device=device)
+                content = report.result("small-steps", rows, device=device)
                 report.save(options.output / report.file_name(content), content)
             print(f"{time.monotonic() - began:6.1f} s  {name}", flush=True)
             if time.monotonic() - began > options.budget:
                 print(f"the budget of {options.budget:.0f} s was spent; what is missing was not measured", flush=True)
-                print(table(steps, lengths))
+                print(table(rows))
                 return 0
-    print(table(steps, lengths))
+    print(table(rows))
     return 0
 
 

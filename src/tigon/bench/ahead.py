@@ -55,15 +55,15 @@ def private_cache() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (CACHE, TRITON_CACHE, THREADS)}
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-", ignore_cleanup_errors=True) as folder:
         os.environ |= {CACHE: folder, TRITON_CACHE: os.path.join(folder, "triton"), THREADS: "1"}
-        inductor = sys.modules.get("torch._inductor.config")  # it has read the number if it is imported already
+        inductor: Any = sys.modules.get("torch._inductor.config")  # it has read the number if it is imported already
         threads = getattr(inductor, "compile_threads", None)
         if inductor is not None:
-            inductor.compile_threads = 1  # type: ignore[attr-defined]
+            inductor.compile_threads = 1
         try:
             yield
         finally:
             if inductor is not None:
-                inductor.compile_threads = threads  # type: ignore[attr-defined]
+                inductor.compile_threads = threads
             for name, value in before.items():
                 os.environ.pop(name, None)
                 if value is not None:
@@ -116,22 +116,26 @@ def compile_ahead(
     waiting = iter(sorted(draws, key=lambda draw: draw["op"] != drawn_models.NAME))
 
     def feed(child: subprocess.Popen[str]) -> None:
+        requests, answers = child.stdin, child.stdout
+        assert requests is not None
+        assert answers is not None
+
         def hand(message: dict[str, Any]) -> None:
-            child.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
-            child.stdin.flush()  # type: ignore[union-attr]
+            requests.write(json.dumps(message) + "\n")
+            requests.flush()
 
         def hand_next() -> None:
             with lock:
                 draw = next(waiting, None)
             if draw is None:
-                child.stdin.close()  # type: ignore[union-attr]
+                requests.close()
             else:
                 hand(draw)
 
         with contextlib.suppress(OSError, ValueError):  # the process has died, or was ended
             hand(request)
             hand_next()
-            for line in child.stdout or ():
+            for line in answers:
                 if line.strip() == DONE:
                     with lock:
                         done[0] += 1

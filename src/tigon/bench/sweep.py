@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -349,8 +350,7 @@ class Sweep:
                 with contextlib.suppress(Exception):  # one that is missing says so in its row
                     implementation.load()
                 if by == "compile":
-                    import torch._dynamo
-                    import torch._inductor.compile_fx  # noqa: F401
+                    importlib.import_module("torch._inductor.compile_fx")
 
     def measure_models(self, models: Sequence[Draw], apart: drawn_models.Apart | None) -> None:
         if apart is None:

@@ -38,7 +38,8 @@ def dense_mlp(
         saved_by: a checkpoint's hooks (pack, unpack): what is kept is saved before the layer down runs.
     Returns: (..., M).
     """
-    return _dense_mlp(x, act, product, saved_by, *weights, *biases)[0]  # type: ignore[no-any-return]
+    y: Tensor = _dense_mlp(x, act, product, saved_by, *weights, *biases)[0]
+    return y
 
 
 class DenseMLP(torch.autograd.Function):

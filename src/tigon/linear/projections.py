@@ -32,7 +32,8 @@ def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
         weights: (Nᵢ, H). biases: (Nᵢ,) or None, one for each weight.
     Returns: a tuple of (..., Nᵢ), and behind these, where autograd needs it, an empty tensor that is nobody's result.
     """
-    return _projections(x, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+    ys: tuple[Tensor, ...] = _projections(x, len(weights), *weights, *biases)
+    return ys
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

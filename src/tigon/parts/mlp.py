@@ -162,13 +162,13 @@ def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     found = plain_layers([layers.get(name) for name in names], x)
     if found is None or not use_triton(x, *found[0]):
         return None
-    weights, biases = found
-    if formula.up is None:
-        weights.insert(1, None)  # type: ignore[arg-type]
+    (gate, *ups, down), biases = found
+    up = ups[0] if ups else None
+    if up is None:
         biases.insert(1, None)
-    gate, up, down = weights
-    fits = gate.shape == up.shape if formula.up is not None else gate.shape[0] == 2 * down.shape[1]
-    if not fits or (formula.up is not None and down.shape[1] != gate.shape[0]):
+    inner = down.shape[1]
+    fits = gate.shape[0] == 2 * inner if up is None else gate.shape == up.shape and gate.shape[0] == inner
+    if not fits:
         return None
     patch.ledger.count("mlp", patch.key)
     hooks = recompute.checkpoint_hooks()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -166,15 +167,17 @@ def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
     """
     wrapped = getattr(type(trainer), "_prepare_inputs", None)
     function = inspect.unwrap(wrapped) if wrapped is not None else None
-    if not trls_own(trainer, "_prepare_inputs") or SHUFFLE not in global_names(function):
+    if not isinstance(function, types.FunctionType) or SHUFFLE not in global_names(function):
         return
-    own = function.__globals__[SHUFFLE]  # type: ignore[union-attr]
+    if not trls_own(trainer, "_prepare_inputs"):
+        return
+    own: Callable[[dict[str, Any]], dict[str, Any]] = function.__globals__[SHUFFLE]
 
     def shuffle(rows: dict[str, Any]) -> dict[str, Any]:
-        return shuffled_by_groups(rows) if swaps.active and "prompt_ids" in rows else own(rows)  # type: ignore[no-any-return]
+        return shuffled_by_groups(rows) if swaps.active and "prompt_ids" in rows else own(rows)
 
-    cloned: Any = clone(function, **{SHUFFLE: shuffle})  # type: ignore[arg-type]
-    profiled = function.__globals__.get("profiling_decorator")  # type: ignore[union-attr]
+    cloned: Any = clone(function, **{SHUFFLE: shuffle})
+    profiled = function.__globals__.get("profiling_decorator")
     cloned = profiled(cloned) if wrapped is not function and profiled is not None else cloned
     swaps.put(trainer, "_prepare_inputs", types.MethodType(cloned, trainer))
 
