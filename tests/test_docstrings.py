@@ -129,6 +129,11 @@ REPLACED = [
         {"input": torch.tensor([[0, 4, 2]]), "weight": randn(5, 8), "padding_idx": 2},
     ),
     Replaced(
+        "filtered_topk(query, items, k, attributes=attributes, where=where)", "scores, rows",
+        {"query": randn(2, 8), "items": randn(40, 8), "k": 3, "attributes": torch.arange(40)[None],
+         "where": tigon.RowFilter([[tigon.RowFilter.Literal(0, 5)]])},
+    ),
+    Replaced(
         "prefix_attention(q, k, v, tigon.PrefixLayout(prefix_lengths, suffix_lengths))", "o",
         {"q": randn(12, 4, 8), "k": randn(12, 2, 8), "v": randn(1, 12, 2, 8)[0], "prefix_lengths": [3, 2],
          "suffix_lengths": [[1, 2], [3, 1]]},

@@ -35,6 +35,7 @@ NUMBERS = [
 # What the table cannot hold, and the file that tests it.
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
+    "filtered_topk": "has no gradient, and its answer is exact: ops/test_filtered_topk.py",
     "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",
     "dropped_product": "a product inside of lora_linear: ops/test_lora_dropout.py",
     "dropped_outer": "as dropped_product",

@@ -27,6 +27,8 @@ from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
 from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
+from tigon.ops.filtered_topk import filtered_topk as filtered_topk
+from tigon.ops.filtered_topk.filters import RowFilter as RowFilter
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu

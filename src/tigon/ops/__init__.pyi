@@ -8,6 +8,7 @@ from tigon.ops import divergence as divergence
 from tigon.ops import dyt as dyt
 from tigon.ops import embedding as embedding
 from tigon.ops import experts as experts
+from tigon.ops import filtered_topk as filtered_topk
 from tigon.ops import forked_rms_norm as forked_rms_norm
 from tigon.ops import gated as gated
 from tigon.ops import gated_linear as gated_linear

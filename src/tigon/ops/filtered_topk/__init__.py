@@ -1,0 +1,175 @@
+"""The k rows with the highest scores q · xᵢ + bᵢ among those that pass a filter, exactly, without writing the scores.
+
+Order items by (score descending, row ascending) and cut them into groups. The k best items lie in the k groups whose
+best items are best: if an item of another group were among them, k groups would each hold an item before it. So one
+pass over the items writes the maximum of each group alone, the best groups are scored once more, and the k best of
+those are the answer. No threshold is guessed, and no order of the items is a bad one.
+
+Source: the filter before the scan is that of LiNR, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tigon.ops.filtered_topk.filters import RowFilter
+from tigon.ops.filtered_topk.reference import filtered_topk_reference
+from tigon.runtime import check_tensors
+
+__all__ = ["RowFilter", "filtered_topk", "filtered_topk_reference"]
+
+Plan = Literal["auto", "dense", "compact", "bitmaps"]
+Where = RowFilter | Sequence[RowFilter | None]
+# Beyond that the groups of a query no longer fit the programs that select among them.
+MOST = 2048
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def filtered_topk(
+    query: Tensor,
+    items: Tensor,
+    k: int,
+    *,
+    attributes: Tensor | None = None,
+    where: RowFilter | Sequence[RowFilter | None] | None = None,
+    live: Tensor | None = None,
+    bias: Tensor | None = None,
+    plan: Plan = "auto",
+    share: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best rows of items for each query, of those that pass: the exact answer of scoring all of them.
+
+    Args:
+        query: (B, D): fp16, bf16 or fp32.
+        items: (N, D): fp16, bf16, float8_e4m3fn or fp32, in any stride of rows.
+        k: 1 to 2048.
+        attributes: (W, N) int64, W words of each row, which the filters test. Their highest bit is never used.
+        where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
+            once where they are the same object.
+        live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
+        bias: (N,) fp32, added to the scores of a row.
+        plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows
+            with a filter for each query. "auto" takes what moves fewest bytes. The answer is the same.
+        share: how many of the rows pass, from 0 to 1, where you know about it. It decides between plans alone.
+    Returns: scores (B, k) fp32, descending, and rows (B, k) int64; of equal scores the lower row is first. Where fewer
+        than k rows pass, the rest is row -1 with score -inf. Rows whose score is NaN or -inf are never returned. For
+        fp64 the scores are fp64.
+    Raises: ValueError for shapes, dtypes, devices and options that do not fit, and for tensors whose gradient would be
+        asked for: the answer has none.
+
+    Scores are sums in fp32 of the numbers as they are stored, in an order that depends on D and k alone: the same query
+    gets the same bits whatever its batch and the plan.
+
+    Replaces::
+
+        s = query.float() @ items.float().t()
+        s[:, ~where.mask(attributes)] = -torch.inf
+        scores, rows = s.sort(dim=1, descending=True, stable=True)
+        scores, rows = scores[:, :k], rows[:, :k]
+    """
+    _check(query, items, k, plan, share)
+    _check_rows(query, items, attributes, live, bias)
+    where = _checked_filters(query, attributes, where, plan)
+    return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
+
+
+def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:
+    check_tensors("filtered_topk", query=query, items=items)
+    for name, t in (("query", query), ("items", items)):
+        if hasattr(t, "device_mesh"):
+            raise ValueError(f"filtered_topk: {name} must be a plain tensor, got a DTensor: pass to_local().")
+        if t.dim() != 2 or t.shape[1] < 1:
+            raise ValueError(
+                f"filtered_topk: {name} must have two dimensions, (B, D) for query and (N, D) for items, D at least 1, "
+                f"got {tuple(t.shape)}."
+            )
+    if query.shape[1] != items.shape[1]:
+        raise ValueError(f"filtered_topk: query must be as wide as items, {items.shape[1]}, got {tuple(query.shape)}.")
+    if query.dtype not in FLOATS:
+        raise ValueError(f"filtered_topk: query must be fp16, bf16 or fp32, got {query.dtype}.")
+    if items.dtype not in FLOATS and items.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"filtered_topk: items must be fp16, bf16, float8_e4m3fn or fp32, got {items.dtype}.")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST:
+        raise ValueError(f"filtered_topk: k must be an int from 1 to {MOST}, got {k!r}.")
+    if plan not in get_args(Plan):
+        raise ValueError(f"filtered_topk: plan must be one of {', '.join(get_args(Plan))}, got {plan!r}.")
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"filtered_topk: share must be from 0 to 1, got {share}.")
+    if items.shape[0] >= 2**31:
+        raise ValueError(f"filtered_topk: items must be fewer than 2**31 rows, got {items.shape[0]}.")
+
+
+def _check_rows(
+    query: Tensor, items: Tensor, attributes: Tensor | None, live: Tensor | None, bias: Tensor | None
+) -> None:
+    check_tensors("filtered_topk", attributes=attributes, live=live, bias=bias)
+    N = items.shape[0]
+    if attributes is not None and (
+        attributes.dim() != 2 or attributes.shape[1] != N or attributes.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"filtered_topk: attributes must be (W, {N}) int64, a column for each row of items, got "
+            f"{tuple(attributes.shape)} {attributes.dtype}."
+        )
+    words = (N + 31) // 32
+    if live is not None and (live.shape != (words,) or live.dtype != torch.int32):
+        raise ValueError(
+            f"filtered_topk: live must be ({words},) int32, a bit for each of {N} rows, got {tuple(live.shape)} "
+            f"{live.dtype}."
+        )
+    if bias is not None and (bias.shape != (N,) or bias.dtype not in (torch.float32, torch.float64)):
+        raise ValueError(f"filtered_topk: bias must be ({N},) fp32, got {tuple(bias.shape)} {bias.dtype}.")
+    for name, t in (("items", items), ("attributes", attributes), ("live", live), ("bias", bias)):
+        if t is not None and t.device != query.device:
+            raise ValueError(f"filtered_topk: {name} must be on {query.device}, as query is, got {t.device}.")
+    if torch.is_grad_enabled():
+        for name, t in (("query", query), ("items", items), ("bias", bias)):
+            if t is not None and t.requires_grad:
+                raise ValueError(
+                    f"filtered_topk: {name} must not require a gradient, which the answer does not have, got one that "
+                    "does: search under torch.no_grad(), or pass it detached, and score the found rows again."
+                )
+
+
+def _checked_filters(query: Tensor, attributes: Tensor | None, where: Where | None, plan: str) -> Where | None:
+    """The filter of all queries, or a list of one for each; None where all rows pass."""
+    if where is None:
+        return None
+    if isinstance(where, RowFilter):
+        given: Sequence[RowFilter | None] = [where]
+    else:
+        if isinstance(where, (str, Tensor)) or not isinstance(where, Sequence):
+            raise ValueError(
+                f"filtered_topk: where must be a tigon.RowFilter or a sequence of them, got {type(where).__name__}."
+            )
+        given = where
+        if len(given) != query.shape[0]:
+            raise ValueError(
+                f"filtered_topk: where must have a filter for each of {query.shape[0]} queries, got {len(given)}."
+            )
+    words = 0
+    for f in given:
+        if f is not None:
+            if not isinstance(f, RowFilter):
+                raise ValueError(f"filtered_topk: where must hold tigon.RowFilters or None, got {type(f).__name__}.")
+            words = max(words, f.words)
+    if all(f is None for f in given):
+        return None
+    if attributes is None:
+        raise ValueError("filtered_topk: attributes must be the words that the filters test, got None.")
+    if words > attributes.shape[0]:
+        raise ValueError(
+            f"filtered_topk: attributes must have the {words} words that the filters test, got {attributes.shape[0]}."
+        )
+    first = given[0]
+    if first is not None and all(f is first for f in given):
+        return first
+    if plan in ("dense", "compact"):
+        raise ValueError(
+            f"filtered_topk: plan must be 'bitmaps' or 'auto' where each query has a filter, got {plan!r}."
+        )
+    return given
