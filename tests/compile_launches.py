@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ WARP = {"cuda": 32, "hip": 64}
 # Loads from global memory, into registers or, in a pipelined loop, into shared memory; and those of 16 bytes a thread.
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
 WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
+# An exponential with its argument, and any instruction of fp32 with its result.
+EXPONENTIAL = re.compile(r"ex2\.approx\S*\s+%\w+, (%\w+);")
+OF_FP32 = re.compile(r"\b([a-z]\w*)\.\S*f32\s+(%\w+),")
 
 
 class Target:
@@ -116,13 +120,20 @@ def serialized(asm: dict[str, Any]) -> bool:
     return text.count("WARPGROUP.ARRIVE") > asked
 
 
+def exponentials(ptx: str) -> dict[str, int]:
+    """How many exponentials there are of the result of each instruction: {"fma": 128, "sub": 8}."""
+    made_by = {result: instruction for instruction, result in OF_FP32.findall(ptx)}
+    return dict(Counter(made_by.get(argument, "other") for argument in EXPONENTIAL.findall(ptx)))
+
+
 def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     asm = compiled.asm
     if target.backend == "hip":
         spilled = [int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", asm["amdgcn"])]
         return {"spilled": sum(spilled), "binary": len(asm["hsaco"])}
     loads = [bool(WIDE_LOAD.search(load)) for load in LOAD.findall(asm["ptx"])]
-    counts = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
+    counts: dict[str, Any] = {"wide_loads": sum(loads), "narrow_loads": len(loads) - sum(loads)}
+    counts |= {"exponentials": exponentials(asm["ptx"])}
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
 

@@ -118,6 +118,29 @@ def test_odd_rows_are_read_16_bytes_at_a_time():
     assert not narrow, "\n".join(narrow)
 
 
+@pytest.mark.xdist_group("compile cuda:90")
+def test_attention_rounds_alike_with_and_without_a_mask():
+    """scale · s − maximum is one fma in every block of keys, in fp16 and bf16, whose tiles are the measured ones.
+
+    The compiler joins product and difference where nothing stands between them. A mask that did would leave its blocks
+    with a rounded product, and a row's bits would depend on where its neighbours need a mask. What may be a plain
+    difference is how far the maximum has moved: one a row, while a thread has at least eight scores of a row.
+    """
+    walks = ("queries._attend_kernel", "keys._keys_kernel")
+    found = [
+        x for x in compiled("cuda:90")["launches"] if x["kernel"].removeprefix("tigon.ops.prefix_attention.") in walks
+    ]
+    found = [x for x in found if x["dtype"] != "float32"]
+    assert {x["case"] for x in found} == {case.why for op in OPS if op.name == "prefix_attention" for case in op.models}
+    rounded = [
+        f"{named(x)}: {x['exponentials']}"
+        for x in found
+        if not 0 <= 8 * x["exponentials"].get("sub", 0) < x["exponentials"].get("fma", 0)
+        or not x["exponentials"].keys() <= {"fma", "sub", "mul"}  # mul: of the softcap's tanh
+    ]
+    assert not rounded, "\n".join(rounded)
+
+
 @EVERY_PROMISED_TARGET
 def test_parameters_are_moved_16_bytes_at_a_time(target):
     """But for the rest of a tensor, which is masked: 16 elements a thread of each tensor that is read."""
