@@ -1,0 +1,306 @@
+"""Expressions as conjunctions of clauses, which is what `tigon.RowFilter` tests.
+
+Negations are pushed down to the comparisons, where each becomes the codes for which it is true: a missing value is
+among them for neither a comparison nor its negation. Codes of one column are united within a clause, and
+intersected between clauses of that column alone, so that `3 <= price and price < 5` is one test of one range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tigon.ops.filtered_topk.filters import Literal, RowFilter
+from tigon.retrieve.columns import Coded, Ranges, Tags, common, joined, without
+from tigon.retrieve.schema import Schema
+from tigon.retrieve.where import All, Comparison, Either, Expression, Not
+
+MOST = 16
+# Clauses on the way, before those that others imply are dropped: each is compared with each.
+MOST_ON_THE_WAY = 128
+# A bitmap of codes is at most 512 KiB.
+MOST_CODES = 2**22
+
+
+class TagTest(NamedTuple):
+    """Whether any, or all, of some tags are set in a word, or the contrary."""
+
+    column: str
+    place: int
+    bits: int
+    test: str
+    negated: bool
+
+
+class Clause(NamedTuple):
+    """Holds if any part holds: the codes of a column, by its name, and tests of tags."""
+
+    codes: tuple[tuple[str, Ranges], ...] = ()
+    tags: tuple[TagTest, ...] = ()
+
+
+Clauses = list[Clause]
+NEVER: Clauses = [Clause()]
+
+
+def clauses_of(expression: Expression, schema: Schema, strict: bool = False) -> Clauses:
+    """At most 16 clauses that hold together where the expression is true.
+
+    Args:
+        expression: of columns that the schema has.
+        strict: whether a category or tag that no item has is an error.
+
+    Raises: ValueError for a column or an operation that is not there, and for more than 16 clauses.
+    """
+    found = _clauses(expression, schema, strict, positive=True)
+    _limit(len(found), expression, MOST)
+    return found
+
+
+def _limit(clauses: int, expression: Expression, most: int) -> None:
+    if clauses > most:
+        part = _culprit(expression)
+        said = str(part)
+        raise ValueError(
+            f"where: the expression becomes {clauses} clauses that must all hold, more than {MOST}. Simplify "
+            f"{said if len(said) <= 200 else said[:197] + '…'!r}: an `or` of parts with `and` multiplies their "
+            "clauses; prefer is_in and between, or search twice."
+        )
+
+
+def _culprit(expression: Expression) -> Expression:
+    """The part of an expression that makes most clauses."""
+    part = expression
+    while isinstance(part, (All, Not)):
+        part = part.part if isinstance(part, Not) else max(part.parts, key=_weight)
+    return expression if isinstance(part, Comparison) else part
+
+
+def _weight(expression: Expression) -> int:
+    if isinstance(expression, All):
+        return sum(map(_weight, expression.parts))
+    if isinstance(expression, Either):
+        product = 1
+        for part in expression.parts:
+            product *= _weight(part)
+        return product
+    if isinstance(expression, Not) and isinstance(expression.part, (All, Either)):
+        turned = Either if isinstance(expression.part, All) else All
+        return _weight(turned(tuple(Not(part) for part in expression.part.parts)))
+    return 1 if isinstance(expression, Comparison) else _weight(expression.part) if isinstance(expression, Not) else 1
+
+
+def _clauses(expression: Expression, schema: Schema, strict: bool, positive: bool) -> Clauses:
+    if isinstance(expression, Not):
+        return _clauses(expression.part, schema, strict, not positive)
+    if isinstance(expression, Comparison):
+        return _comparison(expression, schema, strict, positive)
+    assert isinstance(expression, (All, Either))
+    parts = [_clauses(part, schema, strict, positive) for part in expression.parts]
+    if isinstance(expression, All) == positive:
+        both = [clause for part in parts for clause in part]
+        _limit(len(both), expression, MOST_ON_THE_WAY)
+        return simplified(both)
+    found = parts[0]
+    for part in parts[1:]:
+        _limit(len(found) * len(part), expression, MOST_ON_THE_WAY)
+        united = (either(one, other) for one in found for other in part)
+        found = simplified(c for c in united if c is not None and not _always(c, schema))
+    return found
+
+
+def _always(clause: Clause, schema: Schema) -> bool:
+    return any(ranges == ((0, schema[name].top),) for name, ranges in clause.codes)
+
+
+# -------------------------------------------------------------------------------------------------------- comparisons
+
+
+def _comparison(expression: Comparison, schema: Schema, strict: bool, positive: bool) -> Clauses:
+    column = schema[expression.column]
+    operation = "has_any" if expression.operation == "has" else expression.operation
+    if operation not in column.operations:
+        raise column.error(
+            f"it has no {_spoken(expression.operation)}, but {', '.join(map(_spoken, column.operations))}"
+        )
+    if isinstance(column, Tags):
+        return _of_tags(column, operation, expression, schema, strict, positive)
+    assert isinstance(column, Coded)
+    if operation == "null":
+        ranges: Ranges = ((0, 0),)
+        ranges = ranges if positive else without(ranges, column.top, first=0)
+    else:
+        if operation == "in":
+            ranges = joined(*(column.ranges("==", value, strict) for value in expression.value))
+        else:
+            ranges = column.ranges(operation, expression.value, strict)
+        ranges = ranges if positive else without(ranges, column.top)
+    return [Clause(((column.name, ranges),) if ranges else ())]
+
+
+def _spoken(operation: str) -> str:
+    return {"in": "is_in", "null": "is_null", "has_any": "has, has_any"}.get(operation, operation)
+
+
+def _of_tags(
+    column: Tags, operation: str, expression: Comparison, schema: Schema, strict: bool, positive: bool
+) -> Clauses:
+    given = expression.value if isinstance(expression.value, tuple) else (expression.value,)
+    places = schema.places[column.name]
+    numbers = [] if operation == "null" else [column.number(value, strict) for value in given]
+    known = {number for number in numbers if number is not None}
+    if operation == "null":  # none of all bits
+        operation, known, positive = "has_any", set(range(column.bits)), not positive
+    if operation == "has_all" and None in numbers:
+        return NEVER if positive else []
+    masks = [
+        (i, sum(1 << (n - place.start) for n in known if place.start <= n < place.start + place.bits))
+        for i, place in enumerate(places)
+    ]
+    test = "any" if operation == "has_any" else "all"
+    tests = [TagTest(column.name, i, bits, test, not positive) for i, bits in masks if bits]
+    if (test == "any") == positive:
+        return [Clause(tags=tuple(tests))]
+    return [Clause(tags=(one,)) for one in tests]
+
+
+# ------------------------------------------------------------------------------------------------------------ algebra
+
+
+def either(one: Clause, other: Clause) -> Clause | None:
+    """A clause that holds where one of two does; None if it always does."""
+    codes = dict(one.codes)
+    for name, ranges in other.codes:
+        codes[name] = joined(codes.get(name, ()), ranges)
+    tags: dict[tuple[str, int, bool], int] = {}
+    kept: set[TagTest] = set()
+    for tag in map(_any_of_one, (*one.tags, *other.tags)):
+        # Any of these or any of those; not all of these or not all of those.
+        if (tag.test == "any") != tag.negated:
+            key = (tag.column, tag.place, tag.negated)
+            tags[key] = tags.get(key, 0) | tag.bits
+        else:
+            kept.add(tag)
+    for (name, place, negated), bits in tags.items():
+        kept.add(TagTest(name, place, bits, "all" if negated else "any", negated))
+    for (name, place, negated), bits in tags.items():
+        if not negated and any(t.negated and t[:2] == (name, place) and not t.bits & ~bits for t in kept):
+            return None  # any of them, or not all of some of them
+    return Clause(tuple(sorted(codes.items())), tuple(sorted(kept)))
+
+
+def _any_of_one(tag: TagTest) -> TagTest:
+    """Of one bit, any and all are the same: positive tests say any, negated ones all, which is how they unite."""
+    if tag.bits & (tag.bits - 1):
+        return tag
+    return tag._replace(test="all" if tag.negated else "any")
+
+
+def simplified(clauses: Iterable[Clause]) -> Clauses:
+    """The same without clauses that always hold or that others imply, and with those of one column alone united."""
+    alone: dict[str, Ranges] = {}
+    together: dict[tuple[str, int, bool], int] = {}
+    rest: list[Clause] = []
+    for clause in clauses:
+        if len(clause.codes) == 1 and not clause.tags:
+            ((name, ranges),) = clause.codes
+            alone[name] = common(alone[name], ranges) if name in alone else ranges
+        elif len(clause.tags) == 1 and not clause.codes and _all_of_one(clause.tags[0]) is not None:
+            tag = clause.tags[0]
+            key = (tag.column, tag.place, tag.negated)
+            together[key] = together.get(key, 0) | tag.bits
+        else:
+            rest.append(clause)
+    found = [Clause(((name, ranges),) if ranges else ()) for name, ranges in alone.items()]
+    for (name, place, negated), bits in together.items():
+        found.append(Clause(tags=(TagTest(name, place, bits, "any" if negated else "all", negated),)))
+        if not negated and together.get((name, place, True), 0) & bits:
+            return NEVER
+    found += dict.fromkeys(rest)
+    if Clause() in found:
+        return NEVER
+    found = list(dict.fromkeys(found))
+    kept: Clauses = []
+    for i, clause in enumerate(found):
+        later = (other for other in found[i + 1 :] if not implies(clause, other))
+        if not any(implies(other, clause) for other in (*kept, *later)):
+            kept.append(clause)
+    return kept
+
+
+def _all_of_one(tag: TagTest) -> TagTest | None:
+    """A test that unites with others where all must hold: all of some tags, or none of them."""
+    if not tag.bits & (tag.bits - 1):
+        return tag
+    return tag if (tag.test == "all") != tag.negated else None
+
+
+def implies(one: Clause, other: Clause) -> bool:
+    """Whether the other clause holds wherever this one does, as far as its parts show."""
+    wider = dict(other.codes)
+    return all(name in wider and common(ranges, wider[name]) == ranges for name, ranges in one.codes) and all(
+        any(_tag_implies(tag, t) for t in other.tags) for tag in one.tags
+    )
+
+
+def _tag_implies(one: TagTest, other: TagTest) -> bool:
+    if one == other:
+        return True
+    if one[:2] != other[:2] or one.negated != other.negated:
+        return False
+    one, other = _any_of_one(one), _any_of_one(other)
+    wide = "all" if one.negated else "any"
+    return one.test == other.test == wide and not one.bits & ~other.bits
+
+
+# ------------------------------------------------------------------------------------------------------------- filter
+
+
+def row_filter(clauses: Clauses, schema: Schema) -> RowFilter:
+    """The clauses as numbers that the kernels read.
+
+    Raises: ValueError if a clause has more than 16 tests, which is more than bitmaps of codes can spare.
+    """
+    return RowFilter([_literals(clause, schema) for clause in clauses])
+
+
+def _literals(clause: Clause, schema: Schema) -> list[Literal]:
+    tests = []
+    for tag in clause.tags:
+        place = schema.places[tag.column][tag.place]
+        tests.append(Literal(place.word, tag.bits << place.shift, tag.test, negated=tag.negated))
+    columns = {name: _ranges(schema, name, ranges) for name, ranges in clause.codes}
+    for name, ranges in sorted(clause.codes, key=lambda pair: -len(columns[pair[0]])):
+        if len(tests) + sum(map(len, columns.values())) <= MOST:
+            break
+        columns[name] = _bitmap(schema, name, ranges) or columns[name]
+    found = [*tests, *(literal for literals in columns.values() for literal in literals)]
+    if len(found) > MOST:
+        most = max(columns, key=lambda name: len(columns[name]), default="")
+        raise ValueError(
+            f"where: a part needs {len(found)} tests, more than {MOST}: simplify the conditions on "
+            f"{', '.join([*columns, *dict.fromkeys(tag.column for tag in clause.tags)])}"
+            + (f"; {most!r} has {len(columns[most])} ranges of values." if most else ".")
+        )
+    return found
+
+
+def _ranges(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:
+    place = schema.places[name][0]
+    outside = without(ranges, schema[name].top, first=0)
+    turned = len(outside) == 1 < len(ranges)
+    return [
+        Literal(place.word, place.mask, "range", low << place.shift, high << place.shift, turned)
+        for low, high in (outside if turned else ranges)
+    ]
+
+
+def _bitmap(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:
+    """The codes of the ranges, or those outside of them, as one test; no test if there are too many codes."""
+    place = schema.places[name][0]
+    outside = without(ranges, schema[name].top, first=0)
+    for codes, turned in ((ranges, False), (outside, True)):
+        if codes and codes[-1][1] < MOST_CODES:
+            listed = [code for low, high in codes for code in range(low, high + 1)]
+            return [Literal(place.word, place.mask, "codes", negated=turned, codes=listed)]
+    return []

@@ -1,0 +1,327 @@
+"""Columns of tables as numpy arrays: pyarrow, pandas, polars, and dicts of arrays, tensors or lists.
+
+Four readers, one for each way in which a column is encoded: categories, numbers, times and lists of tags. A value is
+missing where it is None, NaN, NaT, NA or null.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Value = str | int
+
+
+class BadValue(ValueError):
+    """A value that a column cannot take, and the position of its row in the table."""
+
+    def __init__(self, position: int, text: str) -> None:
+        super().__init__(text)
+        self.position = position
+
+
+class Categories(NamedTuple):
+    """A value for each row: `values[indices[row]]`, or missing where the index is −1."""
+
+    indices: Ints
+    values: list[Value]
+
+
+class Lists(NamedTuple):
+    """Values of all rows one after another: row `rows[i]` has `values[indices[i]]`."""
+
+    rows: Ints
+    indices: Ints
+    values: list[Value]
+
+
+def columns_of(table: Any) -> tuple[dict[str, Any], int]:
+    """The columns of a table by their names, and its number of rows.
+
+    Raises: ValueError if the table is of no known kind, or if columns of a dict differ in length.
+    """
+    kind = type(table).__module__.split(".")[0]
+    if isinstance(table, Mapping):
+        columns = {str(name): _plain(column) for name, column in table.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            said = ", ".join(f"{name!r} has {n:,}" for name, n in lengths.items())
+            raise ValueError(f"retrieve: the columns of a table must be of one length, but {said}.")
+        return columns, next(iter(lengths.values()), 0)
+    if kind == "pyarrow" and hasattr(table, "column_names"):
+        return {name: _plain(table.column(name)) for name in table.column_names}, int(table.num_rows)
+    if kind in ("pandas", "polars") and hasattr(table, "columns"):
+        return {str(name): _plain(table[name]) for name in table.columns}, len(table)
+    raise ValueError(
+        "retrieve: a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, "
+        f"got {type(table).__name__}."
+    )
+
+
+def _plain(column: Any) -> Any:
+    """A column as a pyarrow.Array, a numpy array or a list."""
+    kind = type(column).__module__.split(".")[0]
+    if kind == "polars":
+        column, kind = column.to_arrow(), "pyarrow"
+    if kind == "pyarrow":
+        if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
+            column = column.combine_chunks()
+        return column
+    if kind == "pandas":
+        return _from_pandas(column)
+    if isinstance(column, torch.Tensor):
+        return column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray):
+        if column.ndim != 1:
+            raise ValueError(f"retrieve: a column must have one dimension, got shape {column.shape}.")
+        return column
+    if isinstance(column, Sequence) and not isinstance(column, (str, bytes)):
+        return list(column)
+    raise ValueError(f"retrieve: a column must be an array, a tensor or a list, got {type(column).__name__}.")
+
+
+def _from_pandas(series: Any) -> Any:
+    dtype = series.dtype
+    if getattr(dtype, "tz", None) is not None:
+        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
+    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iufbM":
+        return series.to_numpy()
+    values = series.to_numpy(dtype=object)
+    return [None if missing else value for value, missing in zip(values, series.isna(), strict=True)]
+
+
+def _is_arrow(column: Any) -> bool:
+    return type(column).__module__.split(".")[0] == "pyarrow"
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a single value counts as missing."""
+    if value is None:
+        return True
+    if isinstance(value, (float, np.floating)):
+        return math.isnan(value)
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
+    return type(value).__name__ in ("NAType", "NaTType")
+
+
+# --------------------------------------------------------------------------------------------------------- categories
+
+
+def as_value(value: Any) -> Value | None:
+    """A category or a tag as it is kept: a string or an integer; None if the value is neither."""
+    if isinstance(value, (str, np.str_)):
+        return str(value)
+    if isinstance(value, (bool, np.bool_, int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)) and float(value).is_integer():
+        return int(value)  # a column of integers with missing values comes as floats
+    return None
+
+
+def read_categories(column: Any) -> Categories:
+    """A column of strings or integers."""
+    if _is_arrow(column):
+        return _arrow_categories(column)
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iubU":
+        values, indices = np.unique(column, return_inverse=True)
+        return Categories(indices.astype(np.int64), [_value(v, 0) for v in values])
+    known: dict[Value, int] = {}
+    indices = np.empty(len(column), dtype=np.int64)
+    for position, value in enumerate(column):
+        if is_missing(value):
+            indices[position] = -1
+        else:
+            indices[position] = known.setdefault(_value(value, position), len(known))
+    return Categories(indices, list(known))
+
+
+def _value(value: Any, position: int) -> Value:
+    kept = as_value(value)
+    if kept is None:
+        raise BadValue(position, f"must be a string or an integer, got {_shown(value)}")
+    return kept
+
+
+def _arrow_categories(column: Any) -> Categories:
+    if not hasattr(column, "dictionary"):
+        if not _names_of_type(column.type, "string", "utf8", "int", "bool", "null", "float", "double"):
+            raise BadValue(_first(column), f"must be a string or an integer, got {column.type}")
+        if str(column.type) in ("bool", "null"):
+            return read_categories(column.to_pylist())
+        column = column.dictionary_encode()
+    raw = column.dictionary.to_pylist()
+    indices = column.indices.cast("int64").fill_null(-1).to_numpy(zero_copy_only=False)
+    values: dict[Value, int] = {}
+    codes = np.full(len(raw) + 1, -1, dtype=np.int64)  # the last entry is that of missing values
+    for i, value in enumerate(raw):
+        if not is_missing(value):
+            if as_value(value) is None:
+                raise BadValue(int(np.argmax(indices == i)), f"must be a string or an integer, got {_shown(value)}")
+            codes[i] = values.setdefault(_value(value, 0), len(values))
+    return Categories(codes[indices], list(values))
+
+
+def _names_of_type(kind: Any, *words: str) -> bool:
+    return any(word in str(kind) for word in words) and "list" not in str(kind)
+
+
+def _first(column: Any) -> int:
+    """The position of the first value that is there."""
+    return next((i for i, valid in enumerate(column.is_valid().to_pylist()) if valid), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def read_numbers(column: Any) -> tuple[npt.NDArray[Any], Bools]:
+    """A column of numbers as int64 or float64, and where it is missing."""
+    if _is_arrow(column):
+        if str(column.type) == "null":
+            return np.zeros(len(column)), np.ones(len(column), dtype=bool)
+        if not _names_of_type(column.type, "int", "float", "double", "decimal"):
+            raise BadValue(_first(column), f"must be a number, got {column.type}")
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        if not str(column.type).startswith(("int", "uint")):
+            column = column.cast("float64")
+        column = column.fill_null(0).to_numpy(zero_copy_only=False)
+        values, unset = read_numbers(column)
+        return values, unset | missing
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iu":
+        if column.dtype == np.uint64 and len(column) and column.max() > np.iinfo(np.int64).max:
+            raise BadValue(int(column.argmax()), f"must be below 2**63, got {column.max()}")
+        return column.astype(np.int64), np.zeros(len(column), dtype=bool)
+    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+        wide = column.astype(np.float64)
+        return wide, np.isnan(wide)
+    missing = np.zeros(len(column), dtype=bool)
+    listed: list[Any] = []
+    whole = True
+    for position, value in enumerate(column):
+        if is_missing(value):
+            missing[position] = True
+            listed.append(0)
+            continue
+        if isinstance(value, (bool, np.bool_)) or not _is_number(value):
+            raise BadValue(position, f"must be a number, got {_shown(value)}")
+        integer = isinstance(value, (int, np.integer))
+        if integer and not -(2**63) <= int(value) < 2**63:
+            raise BadValue(position, f"must be between -2**63 and 2**63, got {value}")
+        whole = whole and integer
+        listed.append(int(value) if integer else float(value))
+    return np.array(listed, dtype=np.int64 if whole else np.float64), missing
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) or type(value).__name__ == "Decimal"
+
+
+# -------------------------------------------------------------------------------------------------------------- times
+
+
+def read_times(column: Any) -> tuple[Ints, Bools]:
+    """A column of times as microseconds since 1970 in UTC, and where it is missing. Times without a zone are in UTC."""
+    if _is_arrow(column):
+        if str(column.type) == "null":
+            return np.zeros(len(column), dtype=np.int64), np.ones(len(column), dtype=bool)
+        if _names_of_type(column.type, "string", "utf8"):
+            return read_times(column.to_pylist())
+        if not _names_of_type(column.type, "timestamp", "date"):
+            raise BadValue(_first(column), f"must be a time, got {column.type}")
+        column = column.to_numpy(zero_copy_only=False)
+    if isinstance(column, np.ndarray) and column.dtype.kind == "M":
+        missing = np.isnat(column)
+        return np.where(missing, 0, microseconds(column)), missing
+    if isinstance(column, np.ndarray) and column.dtype.kind not in "OU":
+        if column.dtype.kind == "f" and np.isnan(column).all():
+            return np.zeros(len(column), dtype=np.int64), np.ones(len(column), dtype=bool)
+        raise BadValue(0, f"must be a time, got {column.dtype}")
+    missing = np.zeros(len(column), dtype=bool)
+    times = np.zeros(len(column), dtype=np.int64)
+    for position, value in enumerate(column):
+        if is_missing(value):
+            missing[position] = True
+            continue
+        time = as_time(value)
+        if time is None:
+            raise BadValue(position, f"must be a time such as '2026-01-31' or a datetime, got {_shown(value)}")
+        times[position] = time
+    return times, missing
+
+
+def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
+    """datetime64 of any unit as whole microseconds since 1970, rounded down."""
+    return times.astype("datetime64[us]").astype(np.int64)
+
+
+def as_time(value: Any) -> int | None:
+    """A datetime, date, datetime64 or ISO text as microseconds since 1970 in UTC; None if the value is no time."""
+    if isinstance(value, (str, np.str_)):
+        text = str(value).strip()
+        try:
+            value = datetime.datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith(("Z", "z")) else text)
+        except ValueError:
+            return None
+    if isinstance(value, np.datetime64):
+        return int(microseconds(np.array([value]))[0])
+    if isinstance(value, datetime.datetime):
+        utc = value if value.tzinfo is None else value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+        return (utc - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1)
+    if isinstance(value, datetime.date):
+        return (value - datetime.date(1970, 1, 1)).days * 86_400_000_000
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------- tags
+
+
+def read_lists(column: Any) -> Lists:
+    """A column of lists of strings or integers. A missing list has no values."""
+    if _is_arrow(column):
+        return _arrow_lists(column)
+    known: dict[Value, int] = {}
+    rows: list[int] = []
+    indices: list[int] = []
+    for position, values in enumerate(column):
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if isinstance(values, (set, frozenset)):
+            values = sorted(values, key=str)
+        if isinstance(values, (list, tuple)):
+            for value in values:
+                rows.append(position)
+                indices.append(known.setdefault(_value(value, position), len(known)))
+        elif not is_missing(values):
+            raise BadValue(position, f"must be a list of strings or integers, got {_shown(values)}")
+    return Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
+
+
+def _arrow_lists(column: Any) -> Lists:
+    if str(column.type) == "null":
+        return Lists(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), [])
+    if "list" not in str(column.type):
+        raise BadValue(_first(column), f"must be a list of strings or integers, got {column.type}")
+    lengths = np.array(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    try:
+        inner = _arrow_categories(column.flatten())
+    except BadValue as error:
+        raise BadValue(int(rows[error.position]) if len(rows) else 0, str(error)) from None
+    if (inner.indices < 0).any():
+        raise BadValue(
+            int(rows[np.argmax(inner.indices < 0)]), "must be a list of strings or integers, got one with null"
+        )
+    return Lists(rows, inner.indices, inner.values)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

@@ -1,0 +1,205 @@
+"""Expressions over columns: what a search lets through.
+
+    col("country").is_in(["us", "ca"]) & ~col("tags").has("spam") & (col("price") <= 30)
+
+An expression is true, false or unknown for an item, as in SQL: a comparison with a missing value is unknown, `~` of
+unknown is unknown, and an item passes where the expression is true. So neither `col("price") <= 30` nor its negation
+lets an item without a price through; `| col("price").is_null()` does. Tags are never unknown: an item without tags has
+none, and `~col("tags").has("spam")` lets it through.
+
+Source: three-valued logic is Kleene's; SQL-92, section 8.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tigon.retrieve.tables import is_missing
+
+Scalar = str | int | float
+
+
+class Expression:
+    """A condition on an item. Combine expressions with `&`, `|` and `~`."""
+
+    def __and__(self, other: Expression) -> Expression:
+        return All((*_parts(All, self), *_parts(All, _expression(other, "&"))))
+
+    def __or__(self, other: Expression) -> Expression:
+        return Either((*_parts(Either, self), *_parts(Either, _expression(other, "|"))))
+
+    def __invert__(self) -> Expression:
+        return self.part if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"where: {self} has no truth value: combine with &, | and ~ in place of and, or and not, write "
+            "(a <= x) & (x <= b) or x.between(a, b) in place of a <= x <= b, and x.is_in(…) in place of in."
+        )
+
+    def __str__(self) -> str:
+        """The expression as text that `parse` reads."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Comparison(Expression):
+    """A column, one of the operations of its kind, and a value: a number or string, or a tuple of them."""
+
+    column: str
+    operation: str
+    value: Any = None
+
+    def __str__(self) -> str:
+        if self.operation == "null":
+            return f"{self.column} is null"
+        if isinstance(self.value, tuple):
+            listed = ", ".join(map(_text, self.value))
+            return f"{self.column} {self.operation} ({listed}{',' * (len(self.value) == 1)})"
+        return f"{self.column} {self.operation} {_text(self.value)}"
+
+
+@dataclass(frozen=True)
+class Not(Expression):
+    part: Expression
+
+    def __str__(self) -> str:
+        return f"not {self.part}" if isinstance(self.part, Comparison) else f"not ({self.part})"
+
+
+@dataclass(frozen=True)
+class All(Expression):
+    parts: tuple[Expression, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(f"({part})" if isinstance(part, Either) else str(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Either(Expression):
+    parts: tuple[Expression, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.parts))
+
+
+class Named:
+    """A column of an index by its name. Comparing it gives an expression.
+
+    Comparisons are `==`, `!=`, `<`, `<=`, `>` and `>=` with a value, and the methods below. Which of them a column has
+    is a question of its kind.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"col: the name of a column must be an identifier, got {name!r}.")
+        self.name = name
+
+    def __eq__(self, value: object) -> Expression:  # type: ignore[override]
+        return Comparison(self.name, "==", scalar(value))
+
+    def __ne__(self, value: object) -> Expression:  # type: ignore[override]
+        return Comparison(self.name, "!=", scalar(value))
+
+    def __lt__(self, value: Any) -> Expression:
+        return Comparison(self.name, "<", scalar(value))
+
+    def __le__(self, value: Any) -> Expression:
+        return Comparison(self.name, "<=", scalar(value))
+
+    def __gt__(self, value: Any) -> Expression:
+        return Comparison(self.name, ">", scalar(value))
+
+    def __ge__(self, value: Any) -> Expression:
+        return Comparison(self.name, ">=", scalar(value))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def is_in(self, values: Iterable[Any]) -> Expression:
+        """Whether the value is one of those."""
+        return Comparison(self.name, "in", _many(self.name, "is_in", values))
+
+    def between(self, low: Any, high: Any) -> Expression:
+        """Whether the value is from low to high, both included."""
+        return Comparison(self.name, ">=", scalar(low)) & Comparison(self.name, "<=", scalar(high))
+
+    def has(self, value: Any) -> Expression:
+        """Whether the tags have this one."""
+        return Comparison(self.name, "has", scalar(value))
+
+    def has_any(self, values: Iterable[Any]) -> Expression:
+        """Whether the tags have one of those at least."""
+        return Comparison(self.name, "has_any", _many(self.name, "has_any", values))
+
+    def has_all(self, values: Iterable[Any]) -> Expression:
+        """Whether the tags have each of those."""
+        return Comparison(self.name, "has_all", _many(self.name, "has_all", values))
+
+    def is_null(self) -> Expression:
+        """Whether the value is missing; of tags, whether there are none."""
+        return Comparison(self.name, "null")
+
+    def __repr__(self) -> str:
+        return f"col({self.name!r})"
+
+
+def col(name: str) -> Named:
+    """A column of the index, to be compared: `col("price") <= 30`.
+
+    Args:
+        name: the column's name in the schema.
+
+    Returns: what compares, by operators and by methods, with values.
+    """
+    return Named(name)
+
+
+def scalar(value: Any) -> Scalar:
+    """A value of a filter as a string, an int or a float. Times become their ISO text."""
+    if isinstance(value, (Named, Expression)):
+        raise ValueError(f"where: a column is compared with a value, got {value!r}.")
+    if is_missing(value):
+        raise ValueError(f"where: nothing equals a missing value, {value!r}: ask with is_null().")
+    if isinstance(value, np.datetime64):
+        return str(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (datetime.datetime, datetime.date)):
+        return value.isoformat()
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (str, int, float)):
+        return value
+    raise ValueError(f"where: a column is compared with a string, a number or a time, got {type(value).__name__}.")
+
+
+def _many(name: str, method: str, values: Any) -> tuple[Scalar, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"where: col({name!r}).{method} must get a list of values, got {type(values).__name__} {values!r}."
+        )
+    return tuple(scalar(value) for value in values)
+
+
+def _parts(kind: type[All] | type[Either], expression: Expression) -> tuple[Expression, ...]:
+    return expression.parts if isinstance(expression, kind) else (expression,)
+
+
+def _expression(other: Any, operator: str) -> Expression:
+    if isinstance(other, Expression):
+        return other
+    raise TypeError(
+        f"where: {operator} combines expressions, got {type(other).__name__} {other!r}: put comparisons in "
+        f"parentheses, as in (col('a') == 1) {operator} (col('b') <= 2)."
+    )
+
+
+def _text(value: Scalar) -> str:
+    if isinstance(value, float) and value in (float("inf"), -float("inf")):
+        return "1e999" if value > 0 else "-1e999"
+    return repr(value)

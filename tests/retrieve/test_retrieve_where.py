@@ -1,0 +1,250 @@
+"""Expressions: their meaning against plain Python, as Python and as text, and what they refuse."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tables_made import as_expression, as_text, expressions, tables, truth
+
+from tigon.retrieve import Category, Expression, Number, Schema, Tags, Timestamp, col, parse
+from tigon.retrieve.clauses import clauses_of, row_filter
+from tigon.retrieve.counts import Counts
+
+SCHEMA = Schema(
+    country=Category(),
+    tags=Tags(48),
+    price=Number(),
+    rank=Number(0, 100, step=5),
+    posted=Timestamp("h"),
+    shop=Category(200_000),
+)
+
+
+def passing(expression, schema, words):
+    found = row_filter(clauses_of(expression, schema), schema)
+    return found.mask(torch.from_numpy(words)).tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_filter_passes_what_the_expression_is_true_for(data):
+    schema, kinds, table = data.draw(tables())
+    tree = data.draw(expressions(kinds))
+    encoded = schema.encode(table)
+    schema.take(encoded.growth)
+    expression = as_expression(tree)
+    try:
+        found = passing(expression, schema, encoded.words)
+    except ValueError as error:
+        found = None
+        refused = "clauses that must all hold" in str(error)
+    assume(found is not None or not refused)
+    rows = [{name: values[i] for name, values in table.items()} for i in range(12)]
+    assert found == [truth(tree, kinds, row) is True for row in rows]
+    for text in (as_text(tree), str(expression)):
+        assert passing(parse(text), schema, encoded.words) == found, text
+    assert (encoded.words >= 0).all()  # bit 63 is never used
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("country in ('us','ca') and not tags has 'spam' and price <= 30",
+         col("country").is_in(["us", "ca"]) & ~col("tags").has("spam") & (col("price") <= 30)),
+        ("COUNTRY = 'us'".replace("COUNTRY", "country"), col("country") == "us"),
+        ("country <> 'us'", col("country") != "us"),
+        ("country in ('us')", col("country").is_in(["us"])),
+        ("country NOT IN ['us']", ~col("country").is_in(["us"])),
+        ("3 <= price < 5", (col("price") >= 3) & (col("price") < 5)),
+        ("price between -3 and +5 and country == 'us'", col("price").between(-3, 5) & (col("country") == "us")),
+        ("price BETWEEN 1 AND 2 or price between 4 and 5", col("price").between(1, 2) | col("price").between(4, 5)),
+        ("not price is null", ~col("price").is_null()),
+        ("price is not null", ~col("price").is_null()),
+        ("tags has_any ('a', 'b') or tags has_all ['c']", col("tags").has_any(["a", "b"]) | col("tags").has_all(["c"])),
+        ("posted >= '2026-01-01' and\n posted < '2026-02-01'",
+         (col("posted") >= np.datetime64("2026-01-01")) & (col("posted") < np.datetime64("2026-02-01"))),
+        ("not (country == 'us' or country == 'ca')", ~((col("country") == "us") | (col("country") == "ca"))),
+        ("not not country == 'has @ spam'", col("country") == "has @ spam"),
+    ],
+)  # fmt: skip
+def test_text_says_the_same_as_python(text, meant):
+    assert parse(text) == meant
+    assert parse(str(meant)) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "where: the text is empty"),
+        ("price <=", "no expression"),
+        ("price", "price alone is no condition: compare it"),
+        ("__import__('os').system('x')", r"'\.' has no meaning here"),
+        ("(lambda: 1)", "':' has no meaning|lambda"),
+        ("f(price) == 1", r"f\(price\) stands where a column's name is expected"),
+        ("price == f(1)", r"f\(1\) is no value"),
+        ("price == [x for x in y]", "is no value"),
+        ("price @ 'x'", "'@' has no meaning here"),
+        ("price + 1 == 2", r"price \+ 1 stands where a column's name is expected"),
+        ("price == null", "nothing equals null: write is null"),
+        ("country == us", "us stands where a value is expected: strings stand in quotes, 'us'"),
+        ("country is 'us'", "is goes with null alone"),
+        ("price between 1", "no expression"),
+        ("country == f'{price}'", "no expression"),
+        ("country == b'us'", "is no value"),
+        ("price if price else price", "is no condition"),
+        ("(" * 5000 + "price == 1" + ")" * 5000, "no expression"),
+        ("price == 1; price", "';' has no meaning here"),
+    ],
+)
+def test_other_text_is_refused(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        parse(text)
+
+
+WORDS = st.sampled_from(
+    ["price", "country", "has", "in", "(", ")", ",", "'a'", "1", "and", "or", "not", "==", "between"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40) | st.lists(WORDS).map(" ".join))
+def test_any_text_is_an_expression_or_gets_a_sentence(text):
+    said = ""
+    try:
+        found = parse(text)
+    except ValueError as error:
+        said = str(error)
+    assert said.startswith("where: ") or isinstance(found, Expression)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: col("contry") == "us", r"where: there is no column 'contry'; did you mean 'country', a Category\."),
+        (lambda: col("zzz") == 1, "there is no column 'zzz'; there are 'country', 'tags'"),
+        (lambda: col("country") < "us", r"column 'country' is a Category: it has no <, but ==, !=, is_in, is_null\."),
+        (lambda: col("country").has("us"), "column 'country' is a Category: it has no has"),
+        (lambda: col("tags") == "a", "column 'tags' is a Tags: it has no ==, but has, has_any, has_all, is_null"),
+        (lambda: col("price") <= "30", "column 'price' is a Number: it compares with numbers, got str '30'"),
+        (lambda: col("country") == 1.5, "column 'country' is a Category: it compares with strings or integers"),
+        (lambda: col("rank") <= 7, "7 lies between its steps 5 and 10; compare with one of them, or make the column"),
+        (lambda: col("posted") < "2026-01-01T00:30", "is no whole 'h'; compare with 2026-01-01T00:00:00 or 2026"),
+        (lambda: col("posted") < "soon", "it compares with times such as '2026-01-31', got str 'soon'"),
+        (lambda: col("posted") < 3, "it compares with times such as '2026-01-31', got int 3"),
+    ],
+)
+def test_a_filter_that_does_not_fit_the_schema_gets_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        clauses_of(make(), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "sentence"),
+    [
+        (lambda: col("a") == None, ValueError, r"ask with is_null\(\)"),  # noqa: E711
+        (lambda: col("a") == col("b"), ValueError, r"a column is compared with a value, got col\('b'\)"),
+        (lambda: col("a").is_in("us"), ValueError, r"col\('a'\).is_in must get a list of values, got str 'us'"),
+        (lambda: (col("a") == 1) and (col("b") == 1), TypeError, "combine with &, |"),
+        (lambda: 1 < col("a") < 3, TypeError, r"x.between\(a, b\)"),
+        (lambda: (col("a") == 1) & True, TypeError, "& combines expressions, got bool True"),
+        (lambda: col("a b"), ValueError, "must be an identifier, got 'a b'"),
+    ],
+)
+def test_a_mistake_in_python_gets_a_sentence(make, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        make()
+
+
+def test_a_value_that_no_item_has_passes_nothing_or_is_an_error():
+    assert clauses_of(col("country") == "zz", SCHEMA) == [((), ())]
+    assert clauses_of(col("tags").has("zz"), SCHEMA) == [((), ())]
+    assert clauses_of(~col("tags").has("zz"), SCHEMA) == []
+    for expression in (col("country") == "zz", col("tags").has("zz"), col("country").is_in(["zz"])):
+        with pytest.raises(ValueError, match=r"no item has the value 'zz' \(strict=True\)"):
+            clauses_of(expression, SCHEMA, strict=True)
+
+
+def test_conditions_on_one_column_are_one_test():
+    both = clauses_of((col("price") > 3) & (col("price") <= 5) & (col("price") != 9), SCHEMA)
+    assert len(both) == 1
+    assert len(row_filter(both, SCHEMA).clauses[0]) == 1
+    schema = Schema(tags=Tags(3, ["a", "b", "c"]))
+    assert len(clauses_of(col("tags").has("a") & col("tags").has("b"), schema)) == 1
+    assert len(clauses_of(~col("tags").has("a") & ~col("tags").has("b"), schema)) == 1
+    assert clauses_of(col("tags").has("a") & ~col("tags").has("a"), schema) == [((), ())]
+    assert clauses_of(col("tags").has("a") | ~col("tags").has("a"), schema) == []
+    assert clauses_of(col("price").is_null() | ~col("price").is_null(), SCHEMA) == []
+    implied = (col("price") < 3) & ((col("price") < 5) | (col("country") == "us"))
+    assert len(clauses_of(implied, SCHEMA)) == 1
+
+
+def test_a_large_is_in_becomes_ranges_or_a_bitmap():
+    schema = Schema(shop=Category(200_000, range(1000)), country=Category(10, ["us", "ca"]))
+    shops = np.arange(1001) - 1
+    words = schema.encode({"shop": [None, *range(1000)], "country": ["us", *["ca"] * 1000]}).words
+    for wanted, tests in ((list(range(10, 500)), 1), (list(range(0, 32, 2)), 16), (list(range(0, 900, 2)), 1)):
+        found = row_filter(clauses_of(col("shop").is_in(wanted), schema), schema)
+        assert [len(clause) for clause in found.clauses] == [tests]
+        assert found.mask(torch.from_numpy(words)).tolist() == np.isin(shops, wanted).tolist()
+        turned = row_filter(clauses_of(~col("shop").is_in(wanted), schema), schema)
+        expected = ~np.isin(shops, wanted) & (shops >= 0)
+        assert turned.mask(torch.from_numpy(words)).tolist() == expected.tolist()
+        either = row_filter(clauses_of(col("shop").is_in(wanted) | (col("country") == "us"), schema), schema)
+        assert either.mask(torch.from_numpy(words)).tolist() == (np.isin(shops, wanted) | (shops < 0)).tolist()
+
+
+def test_too_many_clauses_name_the_part_to_simplify():
+    names = [f"c{i}" for i in range(40)]
+    schema = Schema(**{name: Category(3, [0, 1]) for name in names})
+    both = col("c0") == 1
+    for name in names[1:18]:
+        both = both & (col(name) == 1)
+    with pytest.raises(ValueError, match="becomes 18 clauses that must all hold, more than 16"):
+        clauses_of(both, schema)
+    pairs = (col("c0") == 1) & (col("c1") == 1)
+    for i in range(2, 40, 2):
+        pairs = pairs | ((col(names[i]) == 1) & (col(names[i + 1]) == 1))
+    with pytest.raises(ValueError, match="Simplify 'c0 == 1 and c1 == 1 or c2 == 1 and c3 == 1") as raised:
+        clauses_of((col("c5") == 0) & pairs, schema)
+    assert len(str(raised.value)) < 500
+    many = col("c0") == 1
+    for name in names[1:20]:
+        many = many | (col(name) == 1)
+    with pytest.raises(ValueError, match="a part needs 20 tests, more than 16: simplify the conditions on c0, c1"):
+        row_filter(clauses_of(many, schema), schema)
+    number = Schema(price=Number())
+    with pytest.raises(ValueError, match="'price' has 17 ranges of values"):
+        row_filter(clauses_of(col("price").is_in([3**i / 4 for i in range(17)]), number), number)
+
+
+def test_the_estimated_share_follows_the_counts():
+    rng = np.random.default_rng(0)
+    n = 20_000
+    table = {
+        "country": rng.choice(["us", "ca", "de", None], n, p=[0.5, 0.2, 0.2, 0.1]).tolist(),
+        "tags": [[t for t, p in (("a", 0.3), ("b", 0.1)) if rng.random() < p] for _ in range(n)],
+        "price": rng.exponential(30, n),
+        "rank": rng.integers(0, 21, n) * 5,
+        "posted": np.datetime64("2026-01-01", "s") + rng.integers(0, 86_400 * 100, n),
+        "shop": rng.integers(0, 1000, n),
+    }
+    encoded = SCHEMA.encode(table)
+    schema = Schema.from_json(SCHEMA.to_json())
+    schema.take(encoded.growth)
+    counts = Counts(schema)
+    counts.add(encoded.words)
+    for expression in (
+        col("country") == "us", ~(col("country") == "us"), col("country").is_null(), col("tags").has("a"),
+        ~col("tags").has_any(["a", "b"]), col("tags").has_all(["a", "b"]), col("price") <= 30, col("rank") >= 50,
+        col("posted").between("2026-02-01", "2026-03-01"), col("shop").is_in(range(100)), col("country") == "zz",
+        (col("country") == "us") & (col("price") > 10), (col("country") == "us") | (col("price") > 10),
+    ):  # fmt: skip
+        share = counts.share(clauses_of(expression, schema))
+        true = np.mean(passing(expression, schema, encoded.words))
+        assert abs(share - true) <= 0.02, (str(expression), share, true)
+    before = {name: bins.copy() for name, bins in counts.bins.items()}
+    counts.add(encoded.words[:, :500])
+    counts.add(encoded.words[:, :500], sign=-1)
+    assert counts.items == n
+    assert all((counts.bins[name] == bins).all() for name, bins in before.items())
