@@ -142,6 +142,27 @@ def test_a_block_that_one_tile_masks_rounds_as_where_another_does_not(width, gro
             assert torch.equal(got, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_small_tiles_round_as_large_ones_do(width):
+    """A request of few tokens has tiles of 64 rows; beside a long one, the same request has tiles of 128."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(900, heads, width, generator=draw).bfloat16().cuda() for heads in (4, 4, 4, 4)]
+
+    def computed(after):
+        layout = tigon.PrefixLayout([333, *[40] * bool(after)], [[30, 1, 2], *[after] * bool(after)], device="cuda")
+        assert layout.short(1) != bool(after)
+        rows = [*range(333), *range(400, 440 if after else 400), *range(500, 533 + sum(after))]
+        q, k, v, do = (t[rows] for t in drawn)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        o = tigon.prefix_attention(*leaves, layout)
+        first = 333 + 40 * bool(after)
+        return [t[first : first + 33] for t in (o.detach(), *torch.autograd.grad(o, leaves, do))]
+
+    for got, expected in zip(computed([128, 128]), computed([]), strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_permuted_suffixes_give_permuted_results(device, triton_backend):
     lengths, order = [5, 1, 40, 2, 33], [3, 0, 4, 2, 1]
     starts = [0, 5, 6, 46, 48]
@@ -183,6 +204,12 @@ def test_offsets_positions_and_predictors():
     assert layout.positions.tolist() == [0, 1, 0, 1, 2, 2, 2, 3, 3, 4]
     assert layout.predictor.tolist() == [1, 1, 6, 4, 8]
     assert layout.positions.dtype == layout.predictor.dtype == layout.request.dtype == torch.int64
+
+
+def test_few_rows_want_small_tiles():
+    assert tigon.PrefixLayout([9] * 3, [[1] * 30, [2], [60]]).short(1)
+    assert not tigon.PrefixLayout([9] * 3, [[1] * 30, [2], [60]]).short(8)
+    assert not tigon.PrefixLayout([9], [[128]]).short(1)
 
 
 def test_an_empty_prefix_predicts_nothing():

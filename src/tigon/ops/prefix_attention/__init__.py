@@ -85,8 +85,9 @@ def _attention(
         return prefix_attention_reference(q, k, v, layout, across=across, scale=scale, softcap=softcap, window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    short = layout.short(q.shape[1] // k.shape[1])
     tables = tables_of(layout, q, k, across == "suffixes", softcap is not None, keep)
-    options = layout.prefix_rows, layout.singles, across == "suffixes", scale, softcap, window
+    options = layout.prefix_rows, layout.singles, across == "suffixes", short, scale, softcap, window
     return _prefix_attention(q, k, v, layout._first, layout._stop, *tables, *options)
 
 

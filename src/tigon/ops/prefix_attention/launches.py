@@ -40,7 +40,12 @@ class Tile(NamedTuple):
 TILES = {
     "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 16, 8, 2)},
-    "keys": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "keys": {64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
+}
+# Where tiles of 128 rows would be half empty, as with few suffixes of one token. Their keys are those above.
+TILES_SHORT = {
+    "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
+    "queries": {128: Tile(64, 64, 4, 2)},
 }
 # The slope of a softcap takes registers: with one, these.
 TILES_CAPPED = {
@@ -54,15 +59,19 @@ TILES_FP32 = {64: Tile(16, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16,
 SINGLE_TOKENS, DELTA_ROWS = 16, 32
 
 
-def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool) -> Tile:
+def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) -> Tile:
     """The tile of a kernel: of the forward pass, or of the gradients of queries and of keys.
 
     The blocks of keys may depend on heads, dtype, device and options alone, never on the layout: a row's sums are taken
-    block by block, and its bits may not depend on its neighbours.
+    block by block, and its bits may not depend on its neighbours. short: of `PrefixLayout.short`, changes rows alone.
     """
     D, N = q.shape[2], q.shape[1] // k.shape[1]
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
     table = TILES_FP32 if q.dtype == torch.float32 else (TILES_CAPPED if capped else TILES)[kind]
-    rows, keys, warps, stages = table[64 if D <= 64 else 128 if D <= 128 else 256]
+    tile = table[width]
+    if short and q.dtype != torch.float32 and not capped:
+        tile = TILES_SHORT.get(kind, {}).get(width, tile)
+    rows, keys, warps, stages = tile
     rows = max(rows, next_power_of_2(N))
     # The tile that stays, and blocks of two tensors in flight. Consumer GPUs and AMD's have less room than an H100.
     width = max(16, next_power_of_2(D)) * q.element_size()
@@ -83,12 +92,16 @@ def tables_of(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The tables of tiles of the forward pass, and with `keep` of the backward pass."""
     N = q.shape[1] // k.shape[1]
-    tokens = tile_of("forward", q, k, capped).rows // N
-    forward = layout.tiles("prefix queries", tokens), layout.tiles("suffix queries", tokens)
+    short = layout.short(N)
+
+    def queries_of(kind: str) -> tuple[Tensor, Tensor]:
+        prefix, suffix = (tile_of(kind, q, k, capped, few).rows // N for few in (False, short))
+        return layout.tiles("prefix queries", prefix), layout.tiles("suffix queries", suffix)
+
+    forward = queries_of("forward")
     if not keep:
         return *forward, None, None, None, None
-    tokens = tile_of("queries", q, k, capped).rows // N
-    queries = layout.tiles("prefix queries", tokens), layout.tiles("suffix queries", tokens)
+    queries = queries_of("queries")
     keys = tile_of("keys", q, k, capped).keys
     own = "suffix keys across" if across else "suffix keys"
     return *forward, *queries, layout.tiles("prefix keys", keys), layout.tiles(own, keys)
@@ -111,14 +124,16 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
 
 
-def _launch_queries(kind: str, tensors: tuple[Any, ...], singles: int, across: bool, scores: tuple[Any, ...]) -> None:
+def _launch_queries(
+    kind: str, tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]
+) -> None:
     """tensors: q, k, v, o, lse, do, delta, dq, tiles, first, stop."""
     q, k, v, _, _, do, _, dq, tiles, *_ = tensors
     if not tiles.shape[0]:
         return
 
     def plan() -> Plan:
-        tile, G = tile_of(kind, q, k, scores[1] is not None), k.shape[1]
+        tile, G = tile_of(kind, q, k, scores[1] is not None, short), k.shape[1]
         upstream = (0, 0) if do is None else do.stride()[:2]
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *upstream, *scores, G,
@@ -127,14 +142,14 @@ def _launch_queries(kind: str, tensors: tuple[Any, ...], singles: int, across: b
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    launch(_attend_kernel, (kind, singles, across, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
+    launch(_attend_kernel, (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
 
 
 def _prefix_attention_fwd_fake(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
     prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, scale: float, softcap: float | None,
-    window: int | None,
+    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
+    softcap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), _statistics(q, k)
 
@@ -142,27 +157,30 @@ def _prefix_attention_fwd_fake(
 @launcher(
     "(Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor prefixes, Tensor suffixes, "
     "Tensor? prefix_queries, Tensor? suffix_queries, Tensor? prefix_keys, Tensor? suffix_keys, SymInt start, "
-    "int singles, bool across, float scale, float? softcap, int? window) -> (Tensor, Tensor)",
+    "int singles, bool across, bool short, float scale, float? softcap, int? window) -> (Tensor, Tensor)",
     _prefix_attention_fwd_fake,
 )
 def _prefix_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
     prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, scale: float, softcap: float | None,
-    window: int | None,
+    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
+    softcap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = _unit_strides(q, k, v)
     o, lse = q.new_empty(q.shape), _statistics(q, k)
     scores = scale, softcap, window
-    _launch_queries("forward", (q, k, v, o, lse, None, None, None, prefixes, first, stop), 0, False, scores)
-    _launch_queries("forward", (q, k, v, o, lse, None, None, None, suffixes, first, stop), singles, across, scores)
+    _launch_queries("forward", (q, k, v, o, lse, None, None, None, prefixes, first, stop), 0, False, False, scores)
+    _launch_queries(
+        "forward", (q, k, v, o, lse, None, None, None, suffixes, first, stop), singles, across, short, scores
+    )
     return o, lse
 
 
 def _prefix_attention_bwd_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
     prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
-    singles: int, across: bool, scale: float, softcap: float | None, window: int | None, wants: list[bool],
+    singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
+    wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
     return dq, dk, dv
@@ -171,13 +189,14 @@ def _prefix_attention_bwd_fake(
 @launcher(
     "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor first, Tensor stop, Tensor prefix_queries, "
     "Tensor suffix_queries, Tensor prefix_keys, Tensor suffix_keys, SymInt start, int singles, bool across, "
-    "float scale, float? softcap, int? window, bool[] wants) -> (Tensor, Tensor, Tensor)",
+    "bool short, float scale, float? softcap, int? window, bool[] wants) -> (Tensor, Tensor, Tensor)",
     _prefix_attention_bwd_fake,
 )
 def _prefix_attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
     prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
-    singles: int, across: bool, scale: float, softcap: float | None, window: int | None, wants: list[bool],
+    singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
+    wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """start: the first row of a suffix. wants: of dq, dk and dv; what is not wanted has no elements."""
     do, q, k, v = _unit_strides(do, q, k, v)
@@ -186,8 +205,8 @@ def _prefix_attention_bwd(
     delta = lse.new_empty(lse.shape)
     if wants[0]:
         given = q, k, v, o, lse, do, delta, dq
-        _launch_queries("queries", (*given, prefix_queries, first, stop), 0, False, scores)
-        _launch_queries("queries", (*given, suffix_queries, first, stop), singles, across, scores)
+        _launch_queries("queries", (*given, prefix_queries, first, stop), 0, False, False, scores)
+        _launch_queries("queries", (*given, suffix_queries, first, stop), singles, across, short, scores)
     else:
         _launch_delta(do, o, delta)
     if wants[1] or wants[2]:
@@ -257,10 +276,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if do is None:
-        return (None,) * 17
+        return (None,) * 18
     wants = list(ctx.needs_input_grad[:3])
     gradients = _prefix_attention_bwd(do, *ctx.saved_tensors, *ctx.options, wants)
-    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *(None,) * 14
+    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *(None,) * 15
 
 
 _prefix_attention = differentiable(_prefix_attention_fwd, _setup_context, _backward)

@@ -98,6 +98,8 @@ class PrefixLayout:
         self._first, self._stop, self._position, self._of_row = moved[3:7]
         self._on_device = {name: t.view(-1, 4) for name, t in zip(SEQUENCES, moved[7:], strict=True)}
         self._tiles: dict[tuple[str, int], Tensor] = {}
+        self._tokens = [sum(own) for own in self.suffix_lengths]  # of the suffixes of each request
+        self._short: dict[int, bool] = {}
 
     def tiles(self, kind: str, size: int) -> Tensor:
         """(n, 6) int32, the tiles of at most `size` tokens: start, stop, and the sequence that each is cut from.
@@ -113,6 +115,17 @@ class PrefixLayout:
         if found is None:
             found = _copied(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
             self._tiles[kind, size] = found
+        return found
+
+    def short(self, heads: int) -> bool:
+        """Whether tiles of 64 rows, heads for each token, hold the suffixes better than tiles of 128."""
+        if torch.compiler.is_compiling():
+            return False  # the graph holds for every layout
+        found = self._short.get(heads)
+        if found is None:
+            small, large = (sum(-(-n * heads // rows) * rows for n in self._tokens) for rows in (64, 128))
+            # Full tiles of 128 rows read each key half as often.
+            found = self._short[heads] = large > 1.3 * small
         return found
 
     @functools.cached_property
