@@ -1,12 +1,12 @@
-"""A policy's step of GRPO where completions share a prompt: TRL's own, Tigon's on separate sequences, and shared.
+"""A policy's step of GRPO where completions share a prompt: TRL's own, a fused model's, and shared.
 
-    python benchmarks/shared_prefix.py --output results              every case, in about 110 s on one H200
+    python benchmarks/shared_prefix.py --output results              every case, in about 120 s on one H200
     python benchmarks/shared_prefix.py --output results --tiny       all of it on a CPU, in a few seconds
 
 Qwen3-1.7B's shape with random weights in bf16: log-probabilities of the completions, the clipped ratio, the backward
 pass. Generation and the optimizer are left out. TRL's side is its fused head, where TRL is installed, and otherwise
-`log_softmax`, a sequence at a time. Sides are compared in each case: log-probabilities, and gradients of some weights.
-The file is written after every case.
+`log_softmax`, a sequence at a time. "fused" is `tigon.fuse(model)` on TRL's sequences with torch's attention. Sides are
+compared in each case: log-probabilities, and gradients of some weights. The file is written after every case.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ import tigon
 from tigon.bench import report
 from tigon.bench.training import build, peak_gib, synchronize
 
-# Tokens of the prompt, completions, tokens of each. The last one shares nothing: what shared prefixes cost there.
-CASES = ((4096, 8, 512), (8192, 4, 512), (512, 1, 512))
-TINY_CASES = ((32, 3, 8), (8, 1, 8))
+# Prompts, tokens of each, completions of each, tokens of each. The last shares nothing: what sharing costs there.
+CASES = ((1, 4096, 8, 512), (1, 8192, 4, 512), (16, 512, 1, 512))
+TINY_CASES = ((1, 32, 3, 8), (2, 8, 1, 8))
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
 }  # fmt: skip
-SIDES = ("trl", "separate", "shared")
+SIDES = ("trl", "fused", "shared")
 WARMUP, STEPS = 2, 5
 CLIP = 0.2
 COMPARED = 6  # weights whose gradients are compared
-Logprobs = Callable[[Any, Tensor, list[Tensor]], Tensor]
+Group = tuple[Tensor, list[Tensor]]  # a prompt, and its completions, all of one length
+Logprobs = Callable[[Any, list[Group]], Tensor]
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Row:
     """One side of a case. activations_gib: the most memory of a step, less weights and gradients."""
 
     model: str
+    prompts: int
     prompt: int
     completions: int
     length: int
@@ -67,9 +69,15 @@ class Row:
         return asdict(self)
 
 
-def plain(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
-    """TRL's way: every completion behind its own copy of the prompt."""
-    ids, n = torch.stack([torch.cat([prompt, c]) for c in completions]), completions[0].numel()
+def _sequences(groups: list[Group]) -> tuple[Tensor, int]:
+    """Every completion behind a copy of its prompt, and how many tokens a completion has."""
+    ids = torch.stack([torch.cat([prompt, c]) for prompt, completions in groups for c in completions])
+    return ids, groups[0][1][0].numel()
+
+
+def plain(model: Any, groups: list[Group]) -> Tensor:
+    """TRL's way."""
+    ids, n = _sequences(groups)
     if _trl_head() is not None:
         labels = ids.clone()
         labels[:, :-n] = -100
@@ -77,18 +85,21 @@ def plain(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
         found: Tensor = out.log_probs[:, -n:]
         return found
     logits = model(input_ids=ids, logits_to_keep=n + 1).logits[:, :-1]
-    each = [F.log_softmax(z.float(), -1).gather(-1, c[:, None])[:, 0] for z, c in zip(logits, completions, strict=True)]
-    return torch.stack(each)
+    rows = zip(logits, ids[:, -n:], strict=True)
+    return torch.stack([F.log_softmax(z.float(), -1).gather(-1, c[:, None])[:, 0] for z, c in rows])
 
 
-def shared(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
-    batch = tigon.SharedPrefixBatch([prompt], [completions])
-    return batch.logprob(model).logprob.view(len(completions), -1)
+def fused(model: Any, groups: list[Group]) -> Tensor:
+    ids, n = _sequences(groups)
+    x = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, -n - 1 : -1]
+    found: Tensor = tigon.linear_logprob(x.flatten(0, 1), model.lm_head.weight, ids[:, -n:].flatten()).logprob
+    return found.view(-1, n)
 
 
-def separate(model: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
-    batch = tigon.SharedPrefixBatch([prompt] * len(completions), [[c] for c in completions])
-    return batch.logprob(model).logprob.view(len(completions), -1)
+def shared(model: Any, groups: list[Group]) -> Tensor:
+    prompts, completions = zip(*groups, strict=True)
+    batch = tigon.SharedPrefixBatch(list(prompts), list(completions))
+    return batch.logprob(model).logprob.view(-1, completions[0][0].numel())
 
 
 def _trl_head() -> Callable[[Any], None] | None:
@@ -100,9 +111,9 @@ def _trl_head() -> Callable[[Any], None] | None:
     return head
 
 
-def step(logprobs: Logprobs, model: Any, prompt: Tensor, completions: list[Tensor], advantages: Tensor) -> Tensor:
+def step(logprobs: Logprobs, model: Any, groups: list[Group], advantages: Tensor) -> Tensor:
     """A policy's first step on new completions: the ratio is 1, and has a gradient."""
-    logp = logprobs(model, prompt, completions)
+    logp = logprobs(model, groups)
     ratio = (logp.float() - logp.detach().float()).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
     loss.backward()
@@ -129,21 +140,26 @@ def measure(row: Row, logprobs: Logprobs, model: Any, data: tuple[Any, ...], dev
     return [logp, torch.cat([p.grad.float().flatten() for p in weights[:COMPARED]])]
 
 
-def case(model: Any, prompt: int, count: int, length: int, checkpointing: bool, device: torch.device) -> list[Row]:
+def case(
+    model: Any, prompts: int, prompt: int, count: int, length: int, checkpointing: bool, device: torch.device
+) -> list[Row]:
     draw = torch.Generator().manual_seed(1)
-    vocabulary = model.config.vocab_size
-    ids = [torch.randint(vocabulary, (n,), generator=draw).to(device) for n in (prompt, *([length] * count))]
-    data = ids[0], ids[1:], torch.randn(count, 1, generator=draw).to(device)
+
+    def drawn(n: int) -> Tensor:
+        return torch.randint(model.config.vocab_size, (n,), generator=draw).to(device)
+
+    groups = [(drawn(prompt), [drawn(length) for _ in range(count)]) for _ in range(prompts)]
+    data = groups, torch.randn(prompts * count, 1, generator=draw).to(device)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
     rows, expected = [], None
-    for side, logprobs in zip(SIDES, (plain, separate, shared), strict=True):
-        row = Row("qwen3-1.7b", prompt, count, length, checkpointing, side)
+    for side, logprobs in zip(SIDES, (plain, fused, shared), strict=True):
+        row = Row("qwen3-1.7b", prompts, prompt, count, length, checkpointing, side)
         if side == "trl" and _trl_head() is None:
             row.note = "TRL is not installed: log_softmax, a sequence at a time"
-        fusion = None if side == "trl" else tigon.fuse(model, shared_prefix=True)
+        fusion = None if side == "trl" else tigon.fuse(model, shared_prefix=side == "shared")
         try:
             found = measure(row, logprobs, model, data, device)
             if side == "trl":
@@ -165,17 +181,18 @@ def case(model: Any, prompt: int, count: int, length: int, checkpointing: bool, 
 
 def table(rows: list[Row]) -> str:
     lines = []
-    plains = {(r.prompt, r.completions, r.checkpointing): r for r in rows if r.side == "trl"}
+    plains = {(r.prompts, r.prompt, r.completions, r.checkpointing): r for r in rows if r.side == "trl"}
     for r in rows:
-        name = f"{r.prompt} + {r.completions} × {r.length}" + (", checkpointing" if r.checkpointing else "")
+        name = f"{r.prompts} × ({r.prompt} + {r.completions} × {r.length})"
+        name += ", checkpoints" if r.checkpointing else ""
         said = f"{r.step_ms:9.1f} ms" if r.step_ms else r.reason
         if r.activations_gib is not None:
             said += f"  {r.activations_gib:7.2f} GiB"
-        before = plains[r.prompt, r.completions, r.checkpointing]
+        before = plains[r.prompts, r.prompt, r.completions, r.checkpointing]
         if r.logprob_apart is not None and r.step_ms and before.step_ms:
             said += f"  {before.step_ms / r.step_ms:5.2f} ×"
             said += f"  log-probabilities apart {r.logprob_apart:.1e}, cosine of gradients {r.gradient_cosine:.5f}"
-        lines.append(f"{name:32} {r.side:10} {said}")
+        lines.append(f"{name:36} {r.side:10} {said}")
     return "\n".join(lines)
 
 

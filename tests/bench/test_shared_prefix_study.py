@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 def test_a_tiny_run(script, monkeypatch, tmp_path, capsys):
     study = script("shared_prefix")
-    monkeypatch.setattr(study, "TINY_CASES", ((24, 3, 8),))
+    monkeypatch.setattr(study, "TINY_CASES", ((2, 24, 3, 8),))
     monkeypatch.setattr(study, "STEPS", 1)
     monkeypatch.setattr(sys, "argv", ["shared_prefix.py", "--tiny", "--output", str(tmp_path)])
     assert study.main() == 0
@@ -29,5 +29,5 @@ def test_a_tiny_run(script, monkeypatch, tmp_path, capsys):
         else:
             assert row["logprob_apart"] < 1e-5
             assert row["gradient_cosine"] > 0.9999
-    assert "24 + 3 × 8, checkpointing" in capsys.readouterr().out
+    assert "2 × (24 + 3 × 8), checkpoints" in capsys.readouterr().out
     assert json.loads(path.read_text())["kind"] == "shared-prefix"

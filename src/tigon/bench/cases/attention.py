@@ -278,7 +278,8 @@ def _op(name: str, ragged: bool, shapes: tuple[Shape, ...], extra: tuple[Shape, 
 OPS = (
     _op(
         "prefix_attention", False, ((4, 4096, 32, 128, 32, 8, 128),),
-        ((16, 1024, 64, 32, 32, 8, 64), (64, 512, 512, 1, 8, 8, 64)),
+        # The last shares nothing.
+        ((16, 1024, 64, 32, 32, 8, 64), (64, 512, 512, 1, 8, 8, 64), (16, 512, 1, 512, 16, 8, 128)),
     ),
     _op("prefix_attention-ragged", True, ((512, 1024, 64, 1, 8, 8, 64),)),
 )  # fmt: skip
