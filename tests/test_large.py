@@ -168,7 +168,37 @@ def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
     assert weight.grad[:before].count_nonzero() == 0
 
 
+def check_requests(heads: tuple[int, int, int], limit: int, device: torch.device) -> None:
+    """prefix_attention, whose rows are [all prefixes | all suffixes]: each of many equal requests gets the bits of one."""
+    H, G, D = heads
+    prefix, suffixes = 30, [3, 1, 30]
+    halves = prefix, sum(suffixes)
+    times = limit // (sum(halves) * (H + 2 * G) * D) + 3
+    packed, up = (torch.randn(sum(halves), n, D, device=device).bfloat16() for n in (H + 2 * G, H))
+
+    def results(requests: int) -> list[Tensor]:
+        layout = tigon.PrefixLayout([prefix] * requests, [suffixes] * requests, device=device)
+        many, do = (torch.cat([half.repeat(requests, 1, 1) for half in t.split(halves)]) for t in (packed, up))
+        leaves = [t.requires_grad_() for t in many.split([H, G, G], 1)]  # read where they lie in the packed rows
+        o = tigon.prefix_attention(*leaves, layout)
+        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    names = "output", "gradient of q", "gradient of k", "gradient of v"
+    for name, many, one in zip(names, results(times), results(1), strict=True):
+        for got, expected in zip(many.split([n * times for n in halves]), one.split(halves), strict=True):
+            assert_repeated(got, expected, 0, times, True, name)
+
+
+@pytest.mark.gpu
+def test_requests_beyond_32_bits(device, triton_backend, memory):
+    check_requests((32, 8, 128), LIMIT, device)
+
+
 # ------------------------------------------------------------------------------------------------- the test itself
+
+
+def test_a_few_requests(device, triton_backend):
+    check_requests((4, 2, 16), 30000, device)
 
 
 def scaled_down(case: Case) -> Case:
@@ -217,9 +247,9 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
 REDUCED = {"grpo", "distill", "distill_topk"}
 # Whose kernels see one tile of tokens at a time, of gated_linear's kind.
 TILED = {"gated_mlp"}
-# To be run: its pointers are of 64 bits, and no test has seen 2³¹ elements of it.
-UNTRIED = {"prefix_attention"}
+# Whose rows are no repetition of a small batch's, and which has a test of its own here.
+OF_REQUESTS = {"prefix_attention"}
 
 
 def test_every_operator_is_here():
-    assert {op.name for op in OPS if not op.large} == REDUCED | TILED | UNTRIED
+    assert {op.name for op in OPS if not op.large} == REDUCED | TILED | OF_REQUESTS
