@@ -169,7 +169,7 @@ def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
 
 
 def check_requests(heads: tuple[int, int, int], limit: int, device: torch.device) -> None:
-    """prefix_attention, whose rows are [all prefixes | all suffixes]: each of many equal requests gets the bits of one."""
+    """prefix_attention, whose rows are [all prefixes | all suffixes]: each of many equal requests gets one's bits."""
     H, G, D = heads
     prefix, suffixes = 30, [3, 1, 30]
     halves = prefix, sum(suffixes)
