@@ -61,6 +61,14 @@ class Coded(Column):
         """The codes of rows for which `column operation value` is true."""
         raise NotImplementedError
 
+    def spoken(self, ranges: Ranges) -> str:
+        """What ranges of codes let through."""
+        if ranges == ((0, 0),):
+            return f"{self.name} is missing"
+        if ranges == ((1, self.top),):
+            return f"{self.name} is there"
+        return f"{self.name} in {len(ranges)} range{'s' * (len(ranges) != 1)} of values"
+
 
 # --------------------------------------------------------------------------------------------------------- vocabulary
 
@@ -117,6 +125,11 @@ class Vocabulary(Column):
             numbers[i] = number
         return numbers, list(new)
 
+    def listed(self, numbers: list[int]) -> str:
+        """The first of some values."""
+        names = [repr(self.values[n]) for n in numbers[:5] if n < len(self.values)]
+        return ", ".join(names) + (f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else "")
+
     def number(self, value: Any, strict: bool) -> int | None:
         """The number of a value in a filter; None if no item ever had it."""
         kept = as_value(value)
@@ -155,6 +168,12 @@ class Category(Coded, Vocabulary):
         number = self.number(value, strict)
         at = () if number is None else ((number + 1, number + 1),)
         return at if operation == "==" else without(at, self.top)
+
+    def spoken(self, ranges: Ranges) -> str:
+        few = [code - 1 for low, high in ranges if low for code in range(low, min(high, low + 99) + 1)][:100]
+        if few and few[-1] < len(self.values) and len(few) == sum(high - low + 1 for low, high in ranges):
+            return f"{self.name} is {self.listed(few)}"
+        return super().spoken(ranges)
 
 
 class Tags(Vocabulary):

@@ -1,0 +1,111 @@
+"""What a search found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tigon.retrieve.ids import Ids, IntIds, read_ids
+
+
+class Hits:
+    """The best items for each query, the best first.
+
+    Attributes:
+        scores: (B, k) fp32, on the index's device; −inf where fewer than k items pass. For metric "l2" the squared
+            distance with a minus, for "cosine" the cosine.
+        exact: (B,) bool, whether no item that passes has a higher score than those found.
+    """
+
+    def __init__(self, scores: Tensor, keys: Tensor, exact: Tensor, ids: Ids | None) -> None:
+        self.scores, self.exact = scores, exact
+        self._keys, self._ids = keys, ids
+
+    @property
+    def ids(self) -> Tensor | npt.NDArray[Any]:
+        """(B, k): int64 on the index's device, −1 where there is no item; of strings a numpy array with None there."""
+        if self._ids is None or isinstance(self._ids, IntIds):
+            return self._keys
+        return self._ids.shown(self._keys.cpu().numpy())
+
+    def __len__(self) -> int:
+        return int(self.scores.shape[0])
+
+    def __repr__(self) -> str:
+        B, k = self.scores.shape
+        return f"Hits of {B:,} {'query' if B == 1 else 'queries'}, k = {k}"
+
+    def _found(self) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+        """Ids of what was found, query by query, and the query, rank and score of each."""
+        keys = self._keys.cpu().numpy()
+        query, rank = np.nonzero(self.scores.cpu().numpy() > -np.inf)
+        kept = keys[query, rank]
+        ids = kept if self._ids is None else self._ids.shown(kept)
+        return ids, {"query": query, "rank": rank, "score": self.scores.cpu().numpy()[query, rank]}
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame with a row for each hit: query, rank from 0, id, score."""
+        import pandas
+
+        ids, found = self._found()
+        return pandas.DataFrame({"query": found["query"], "rank": found["rank"], "id": ids, "score": found["score"]})
+
+    def take(self, table: Any, id: str | None = None) -> Any:
+        """The rows of a table that belong to the hits, with query, rank and score in front.
+
+        Args:
+            table: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays or lists.
+            id: the column that holds the items' ids. None: ids are row numbers of the table, from 0.
+
+        Returns: a table of the same kind, a row for each hit.
+        Raises: ValueError if an id is not in the table, or if the table has a column query, rank or score.
+        """
+        ids, found = self._found()
+        names = list(table) if isinstance(table, dict) else list(getattr(table, "column_names", None) or table.columns)
+        if taken := [name for name in found if name in names]:
+            raise ValueError(f"Hits.take: the table must have no column {taken[0]!r}, which tells of the hit.")
+        rows = self._positions(ids, table, names, id)
+        kind = type(table).__module__.split(".")[0]
+        if kind == "pyarrow":
+            part = table.take(rows)
+            for place, (name, values) in enumerate(found.items()):
+                part = part.add_column(place, name, [values])
+            return part
+        if kind == "pandas":
+            part = table.iloc[rows].reset_index(drop=True)
+            for place, (name, values) in enumerate(found.items()):
+                part.insert(place, name, values)
+            return part
+        if kind == "polars":
+            import polars
+
+            return polars.DataFrame(found).hstack(table[rows])
+        taken_columns = {
+            name: [values[row] for row in rows] if isinstance(values, (list, tuple)) else values[rows]
+            for name, values in table.items()
+        }
+        return {**found, **taken_columns}
+
+    def _positions(self, ids: npt.NDArray[Any], table: Any, names: list[str], id: str | None) -> npt.NDArray[np.int64]:
+        if id is None:
+            if self._ids is not None and self._ids.kind == "str":
+                raise ValueError("Hits.take: id must name the column that holds the ids, which are strings, got None.")
+            length = len(next(iter(table.values()), [])) if isinstance(table, dict) else len(table)
+            wrong = (ids < 0) | (ids >= length)
+            if wrong.any():
+                raise ValueError(
+                    f"Hits.take: id {ids[wrong][0]} is no row of the table, which has {length:,}: name the column that "
+                    "holds the ids, id=…"
+                )
+            return ids.astype(np.int64)
+        if id not in names:
+            raise ValueError(f"Hits.take: id must be a column of the table, {', '.join(map(repr, names))}, got {id!r}.")
+        listed = read_ids("Hits.take", table[id])
+        place = {value: i for i, value in enumerate(listed if isinstance(listed, list) else listed.tolist())}
+        missing = [value for value in ids.tolist() if value not in place]
+        if missing:
+            raise ValueError(f"Hits.take: id {missing[0]!r} is not in the column {id!r} of the table.")
+        return np.array([place[value] for value in ids.tolist()], dtype=np.int64)

@@ -1,0 +1,371 @@
+"""An index: vectors, attributes and ids in buffers of a module, searched exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tigon.retrieve import searching, writing
+from tigon.retrieve.counts import Counts
+from tigon.retrieve.hits import Hits
+from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds, last_of_each
+from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
+from tigon.retrieve.schema import Schema
+from tigon.retrieve.searching import Compiled, Explanation
+from tigon.retrieve.updates import Rows, Turns, spare_rows
+from tigon.retrieve.where import Expression
+
+Metric = Literal["ip", "cosine", "l2"]
+Where = Expression | str | None
+METRICS = ("ip", "cosine", "l2")
+
+
+class Index(nn.Module):
+    """Items with vectors, attributes and ids, of which a search returns the best that pass a filter, exactly.
+
+    There is nothing to build: an item is found from the moment it is written. Vectors, attribute words, live bits and
+    ids are buffers, so that `state_dict` and `.to` work.
+
+    Args:
+        dim: the width of the vectors.
+        capacity: how many items there is room for.
+        dtype: of the stored vectors: "float16", "bfloat16", "float32" or "float8_e4m3fn".
+        metric: "ip", the inner product; "cosine", for which vectors are scaled to length 1 when they are written; "l2",
+            whose scores are squared distances with a minus.
+        schema: the columns that items can be filtered by. The index has a copy.
+        device: where the buffers are.
+
+    Raises: ValueError for numbers that are not positive, an unknown dtype or an unknown metric.
+    """
+
+    embeddings: Tensor
+    attributes: Tensor
+    live: Tensor
+    item_ids: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        capacity: int,
+        dtype: str | torch.dtype = "float16",
+        metric: Metric = "ip",
+        schema: Schema | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("capacity", capacity)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Index: {name} must be a positive integer, got {value!r}.")
+        self._prepare(dim, capacity, metric, schema, fixed=False)
+        rows = capacity + spare_rows(capacity)
+        self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=dtype_of("Index", dtype), device=device))
+        self._buffers_of(rows, torch.device(device or "cpu"))
+        self._restart()
+
+    def _prepare(self, dim: int, capacity: int, metric: str, schema: Schema | None, fixed: bool) -> None:
+        if metric not in METRICS:
+            raise ValueError(f"Index: metric must be one of {', '.join(METRICS)}, got {metric!r}.")
+        if schema is not None and not isinstance(schema, Schema):
+            raise ValueError(f"Index: schema must be a Schema, got {type(schema).__name__}.")
+        self.dim, self.capacity, self.fixed = dim, capacity, fixed
+        self.metric: Metric = metric  # type: ignore[assignment]
+        self.schema = Schema() if schema is None else Schema.from_json(schema.to_json())
+        self.ids: Ids | None = None
+        self.turns = Turns()
+        self.journal: Any = None
+        self.filters: dict[tuple[str, bool, int], Compiled] = {}
+        self._over: tuple[Tensor, ...] = ()
+        self.register_load_state_dict_post_hook(_loaded)
+
+    def _buffers_of(self, rows: int, device: torch.device) -> None:
+        self.register_buffer("attributes", torch.zeros(self.schema.words, rows, dtype=torch.int64, device=device))
+        self.register_buffer("live", torch.zeros((rows + 31) // 32, dtype=torch.int32, device=device))
+        self.register_buffer("item_ids", torch.full((rows,), -1, dtype=torch.int64, device=device))
+        distances = self.metric == "l2" and not self.fixed
+        self.register_buffer("bias", torch.zeros(rows, device=device) if distances else None)
+
+    @classmethod
+    def over(
+        cls,
+        parameter: Tensor | nn.Embedding,
+        ids: Any = None,
+        table: Any = None,
+        schema: Schema | None = None,
+        metric: Literal["ip", "l2"] = "ip",
+    ) -> Index:
+        """An index over the rows of a parameter, such as an embedding that is trained: no copy, never stale.
+
+        A search sees the weights of that moment. Optimizer steps and searches belong on one stream.
+
+        Args:
+            parameter: (items, dim), or a torch.nn.Embedding, whose weight is meant.
+            ids: of the rows. None: the numbers of the rows.
+            table: the attributes of the rows, if there is a schema.
+            schema: the columns that items can be filtered by.
+            metric: "ip" or "l2".
+
+        Returns: an Index whose vectors are the parameter itself; it is not among the index's own parameters.
+        Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
+        """
+        weight = parameter.weight if isinstance(parameter, nn.Embedding) else parameter
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(f"Index.over: parameter must be a float tensor (items, dim) or an Embedding, got {got}.")
+        if metric not in ("ip", "l2") and metric in METRICS:
+            raise ValueError(
+                "Index.over: metric must be 'ip' or 'l2', got 'cosine', which needs a scaled copy: scale the rows in "
+                "the model."
+            )
+        index = cls.__new__(cls)
+        nn.Module.__init__(index)
+        items, dim = weight.shape
+        index._prepare(dim, items, metric, schema, fixed=True)
+        index._over = (weight,)  # in a tuple: the parameter stays the model's
+        index._buffers_of(items, weight.device)
+        index._restart()
+        read = writing.checked_ids(index, "Index.over", np.arange(items) if ids is None else ids)
+        if len(read) != items or len(last_of_each(read)) != items:
+            raise ValueError(f"Index.over: ids must be {items:,} different ones, a row's each, got {len(read):,}.")
+        index.ids = KINDS["str" if isinstance(read, list) else "int64"]()
+        keys = index.ids.keys(read)
+        index.ids.place(keys, np.arange(items))
+        index.item_ids.copy_(torch.from_numpy(keys))
+        if schema is not None and table is None:
+            raise ValueError("Index.over: table must hold the attributes of the schema's columns, got None.")
+        encoded = index.schema.encode(table, count=items)
+        index.schema.take(encoded.growth)
+        index.attributes.copy_(torch.from_numpy(encoded.words))
+        index.counts.add(encoded.words)
+        writing.show(index, np.arange(items), np.zeros(0, dtype=np.int64))
+        return index
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "embeddings" and self.__dict__.get("_over"):
+            return self.__dict__["_over"][0].detach()
+        return super().__getattr__(name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.live.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embeddings.dtype
+
+    def __len__(self) -> int:
+        return self.rows.count
+
+    def __contains__(self, id: object) -> bool:
+        if self.ids is None or isinstance(id, str) != isinstance(self.ids, StringIds):
+            return False
+        row = int(self.ids.find([id])[1][0])
+        return row >= 0 and bool(self.rows.live[row >> 5] >> np.uint32(row & 31) & np.uint32(1))
+
+    def extra_repr(self) -> str:
+        kinds = f", {self.schema!r}" if self.schema.words else ""
+        return f"{len(self):,} of {self.capacity:,} items × {self.dim}, {str(self.dtype)[6:]}, {self.metric!r}{kinds}"
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    @torch.no_grad()
+    def upsert(self, ids: Any, embeddings: Any = None, table: Any = None) -> None:
+        """Write items: new ones, and new versions of those whose ids are there. All of a call, or nothing.
+
+        Args:
+            ids: int64 or strings, all of a kind. Of equal ids the last counts.
+            embeddings: (items, dim) floats, finite. None for an index over a parameter.
+            table: the items' attributes: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if
+                there is no schema.
+
+        Raises: ValueError, with the first id that it is about, if anything does not fit; nothing is written then.
+        """
+        with self.turns.writing:
+            items = writing.prepared(self, ids, embeddings, table)
+            if self.journal is not None:
+                self.journal.upsert(items)
+            writing.write(self, items)
+
+    @torch.no_grad()
+    def delete(self, ids: Any) -> int:
+        """Take items out.
+
+        Args:
+            ids: those that are not there are passed over.
+
+        Returns: how many were there.
+        Raises: ValueError if ids are of another kind than the index's.
+        """
+        with self.turns.writing:
+            read = writing.checked_ids(self, "Index.delete", ids)
+            if self.ids is None or not len(read):
+                return 0
+            read = read if isinstance(read, list) else np.unique(read)
+            keys, rows = self.ids.find(list(dict.fromkeys(read)) if isinstance(read, list) else read)
+            there = rows >= 0
+            there[there] = self.rows.there()[rows[there]] if self.fixed else True
+            if there.any():
+                if self.journal is not None:
+                    self.journal.delete(read)
+                if not self.fixed:
+                    self.ids.place(keys[there], np.full(int(there.sum()), -1))
+                writing.remove(self, rows[there])
+            return int(there.sum())
+
+    @torch.no_grad()
+    def grow(self, capacity: int) -> None:
+        """Make room for more items. Until all is copied, the old buffers are there, too.
+
+        Args:
+            capacity: how many items there is room for then.
+
+        Raises: ValueError if that is less than there is room for, or for an index over a parameter.
+        """
+        if self.fixed:
+            raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
+        if not isinstance(capacity, int) or capacity < self.capacity:
+            raise ValueError(
+                f"Index.grow: capacity must be at least {self.capacity:,}, what there is, got {capacity!r}."
+            )
+        with self.turns.writing:
+            if self.journal is not None:
+                self.journal.grow(capacity)
+            self._grow(capacity)
+
+    def _grow(self, capacity: int) -> None:
+        total = capacity + spare_rows(capacity)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # searches that have begun read the old buffers
+        with self.turns.lock:
+            grown = {}
+            for name, last, size in (
+                ("embeddings", False, total), ("attributes", True, total), ("live", False, (total + 31) // 32),
+                ("item_ids", False, total), ("bias", False, total),
+            ):  # fmt: skip
+                old = getattr(self, name)
+                if old is not None:
+                    new = old.new_zeros((old.shape[0], size) if last else (size, *old.shape[1:]))
+                    (new[:, : old.shape[1]] if last else new[: old.shape[0]]).copy_(old)
+                    grown[name] = new
+            for name, new in grown.items():
+                setattr(self, name, new)
+            self.rows.total, self.capacity = total, capacity
+            self.rows.live = np.concatenate(
+                [self.rows.live, np.zeros((total + 31) // 32 - len(self.rows.live), dtype=np.uint32)]
+            )
+
+    def plan(self, capacity: int | None = None) -> MemoryPlan:
+        """The memory of the index, or of one like it with another capacity."""
+        length = None
+        if isinstance(self.ids, StringIds):
+            length = len(self.ids.blob) // max(self.ids.count, 1)
+        return plan_memory(capacity or self.capacity, self.dim, self.dtype, self.metric, self.schema, length)
+
+    # -------------------------------------------------------------------------------------------------------- search
+
+    @torch.no_grad()
+    def search(
+        self, query: Any, k: int | Sequence[int] = 100, where: Where | Sequence[Where] = None, *, strict: bool = False
+    ) -> Hits:
+        """The k best items that pass, for each query. All that pass are scored.
+
+        Args:
+            query: (B, dim) floats, or (dim,) for one query.
+            k: 1 to 2048, or one for each query.
+            where: an expression or its text, None for all items; or one for each query.
+            strict: whether a value in a filter that no item has is an error. Otherwise it lets no item through.
+
+        Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
+        Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
+        """
+        search = searching.asked(self, query, k, where, strict)
+        with self.turns.search(self.device):
+            scores, rows = searching.found_rows(self, search)
+            ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
+        if search.norms is not None:
+            scores = scores - search.norms
+        if search.ks is not None:
+            ks = torch.tensor(search.ks, device=self.device)[:, None]
+            beyond = torch.arange(search.most, device=self.device) >= ks
+            scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
+        exact = torch.ones(len(scores), dtype=torch.bool, device=self.device)
+        return Hits(scores, ids, exact, self.ids)
+
+    def explain(self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False) -> Explanation:
+        """What a filter does, and what a search with it costs: the share that passes and the plan. Nothing is searched.
+
+        Args:
+            where: an expression or its text.
+            k, queries: of the search.
+            strict: as in `search`.
+
+        Returns: an Explanation, to be printed.
+        Raises: ValueError for filters that do not fit the schema.
+        """
+        return searching.explained(self, where, k, queries, strict)
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def _restart(self) -> None:
+        """The host's side from the buffers: free rows, where ids are, and counts."""
+        live = self.live.cpu().numpy()
+        self.rows = Rows.of(live, int(self.item_ids.shape[0]))
+        self.counts = Counts(self.schema)
+        self.filters.clear()
+        there = np.flatnonzero(self.rows.there())
+        if isinstance(self.ids, StringIds):
+            self.ids.rows.fill(-1)
+        if len(there):
+            keys = self.item_ids.cpu().numpy()[there]
+            if not isinstance(self.ids, StringIds):
+                self.ids = IntIds()
+            self.ids.place(keys, there)
+            words = self.attributes.cpu().numpy()[:, there]
+            self.counts.add(words)
+
+    def get_extra_state(self) -> Tensor:
+        """What the buffers do not hold: the vocabularies, and the texts of ids."""
+        texts = self.ids.texts() if self.ids is not None else None
+        about = {"schema": self.schema.to_json(), "ids": self.ids.kind if self.ids is not None else None}
+        head = json.dumps(about).encode()
+        blob, ends = texts if texts is not None else (b"", np.zeros(0, dtype=np.int64))
+        sizes = np.array([len(head), len(blob)], dtype=np.int64).tobytes()
+        return torch.frombuffer(bytearray(sizes + head + blob + ends.tobytes()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        raw = state.cpu().numpy().tobytes()
+        head, blob = (int(n) for n in np.frombuffer(raw[:16], dtype=np.int64))
+        about = json.loads(raw[16 : 16 + head])
+        schema = Schema.from_json(about["schema"])
+        if schema.places != self.schema.places:
+            raise ValueError(f"Index: the state is of an index with {schema!r}, not {self.schema!r}.")
+        self.schema = schema
+        ends = np.frombuffer(raw[16 + head + blob :], dtype=np.int64)
+        texts = (raw[16 + head : 16 + head + blob], ends) if about["ids"] == "str" else ()
+        self.ids = KINDS[about["ids"]](*texts) if about["ids"] else None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self.turns.writing, self.turns.lock:
+            super()._load_from_state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.turns.settle(self.device)
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Index:
+        with self.turns.writing, self.turns.lock:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            if self.bias is not None:  # half() is meant for the vectors
+                self.bias = -self.embeddings.float().square().sum(1)
+        return self
+
+
+def _loaded(index: Index, incompatible: Any) -> None:
+    index._restart()

@@ -1,0 +1,100 @@
+"""How much memory an index takes, before anything is taken."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from tigon.retrieve.schema import Schema
+from tigon.retrieve.updates import spare_rows
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float8_e4m3fn") if hasattr(torch, name)
+}
+
+
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of an index, by what they are for. `print` shows them.
+
+    Attributes:
+        items: that fit. vectors, attributes, ids, live, bias: bytes on the device.
+        host: bytes of the host: tables of ids, and the texts of strings.
+    """
+
+    items: int
+    vectors: int
+    attributes: int
+    ids: int
+    live: int
+    bias: int
+    host: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.vectors + self.attributes + self.ids + self.live + self.bias
+
+    def __str__(self) -> str:
+        parts = [(name, getattr(self, name)) for name in ("vectors", "attributes", "ids", "live", "bias")]
+        parts.append(("together", self.device_bytes))
+        lines = [f"  {name:<11}{spoken_bytes(size):>12} on the device" for name, size in parts if size]
+        host = f"  {'tables':<11}{spoken_bytes(self.host):>12} on the host"
+        return "\n".join([f"{self.items:,} items", *lines, host])
+
+
+def plan_memory(
+    items: int,
+    dim: int,
+    dtype: str | torch.dtype = "float16",
+    metric: Literal["ip", "cosine", "l2"] = "ip",
+    schema: Schema | None = None,
+    id_length: int | None = None,
+) -> MemoryPlan:
+    """The memory of an index, computed without taking any.
+
+    A search takes up to 1 GiB more, whatever the index.
+
+    Args:
+        items: the capacity of the index.
+        dim: the width of the vectors.
+        dtype: "float16", "bfloat16", "float32" or "float8_e4m3fn".
+        metric: "l2" keeps 4 bytes more an item.
+        schema: whose words take 8 bytes an item each.
+        id_length: the mean length of ids that are strings, in bytes; None for int64.
+
+    Returns: a MemoryPlan.
+    Raises: ValueError if a number is not positive or the dtype is unknown.
+    """
+    for name, value in (("items", items), ("dim", dim)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"plan_memory: {name} must be a positive integer, got {value!r}.")
+    size = dtype_of("plan_memory", dtype).itemsize
+    rows = items + spare_rows(items)
+    slots = 64
+    while slots < 2 * items:
+        slots *= 2
+    host = 16 * slots + rows // 8 + (0 if id_length is None else (16 + id_length) * items)
+    return MemoryPlan(
+        items,
+        rows * dim * size,
+        8 * rows * (schema.words if schema is not None else 0),
+        8 * rows,
+        (rows + 31) // 32 * 4,
+        4 * rows if metric == "l2" else 0,
+        host,
+    )
+
+
+def spoken_bytes(size: int) -> str:
+    unit = next((u for u in ("GiB", "MiB") if size >= UNITS[u]), "KiB")
+    return f"{size / UNITS[unit]:,.1f} {unit}"
+
+
+def dtype_of(name: str, dtype: str | torch.dtype) -> torch.dtype:
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"{name}: dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
+    return found

@@ -1,0 +1,232 @@
+"""What a search does with its arguments, and the search itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.ops.filtered_topk import RowFilter, filtered_topk
+from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
+from tigon.retrieve.columns import Coded, Vocabulary
+from tigon.retrieve.text import parse
+from tigon.retrieve.where import Expression
+
+if TYPE_CHECKING:
+    from tigon.retrieve.index import Index
+
+# Filters that are kept compiled, for each index.
+KEPT = 256
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Compiled(NamedTuple):
+    """An expression as clauses of columns, and as what the operator tests."""
+
+    clauses: Clauses
+    filter: RowFilter
+
+
+class Asked(NamedTuple):
+    """A search that fits the index.
+
+    query: as the operator takes it. norms: (B, 1), what is taken from scores; None if nothing is. most: the largest k.
+    ks: of each query, None if one is of all. filters: one for all queries, or one for each; share: of the items that
+    pass the one.
+    """
+
+    query: Tensor
+    norms: Tensor | None
+    most: int
+    ks: Sequence[int] | None
+    filters: RowFilter | list[RowFilter | None] | None
+    share: float | None
+
+
+def asked(index: Index, query: Any, k: Any, where: Any, strict: bool) -> Asked:
+    """The arguments of a search, checked.
+
+    Raises: ValueError for what does not fit the index.
+    """
+    q, norms = _query(index, query)
+    most, ks = _ks(k, q.shape[0])
+    filters, share = _filters(index, where, q.shape[0], strict)
+    return Asked(q, norms, most, ks, filters, share)
+
+
+def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(query, Tensor):
+        try:
+            query = torch.as_tensor(np.asarray(query))
+        except (TypeError, ValueError):
+            got = type(query).__name__
+            raise ValueError(f"Index.search: query must be a tensor or an array of numbers, got {got}.") from None
+    q: Tensor = query.detach()
+    if q.dim() == 1:
+        q = q[None]
+    if q.dim() != 2 or q.shape[1] != index.dim:
+        raise ValueError(
+            f"Index.search: query must be (queries, {index.dim}), the index's dim, or ({index.dim},), got "
+            f"{tuple(query.shape)}."
+        )
+    if q.dtype not in FLOATS:
+        raise ValueError(f"Index.search: query must be floats, got {q.dtype}.")
+    q = q.to(index.device, torch.float32 if q.dtype == torch.float64 else q.dtype)
+    if index.metric == "cosine":
+        wide = q.float()
+        return wide / wide.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny), None
+    if index.metric == "l2":  # −|q − x|² = 2 q · x − |x|² − |q|²
+        wide = q.float()
+        return 2 * wide, wide.double().square().sum(1, keepdim=True).float()
+    return q, None
+
+
+def _ks(k: Any, B: int) -> tuple[int, Sequence[int] | None]:
+    if isinstance(k, int):
+        return k, None
+    if isinstance(k, (str, bytes)) or not isinstance(k, (Sequence, np.ndarray)):
+        raise ValueError(f"Index.search: k must be an integer, or a list of one for each query, got {k!r}.")
+    ks = [int(n) if isinstance(n, (int, np.integer)) and not isinstance(n, bool) else 0 for n in k]
+    if len(ks) != B or min(ks, default=1) < 1:
+        raise ValueError(f"Index.search: k must be positive integers, one for each of {B} queries, got {list(k)!r}.")
+    return max(ks, default=1), ks
+
+
+def _filters(
+    index: Index, where: Any, B: int, strict: bool
+) -> tuple[RowFilter | list[RowFilter | None] | None, float | None]:
+    if where is None or isinstance(where, (str, Expression)):
+        found = compiled(index, where, strict)
+        return (None, None) if found is None else (found.filter, index.counts.share(found.clauses))
+    if not isinstance(where, (list, tuple)):
+        raise ValueError(
+            "Index.search: where must be an expression of col(…), its text, None, or a list of one for each query, got "
+            f"{type(where).__name__} {where!r}."
+        )
+    if len(where) != B:
+        raise ValueError(f"Index.search: where must have an expression for each of {B} queries, got {len(where)}.")
+    each = [compiled(index, one, strict) for one in where]
+    return [None if one is None else one.filter for one in each], None
+
+
+def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
+    """A filter of an index, from the filters that were asked for lately or made; None where all items pass.
+
+    Raises: ValueError if it is neither an expression nor its text, or does not fit the schema.
+    """
+    if where is None:
+        return None
+    if not isinstance(where, (str, Expression)):
+        got = type(where).__name__
+        raise ValueError(f"Index.search: where must be an expression of col(…) or its text, got {got}.")
+    kept, key = index.filters, (str(where), strict, index.schema.version)
+    found = kept.get(key)
+    if found is None:
+        clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
+        found = kept[key] = Compiled(clauses, row_filter(clauses, index.schema))
+        while len(kept) > KEPT:
+            kept.pop(next(iter(kept)), None)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
+    """Scores and rows of what a search finds. Out of memory, it is done in halves once."""
+    end, B = index.rows.end, search.query.shape[0]
+    if not end or not B:
+        _check_k(search.most)
+        scores = torch.full((B, search.most), -torch.inf, device=index.device)
+        return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device)
+    whole = index.rows.count == end
+    items = index.embeddings[:end]
+    given: dict[str, Any] = {
+        "attributes": index.attributes[:, :end] if search.filters is not None else None,
+        "live": None if whole else index.live[: (end + 31) // 32],
+        "bias": _bias(index, items),
+        "share": search.share,
+    }
+    filters = search.filters
+    try:
+        return filtered_topk(search.query, items, search.most, where=filters, **given)
+    except torch.OutOfMemoryError:
+        if B == 1:
+            raise
+    half = B // 2
+    parts = [
+        filtered_topk(
+            search.query[part],
+            items,
+            search.most,
+            where=filters[part] if isinstance(filters, list) else filters,
+            **given,
+        )
+        for part in (slice(half), slice(half, B))
+    ]
+    scores, rows = (torch.cat(pair) for pair in zip(*parts, strict=True))
+    return scores, rows
+
+
+def _check_k(k: int) -> None:
+    """The operator's own check, for a search that does not reach it."""
+    one = torch.zeros(1, 1)
+    filtered_topk(one, one, k)
+
+
+def _bias(index: Index, items: Tensor) -> Tensor | None:
+    if index.metric != "l2":
+        return None
+    if index.bias is not None:
+        return index.bias[: len(items)]
+    # Over a parameter, which may have changed since: by pieces, so that no copy in fp32 is made of all.
+    return torch.cat([-piece.float().square().sum(1) for piece in items.split(1 << 20)])
+
+
+# ------------------------------------------------------------------------------------------------------------ explain
+
+
+class Explanation(NamedTuple):
+    """What a filter does and what a search with it costs; `print` shows it.
+
+    Attributes:
+        items: in the index. share: of them that pass, estimated. clauses: that must all hold. words: attribute words
+            that are read.
+        text: what `print` shows.
+    """
+
+    items: int
+    share: float
+    clauses: int
+    words: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> Explanation:
+    found = compiled(index, where, strict)
+    clauses = [] if found is None else found.clauses
+    share = index.counts.share(clauses)
+    words = sorted({literal.word for clause in (found.filter.clauses if found else ()) for literal in clause})
+    lines = [f"{len(index):,} items; about {share:.2%} pass"]
+    for clause in clauses:
+        parts = [_coded(index, name).spoken(ranges) for name, ranges in clause.codes]
+        for tag in clause.tags:
+            vocabulary = index.schema[tag.column]
+            assert isinstance(vocabulary, Vocabulary)
+            start = index.schema.places[tag.column][tag.place].start
+            names = [i + start for i in range(tag.bits.bit_length()) if tag.bits >> i & 1]
+            parts.append(f"{tag.column} has {'not ' * tag.negated}{tag.test} of {vocabulary.listed(names)}")
+        lines.append(f"  and {' or '.join(parts) or 'nothing: no item passes'}; {index.counts.share([clause]):.2%}")
+    return Explanation(len(index), share, len(clauses), len(words), "\n".join(lines))
+
+
+def _coded(index: Index, name: str) -> Coded:
+    column = index.schema[name]
+    assert isinstance(column, Coded)
+    return column

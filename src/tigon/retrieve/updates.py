@@ -1,0 +1,145 @@
+"""Rows of an index, and the turns that searches and updates take.
+
+An update writes rows that no search looks at: free ones, whose live bit is not set. One small write of live bits
+between two searches then shows the new rows and hides those that they replace. A hidden row is free for later updates.
+
+On a GPU updates have a stream of their own. The write of live bits waits, by events, for the searches before it, and
+the searches after it wait for that write; the host waits for nothing. On the CPU a lock does the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tigon.retrieve.tables import Ints
+
+# What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
+SPARE = 4096
+
+
+def spare_rows(capacity: int) -> int:
+    return min(capacity, max(SPARE, capacity // 256))
+
+
+class Rows:
+    """Which rows hold items, and which are free. The host's copy of the live bits."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.end = 0  # no row from here on was ever used
+        self.count = 0
+        self.live = np.zeros((total + 31) // 32, dtype=np.uint32)
+        self.free = np.zeros(0, dtype=np.int64)
+
+    @classmethod
+    def of(cls, live: npt.NDArray[np.int32], total: int) -> Rows:
+        """From live bits as the buffer has them."""
+        rows = cls(total)
+        rows.live = live.astype(np.int64).astype(np.uint32)
+        there = rows.there()
+        rows.count = int(there.sum())
+        rows.end = int(there.nonzero()[0][-1]) + 1 if rows.count else 0
+        rows.free = np.flatnonzero(~there[: rows.end])
+        return rows
+
+    def there(self) -> npt.NDArray[np.bool_]:
+        """Whether a row holds an item."""
+        bits = np.unpackbits(self.live.view(np.uint8), bitorder="little")
+        return bits[: self.total].astype(bool)
+
+    def available(self) -> int:
+        return len(self.free) + self.total - self.end
+
+    def allocate(self, count: int) -> Ints:
+        """Rows to write to, ascending. They stay free until `show` is called for them."""
+        again = self.free[:count]
+        rows = np.concatenate([again, np.arange(self.end, self.end + count - len(again))])
+        rows.sort()
+        return rows
+
+    def show(self, shown: Ints, hidden: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Rows that hold items from now on, and rows that no longer do: which numbers of the live bits become what."""
+        again = int((shown < self.end).sum())  # the first of the free ones, as `allocate` takes them
+        self.free = np.concatenate([self.free[again:], hidden])
+        self.end = max(self.end, int(shown.max()) + 1 if len(shown) else 0)
+        self.count += len(shown) - len(hidden)
+        one = np.uint32(1)
+        np.bitwise_or.at(self.live, shown >> 5, one << (shown & 31).astype(np.uint32))
+        np.bitwise_and.at(self.live, hidden >> 5, ~(one << (hidden & 31).astype(np.uint32)))
+        places = np.unique(np.concatenate([shown, hidden]) >> 5)
+        return places, self.live[places].view(np.int32)
+
+
+class Turns:
+    """Searches and updates of one index, one after the other."""
+
+    def __init__(self) -> None:
+        self.writing = threading.RLock()  # one update at a time
+        self.lock = threading.Lock()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._switched: torch.cuda.Event | None = None
+
+    def __deepcopy__(self, memo: Any) -> Turns:
+        return Turns()
+
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        return Turns, ()
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    @contextmanager
+    def search(self, device: torch.device) -> Iterator[None]:
+        """A search: on the stream that the caller has chosen."""
+        with self.lock:
+            ordered = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+            if not ordered:
+                yield
+                return
+            stream = torch.cuda.current_stream(device)
+            if self._switched is not None:
+                stream.wait_event(self._switched)
+            yield
+            self._searches.setdefault(stream, torch.cuda.Event()).record(stream)
+
+    @contextmanager
+    def write(self, device: torch.device) -> Iterator[None]:
+        """Writing rows that no search looks at. Vectors that the caller's stream still computes are waited for."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+    @contextmanager
+    def switch(self, device: torch.device) -> Iterator[None]:
+        """Writing what searches look at: after those that have begun, before those that will."""
+        with self.lock:
+            if device.type != "cuda":
+                yield
+                return
+            stream = self._stream(device)
+            for event in self._searches.values():
+                stream.wait_event(event)
+            self._searches.clear()
+            with torch.cuda.stream(stream):
+                yield
+                self._switched = torch.cuda.Event()
+                self._switched.record(stream)
+
+    def settle(self, device: torch.device) -> None:
+        """Let the caller's stream see all updates, for what reads the buffers themselves."""
+        if device.type == "cuda" and self._switched is not None:
+            torch.cuda.current_stream(device).wait_event(self._switched)

@@ -1,0 +1,231 @@
+"""What is asked of items before any of them is written, and the writing itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.retrieve.ids import KINDS, last_of_each, read_ids
+from tigon.retrieve.memory import spoken_bytes
+from tigon.retrieve.schema import named_rows
+from tigon.retrieve.tables import Ints, Value
+
+if TYPE_CHECKING:
+    from tigon.retrieve.index import Index
+
+
+class Prepared(NamedTuple):
+    """Items that fit an index: ids of which each stands there once, vectors as they are stored, attribute words."""
+
+    ids: Ints | list[str]
+    vectors: Tensor | None
+    words: Ints
+    growth: dict[str, list[Value]]
+
+
+def prepared(index: Index, ids: Any, embeddings: Any, table: Any) -> Prepared:
+    """Items as they will be written.
+
+    Raises: ValueError, with the first id that it is about, for all that does not fit the index.
+    """
+    name = "Index.upsert"
+    read = checked_ids(index, name, ids)
+    row_name = named_rows(read)
+    encoded = index.schema.encode(table if index.schema.words else None, row_name, len(read))
+    if table is not None and not index.schema.words:
+        index.schema.encode(table, row_name, len(read))  # raises for the first of its columns
+    kept = last_of_each(read)
+    vectors = None
+    if index.fixed:
+        if embeddings is not None:
+            raise ValueError(
+                f"{name}: embeddings must be None for an index over a parameter, which holds them: write to that."
+            )
+    else:
+        vectors = _vectors(index, embeddings, read)
+    words = encoded.words
+    if len(kept) < len(read):
+        words = np.ascontiguousarray(words[:, kept])
+        vectors = None if vectors is None else vectors[torch.from_numpy(kept).to(vectors.device)]
+        read = [read[i] for i in kept] if isinstance(read, list) else read[kept]
+    _check_room(index, read)
+    return Prepared(read, vectors, words, encoded.growth)
+
+
+def checked_ids(index: Index, name: str, ids: Any) -> Ints | list[str]:
+    """Ids of the kind that the index has; of any kind while it has none."""
+    read = read_ids(name, ids)
+    kind = "str" if isinstance(read, list) else "int64"
+    if len(read) and index.ids is not None and index.ids.kind != kind:
+        raise ValueError(f"{name}: ids must be {index.ids.kind}, as those in the index are, got {kind}.")
+    return read
+
+
+def _vectors(index: Index, embeddings: Any, ids: Ints | list[str]) -> Tensor:
+    name = "Index.upsert"
+    if not isinstance(embeddings, Tensor):
+        try:
+            embeddings = torch.as_tensor(np.asarray(embeddings))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{name}: embeddings must be a tensor or an array of numbers, got {type(embeddings).__name__}."
+            ) from None
+    given: Tensor = embeddings.detach()
+    if given.dim() != 2 or given.shape[1] != index.dim:
+        of = f", id {_id(ids, 0)} first" if len(ids) else ""
+        raise ValueError(
+            f"{name}: embeddings must be (items, {index.dim}), the index's dim, got {tuple(given.shape)}{of}."
+        )
+    if given.shape[0] != len(ids):
+        raise ValueError(
+            f"{name}: embeddings must have a row for each of the {len(ids):,} ids, got {given.shape[0]:,}."
+        )
+    if given.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64, index.dtype):
+        raise ValueError(f"{name}: embeddings must be floats, got {given.dtype}.")
+    if index.metric == "cosine":
+        wide = given.float()
+        lengths = wide.norm(dim=1, keepdim=True)
+        _first_wrong(lengths[:, 0] == 0, ids, f"{name}: embeddings must have a length above 0 for cosine, got 0 for id")
+        given = torch.where(lengths.isfinite(), wide / lengths, wide)
+    _first_wrong(~_finite(given), ids, f"{name}: embeddings must be finite, got NaN or infinity for id")
+    stored = given.to(index.dtype)
+    if stored.dtype != given.dtype:
+        _first_wrong(
+            ~_finite(stored), ids, f"{name}: embeddings must fit {_spoken(index.dtype)}, got larger numbers for id"
+        )
+    return stored.clone() if stored.data_ptr() == embeddings.data_ptr() else stored
+
+
+def _finite(vectors: Tensor) -> Tensor:
+    wide = vectors.float() if vectors.element_size() == 1 else vectors
+    return wide.isfinite().all(1)
+
+
+def _first_wrong(wrong: Tensor, ids: Ints | list[str], said: str) -> None:
+    if bool(wrong.any()):
+        raise ValueError(f"{said} {_id(ids, int(wrong.nonzero()[0, 0]))}.")
+
+
+def _id(ids: Ints | list[str], at: int) -> str:
+    return repr(ids[at]) if isinstance(ids, list) else str(ids[at])
+
+
+def _spoken(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_room(index: Index, ids: Ints | list[str]) -> None:
+    rows = index.ids.find(ids)[1] if index.ids is not None and len(ids) else np.full(len(ids), -1)
+    new = int((rows < 0).sum())
+    if index.fixed and new:
+        at = _id(ids, int(np.argmax(rows < 0)))
+        raise ValueError(f"Index.upsert: ids must be rows of the parameter that the index is over, got {at}.")
+    if index.rows.count + new > index.capacity and not index.fixed:
+        needed = index.rows.count + new
+        size = spoken_bytes(index.plan(needed).device_bytes)
+        raise ValueError(
+            f"Index.upsert: {new:,} new items do not fit: the index holds {index.rows.count:,} of {index.capacity:,}. "
+            f"index.grow({needed}) makes room, and takes {size} on the device."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def write(index: Index, items: Prepared) -> None:
+    """Write items that were prepared: rows that no search looks at, then the live bits between two searches."""
+    if not len(items.ids):
+        return
+    index.schema.take(items.growth)
+    if index.ids is None:
+        index.ids = KINDS["str" if isinstance(items.ids, list) else "int64"]()
+    keys, old = index.ids.find(items.ids)
+    if (keys < 0).any() or isinstance(items.ids, list):
+        keys = index.ids.keys(items.ids)
+    start = 0
+    while start < len(keys):
+        part = slice(start, start + max(1, index.rows.available()))
+        piece = Prepared(
+            items.ids[part], None if items.vectors is None else items.vectors[part], items.words[:, part], {}
+        )
+        start = part.stop
+        if index.fixed:
+            _rewrite(index, old[part], piece.words)
+        else:
+            _write(index, keys[part], old[part], piece)
+
+
+def _write(index: Index, keys: Ints, old: Ints, piece: Prepared) -> None:
+    device, rows = index.device, index.rows.allocate(len(keys))
+    assert piece.vectors is not None
+    with index.turns.write(device):
+        at = _at(rows, device)
+        vectors = piece.vectors.to(device, non_blocking=True)
+        if device.type == "cuda" and vectors is piece.vectors:
+            vectors.record_stream(torch.cuda.current_stream(device))
+        _put(index.embeddings, at, vectors)
+        index.item_ids[at] = sent(keys, device)
+        index.attributes[:, at] = sent(piece.words, device)
+        if index.bias is not None:
+            index.bias[at] = -vectors.float().square().sum(1)
+    replaced = old[old >= 0]
+    _forget(index, replaced)
+    index.counts.add(piece.words)
+    show(index, rows, replaced)
+    assert index.ids is not None
+    index.ids.place(keys, rows)
+
+
+def _rewrite(index: Index, rows: Ints, words: Ints) -> None:
+    """Attributes of rows that stay where they are, between two searches."""
+    there = index.rows.there()[rows]
+    _forget(index, rows[there])
+    index.counts.add(words)
+    with index.turns.switch(index.device):
+        index.attributes[:, _at(rows, index.device)] = sent(words, index.device)
+    show(index, rows[~there], rows[:0])
+
+
+def show(index: Index, shown: Ints, hidden: Ints) -> None:
+    """Let searches see rows, and see others no more."""
+    with index.turns.switch(index.device):
+        places, bits = index.rows.show(shown, hidden)
+        index.live[_at(places, index.device)] = sent(bits, index.device)
+
+
+def remove(index: Index, rows: Ints) -> None:
+    """Hide rows from searches."""
+    _forget(index, rows)
+    show(index, rows[:0], rows)
+
+
+def _forget(index: Index, rows: Ints) -> None:
+    """Take rows that hold items out of the counts."""
+    if index.schema.words and len(rows):
+        with index.turns.write(index.device):
+            words = index.attributes[:, _at(rows, index.device)].cpu().numpy()
+        index.counts.add(words, sign=-1)
+    else:
+        index.counts.items -= len(rows)
+
+
+def _at(rows: Ints, device: torch.device) -> Any:
+    """Rows as an index: a slice where they lie one behind the other."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return sent(rows, device)
+
+
+def sent(values: Any, device: torch.device) -> Tensor:
+    """A numpy array on the device, without waiting for the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
+    if buffer.element_size() == 1:  # torch indexes no float8
+        buffer, vectors = buffer.view(torch.uint8), vectors.contiguous().view(torch.uint8)
+    buffer[at] = vectors

@@ -1,0 +1,518 @@
+"""An index: searches against numpy, updates, ids of both kinds, and what is refused leaves it as it was."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from numerics import unit_roundoff
+
+from tigon import retrieve
+from tigon.retrieve import Category, Index, Number, Schema, Tags, col, searching, updates
+from tigon.retrieve import ids as ids_module
+
+D = 24
+
+
+@pytest.fixture(params=["int64", "str"])
+def named(request):
+    """From numbers to ids of a kind."""
+    if request.param == "int64":
+        return lambda numbers: torch.as_tensor(np.asarray(numbers) * 10**12 - 7)
+    return lambda numbers: [f"item {n} é" for n in np.asarray(numbers).tolist()]
+
+
+def plain(ids):
+    return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def schema():
+    return Schema(country=Category(), tags=Tags(70), price=Number())
+
+
+def table(numbers, version=0):
+    return {
+        "country": [["us", "ca", None][(n + version) % 3] for n in numbers],
+        "tags": [[f"t{n % 70}"] if n % 4 else [] for n in numbers],
+        "price": [None if n % 5 == 0 else n / 2 for n in numbers],
+    }
+
+
+def vectors(count, seed=0, dtype=torch.float32):
+    return torch.randn(count, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def made(device, named, metric="ip", dtype="float16", count=100, capacity=150):
+    index = Index(D, capacity, dtype, metric, schema(), device=device)
+    index.upsert(named(range(count)), vectors(count), table(range(count)))
+    return index
+
+
+def same(scores, others):
+    """The same bits on a GPU; products of the CPU's library depend on the batch."""
+    if scores.device.type == "cuda":
+        assert torch.equal(scores, others)
+    torch.testing.assert_close(scores, others)
+
+
+def expected(metric, stored, q):
+    stored, q = stored.double(), q.double()
+    if metric == "l2":
+        return -(q[:, None] - stored).square().sum(-1)
+    if metric == "cosine":
+        stored, q = (t / t.norm(dim=1, keepdim=True) for t in (stored, q))
+    return q @ stored.t()
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+def test_a_search_finds_the_best_of_all_that_pass(metric, dtype, device, named):
+    if device.type == "cuda" and dtype == "float8_e4m3fn" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs float8")
+    index = made(device, named, metric, dtype)
+    q = vectors(5, seed=1)
+    stored = vectors(100).to(index.dtype).float() if metric != "cosine" else vectors(100)
+    scores = expected(metric, stored, q)
+    prices = np.array([np.nan if n % 5 == 0 else n / 2 for n in range(100)])
+    countries = np.arange(100) % 3
+    passing = torch.from_numpy((prices <= 30) & (countries == 0))
+    hits = index.search(q.to(device), k=60, where=(col("price") <= 30) & (col("country") == "us"))
+    assert hits.scores.shape == (5, 60)
+    assert hits.exact.tolist() == [True] * 5
+    count = int(passing.sum())
+    assert 10 < count < 60
+    names = plain(named(range(100)))
+    missing = None if isinstance(names[0], str) else -1
+    for i in range(5):
+        order = sorted(passing.nonzero()[:, 0].tolist(), key=lambda n: -scores[i, n])
+        found = plain(hits.ids[i])
+        assert set(found[:count]) == {names[n] for n in order}
+        assert found[count:] == [missing] * (60 - count)
+        assert (hits.scores[i, count:] == -torch.inf).all()
+        best = torch.tensor([scores[i, names.index(name)] for name in found[:count]])
+        size = 4 * float(scores.abs().max())
+        slack = size * (unit_roundoff(torch.float32) * D + (unit_roundoff(index.dtype) if metric == "cosine" else 0))
+        if dtype == "float8_e4m3fn" and metric == "cosine":
+            slack = 0.2
+        assert (hits.scores[i, :count].cpu().double() - best).abs().max() <= slack
+        assert (hits.scores[i, :count].diff() <= 0).all()
+
+
+def test_a_k_and_a_filter_for_each_query(device, named):
+    index = made(device, named)
+    q = vectors(4, seed=2).to(device)
+    filters = [col("country") == "us", None, "country == 'us'", col("tags").has("t3")]
+    hits = index.search(q, k=[3, 7, 1, 5], where=filters)
+    assert hits.scores.shape == (4, 7)
+    for i, k in enumerate([3, 7, 1, 5]):
+        one = index.search(q[i], k=k, where=filters[i])
+        assert plain(hits.ids[i])[:k] == plain(one.ids[0])
+        same(hits.scores[i, :k], one.scores[0])
+        assert (hits.scores[i, k:] == -torch.inf).all()
+        assert all(x in (None, -1) for x in plain(hits.ids[i])[k:])
+
+
+def test_equal_filters_are_one_object(device, named):
+    index = made(device, named)
+    one, other = (searching.compiled(index, col("price") <= 30) for _ in range(2))
+    assert one is other
+    assert searching.compiled(index, "price <= 30").filter == one.filter
+    index.upsert(named([1]), vectors(1), {"country": ["new"], "tags": [[]], "price": [1]})
+    assert searching.compiled(index, col("country") == "new").clauses != [((), ())]
+    for i in range(searching.KEPT + 10):
+        searching.compiled(index, col("price") <= i)
+    assert len(index.filters) == searching.KEPT
+
+
+def test_an_empty_index_an_empty_batch_and_nothing_that_passes(device, named):
+    index = Index(D, 10, schema=schema(), device=device)
+    hits = index.search(vectors(2).to(device), k=3, where=col("country") == "us")
+    assert hits.scores.tolist() == [[-float("inf")] * 3] * 2
+    assert hits.ids.tolist() == [[-1] * 3] * 2
+    assert len(hits.to_pandas()) == 0 if pytest.importorskip("pandas") else True
+    index = made(device, named)
+    hits = index.search(torch.empty(0, D, device=device), k=3)
+    assert hits.scores.shape == (0, 3)
+    assert len(hits) == 0
+    hits = index.search(vectors(1), k=3, where="country == 'never'")
+    assert hits.scores.tolist() == [[-float("inf")] * 3]
+    with pytest.raises(ValueError, match=r"no item has the value 'never' \(strict=True\)"):
+        index.search(vectors(1), where="country == 'never'", strict=True)
+
+
+def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatch):
+    index = made(device, named)
+    q = vectors(7, seed=3).to(device)
+    whole = index.search(q, k=5, where=[None, "price < 20"] * 3 + [None])
+    real, sizes = searching.filtered_topk, []
+
+    def small(query, *args, **kwargs):
+        sizes.append(len(query))
+        if len(query) > small.most:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(searching, "filtered_topk", small)
+    small.most = 4
+    halves = index.search(q, k=5, where=[None, "price < 20"] * 3 + [None])
+    assert sizes == [7, 3, 4]
+    same(halves.scores, whole.scores)
+    assert plain(halves.ids) == plain(whole.ids)
+    small.most = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        index.search(q, k=5)
+    monkeypatch.undo()
+    assert plain(index.search(q, k=5, where=[None, "price < 20"] * 3 + [None]).ids) == plain(whole.ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda i: i.search(torch.zeros(2, 3)), r"query must be \(queries, 24\), .*, or \(24,\), got \(2, 3\)"),
+        (lambda i: i.search("text"), "query must be a tensor or an array of numbers|must be"),
+        (lambda i: i.search(torch.zeros(1, D).long()), "query must be floats, got torch.int64"),
+        (lambda i: i.search(torch.zeros(1, D), k=0), "k must be"),
+        (lambda i: i.search(torch.zeros(1, D), k="5"), "k must be an integer, or a list of one for each"),
+        (lambda i: i.search(torch.zeros(2, D), k=[3]), r"positive integers, one for each of 2 queries, got \[3\]"),
+        (lambda i: i.search(torch.zeros(2, D), where=[None]), "where must have an expression for each of 2"),
+        (lambda i: i.search(torch.zeros(2, D), where=3), r"an expression of col\(…\), its text, None, or a"),
+        (lambda i: i.search(torch.zeros(1, D), where=[3]), r"an expression of col\(…\) or its text, got int"),
+        (lambda i: i.search(torch.zeros(1, D), where="pric < 3"), "there is no column 'pric'; did you mean 'price'"),
+    ],
+)  # fmt: skip
+def test_a_bad_search_gets_a_sentence(call, sentence, named):
+    with pytest.raises(ValueError, match=sentence):
+        call(made("cpu", named))
+
+
+# ------------------------------------------------------------------------------------------------------------- updates
+
+
+def contents(index):
+    """All items by their ids, as a search finds them: the vector comes back from scores of unit vectors."""
+    eye = torch.eye(index.dim, device=index.device)
+    hits = index.search(eye, k=max(len(index), 1))
+    found = {}
+    for column, (ids, scores) in enumerate(zip(plain(hits.ids), hits.scores.tolist(), strict=True)):
+        for id, score in zip(ids, scores, strict=True):
+            if score > -float("inf"):
+                found.setdefault(id, [None] * index.dim)[column] = score
+    return found
+
+
+def test_upsert_replaces_and_delete_takes_out(device, named):
+    index = made(device, named, count=60, capacity=100)
+    new = vectors(30, seed=5)
+    index.upsert(named(range(50, 80)), new, table(range(50, 80), version=1))
+    assert index.delete(named([3, 4, 4, 999])) == 2
+    assert len(index) == 78
+    names = plain(named(range(80)))
+    rows = torch.cat([vectors(60)[:50], new]).half().float().tolist()
+    assert contents(index) == {
+        name: row for i, (name, row) in enumerate(zip(names, rows, strict=True)) if i not in (3, 4)
+    }
+    assert names[5] in index
+    assert names[3] not in index
+    hits = index.search(torch.eye(D, device=device)[:1], k=100, where=col("country") == "us")
+    passing = [n for n in range(80) if (n % 3 == 0 and n != 3 if n < 50 else n % 3 == 2)]
+    assert set(plain(hits.ids[0])) - {None, -1} == {names[n] for n in passing}
+    index.upsert(named([3]), new[:1], table([3]))
+    assert contents(index)[names[3]] == rows[50]
+
+
+def test_of_equal_ids_the_last_counts(device, named):
+    index = Index(D, 10, schema=schema(), device=device)
+    x = vectors(4)
+    index.upsert(named([1, 2, 1, 3]), x, table([1, 2, 3, 4]))
+    names = plain(named([1, 2, 3]))
+    assert contents(index) == dict(zip(names, x[1:].half().float()[[1, 0, 2]].tolist(), strict=True))
+    hits = index.search(torch.eye(D, device=device)[:1], k=10, where=col("tags").has("t3"))
+    assert [i for i in plain(hits.ids[0]) if i not in (None, -1)] == names[:1]
+
+
+def test_items_are_replaced_in_a_full_index_in_pieces(device, named, monkeypatch):
+    monkeypatch.setattr(updates, "SPARE", 3)
+    index = Index(D, 1000, device=device)
+    assert index.embeddings.shape[0] == 1003
+    index.upsert(named(range(1000)), vectors(1000))
+    index.upsert(named(range(1000)), vectors(1000, seed=9))
+    assert len(index) == 1000
+    names = plain(named(range(1000)))
+    found = index.search(torch.eye(D, device=device)[0], k=1000)
+    expected = vectors(1000, seed=9).half().float()[:, 0]
+    assert [expected[names.index(i)].item() for i in plain(found.ids[0])] == found.scores[0].tolist()
+
+
+def test_more_than_the_capacity_gets_a_sentence_and_grow_makes_room(device, named):
+    index = made(device, named, count=100, capacity=100)
+    before = contents(index)
+    with pytest.raises(
+        ValueError, match=r"30 new items do not fit: the index holds 100 of 100. index.grow\(130\) makes room"
+    ):
+        index.upsert(named(range(80, 130)), vectors(50), table(range(80, 130)))
+    assert contents(index) == before
+    index.grow(130)
+    assert contents(index) == before
+    index.upsert(named(range(80, 130)), vectors(50), table(range(80, 130)))
+    assert len(index) == 130
+    hits = index.search(torch.eye(D, device=device)[0], k=200, where=col("country") == "us")
+    assert int((hits.scores > -torch.inf).sum()) == len([n for n in range(130) if n % 3 == 0])
+    with pytest.raises(ValueError, match="capacity must be at least 130, what there is, got 50"):
+        index.grow(50)
+
+
+NAN = torch.full((2, D), 1.0)
+NAN[1, 3] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ids", "x", "more", "sentence"),
+    [
+        ([1, 2], NAN, {}, r"embeddings must be finite, got NaN or infinity for id 2\."),
+        ([1, 2], NAN.nan_to_num(float("inf")), {}, "embeddings must be finite, got NaN or infinity for id 2"),
+        ([1, 2], torch.tensor([[1.0], [1e6]]).expand(2, D), {}, "must fit float16, got larger numbers for id 2"),
+        ([1, 2], torch.ones(2, D + 1), {}, r"must be \(items, 24\), the index's dim, got \(2, 25\), id 1 f"),
+        ([1, 2], torch.ones(3, D), {}, "embeddings must have a row for each of the 2 ids, got 3"),
+        ([1, 2], torch.ones(2, D).long(), {}, "embeddings must be floats, got torch.int64"),
+        ([1, 2], None, {}, "embeddings must be"),
+        ([1, -1], torch.ones(2, D), {}, "ids must not be -1"),
+        ([1, "2"], torch.ones(2, D), {}, "ids must be all int64 or all strings, got str '2' at position 1"),
+        ([1.5, 2], torch.ones(2, D), {}, "ids must be all int64 or all strings, got float 1.5 at position 0"),
+        ("ab", torch.ones(2, D), {}, "ids must be a list of integers or strings, got str 'ab'"),
+        (["a", "b"], torch.ones(2, D), {}, "ids must be int64, as those in the index are, got str"),
+        ([1, 2], torch.ones(2, D), {"contry": ["us"] * 2}, "'contry' that the schema lacks; did you mean 'country'"),
+        ([1, 2], torch.ones(2, D), {"price": [1, "x"]}, r"'price' \(Number\), id 2: must be a number, got str 'x'"),
+        ([1, 2], torch.ones(2, D), {"tags": [[f"new{i}" for i in range(70)]] * 2}, "id 1: is full: 'new"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_gets_a_sentence_and_nothing_is_written(ids, x, more, sentence, device):
+    index = made(device, lambda numbers: np.asarray(numbers))
+    state = {name: value.clone() for name, value in index.state_dict().items()}
+    with pytest.raises(ValueError, match=sentence):
+        index.upsert(ids, x, {**table([1, 2]), **more})
+    after = index.state_dict()
+    assert all(torch.equal(after[name].view(torch.uint8), value.view(torch.uint8)) for name, value in state.items())
+
+
+def test_a_table_without_a_schema_gets_a_sentence():
+    index = Index(D, 10)
+    with pytest.raises(ValueError, match="the table has a column 'x' that the schema lacks: the index has no schema"):
+        index.upsert([1], torch.ones(1, D), {"x": [1]})
+    with pytest.raises(ValueError, match="the table must have the column 'country'"):
+        Index(D, 10, schema=schema()).upsert([1], torch.ones(1, D))
+    with pytest.raises(ValueError, match="a length above 0 for cosine, got 0 for id 5"):
+        Index(D, 10, metric="cosine").upsert([4, 5], torch.eye(D)[:2] * torch.tensor([[1.0], [0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Index(0, 5), "dim must be a positive integer, got 0"),
+        (lambda: Index(5, 2.5), "capacity must be a positive integer, got 2.5"),
+        (lambda: Index(5, 5, "int8"), "dtype must be one of float16, bfloat16, float32, float8_e4m3fn, got int8"),
+        (lambda: Index(5, 5, metric="dot"), "metric must be one of ip, cosine, l2, got 'dot'"),
+        (lambda: Index(5, 5, schema={"a": 1}), "schema must be a Schema, got dict"),
+        (
+            lambda: Index.over(torch.zeros(3)),
+            r"parameter must be a float tensor \(items, dim\) or an Embedding, got \(3,\)",
+        ),
+        (lambda: Index.over(torch.zeros(3, 2), metric="cosine"), "metric must be 'ip' or 'l2', got 'cosine'"),
+        (lambda: Index.over(torch.zeros(3, 2), ids=[1, 1, 2]), "ids must be 3 different ones"),
+        (lambda: Index.over(torch.zeros(3, 2), schema=schema()), "table must hold the attributes"),
+        (lambda: retrieve.plan_memory(0, 5), "plan_memory: items must be a positive integer, got 0"),
+    ],
+)
+def test_a_bad_index_gets_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+# --------------------------------------------------------------------------------------------------------------- state
+
+
+def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
+    index = made(device, named, "l2")
+    index.delete(named([5, 6]))
+    before = index.search(vectors(3).to(device), k=200, where="country == 'us'")
+    other = Index(D, 150, metric="l2", schema=schema(), device=device)
+    other.upsert(named([1000]), vectors(1), table([1]))
+    other.load_state_dict(index.state_dict())
+    for again in (other, copy.deepcopy(index), torch.nn.Sequential(index).cpu()[0]):
+        found = again.search(vectors(3), k=200, where="country == 'us'")
+        assert plain(found.ids) == plain(before.ids)
+        assert torch.allclose(found.scores.cpu(), before.scores.cpu())
+        assert len(again) == 98
+        again.upsert(named([5, 200]), vectors(2), table([5, 200]))
+        assert len(again) == 100
+        assert "country" in str(again)
+    assert other.bias.dtype == torch.float32
+    narrow = copy.deepcopy(other).to(torch.bfloat16)
+    assert (narrow.dtype, narrow.bias.dtype) == (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="the state is of an index with Schema"):
+        Index(D, 150, metric="l2", schema=Schema(a=Number()), device=device).load_state_dict(
+            index.state_dict(), strict=False
+        )
+
+
+def test_over_a_parameter_a_search_sees_the_weights_of_the_moment(device, named):
+    model = torch.nn.Sequential(torch.nn.Embedding(40, D, device=device))
+    index = Index.over(model[0], named(range(40)), table(range(40)), schema())
+    assert index.embeddings.data_ptr() == model[0].weight.data_ptr()
+    assert not list(index.parameters())
+    assert "embeddings" not in index.state_dict()
+    q = vectors(2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        scores = q @ model[0].weight.detach().t()
+        hits = index.search(q, k=5)
+        assert plain(hits.ids[0]) == [plain(named(range(40)))[n] for n in scores[0].argsort(descending=True)[:5]]
+        model[0].weight.square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight[7] += q[0]
+    assert index.delete(named([7])) == 1
+    assert plain(named([7]))[0] not in plain(index.search(q, k=40).ids[0])
+    index.upsert(named([7, 8]), table={"country": ["de", "de"], "tags": [[], []], "price": [1, 2]})
+    assert set(plain(index.search(q[0], k=2, where="country == 'de'").ids[0])) == set(plain(named([7, 8])))
+    assert len(index) == 40
+    with pytest.raises(ValueError, match="embeddings must be None for an index over a parameter"):
+        index.upsert(named([7]), q[:1], table([1]))
+    with pytest.raises(ValueError, match="ids must be rows of the parameter"):
+        index.upsert(named([99]), None, table([1]))
+    with pytest.raises(ValueError, match="an index over a parameter"):
+        index.grow(100)
+    distances = Index.over(model[0].weight, metric="l2").search(q, k=3)
+    torch.testing.assert_close(
+        distances.scores, -torch.cdist(q, model[0].weight.detach()).square().topk(3, largest=False)[0]
+    )
+    assert index.explain("country == 'de'").share == pytest.approx(2 / 40)
+
+
+def test_the_counts_follow_the_items(device, named):
+    index = made(device, named)
+    index.upsert(named(range(50)), vectors(50), table(range(50), version=1))
+    index.delete(named(range(90, 100)))
+    fresh = copy.deepcopy(index)
+    fresh._restart()
+    assert fresh.counts.items == index.counts.items == 90
+    assert fresh.counts.missing == index.counts.missing
+    for name, bins in fresh.counts.bins.items():
+        assert (np.trim_zeros(bins, "b") == np.trim_zeros(index.counts.bins[name], "b")).all()
+
+
+def test_explain_says_what_passes(device, named):
+    index = made(device, named)
+    said = index.explain("country == 'us' and price < 20 and not tags has_any ('t1', 't2')")
+    assert said.items == 100
+    assert said.clauses == 4 or said.clauses == 3
+    text = str(said)
+    assert "country is 'us'" in text
+    assert "tags has not any of 't1', 't2'" in text
+    assert "price in 1 range of values" in text
+    assert index.explain().share == 1
+
+
+def test_plan_memory_is_what_the_buffers_take():
+    for ids, capacity in ((lambda n: list(range(n)), 5000), (lambda n: [f"id{i}" for i in range(n)], 100)):
+        index = Index(D, capacity, "bfloat16", "l2", schema())
+        index.upsert(ids(50), vectors(50), table(range(50)))
+        taken = sum(b.numel() * b.element_size() for b in index.buffers())
+        assert index.plan().device_bytes == taken
+        assert retrieve.plan_memory(capacity, D, "bfloat16", "l2", schema()).device_bytes == taken
+    assert "together" in str(retrieve.plan_memory(20_000_000, 128))
+    assert retrieve.plan_memory(10**9, 128).vectors >= 256 * 10**9
+
+
+# ----------------------------------------------------------------------------------------------------------------- ids
+
+
+def test_the_table_of_ids_against_a_dict():
+    rng = np.random.default_rng(0)
+    table, known = ids_module.IntTable(), {}
+    for _ in range(60):
+        keys = np.unique(rng.choice([rng.integers(-50, 50, 40), rng.integers(-(2**63), 2**63 - 1, 40)]))
+        values = rng.integers(-1, 1000, len(keys))
+        table.set(keys, values)
+        known.update(zip(keys.tolist(), values.tolist(), strict=True))
+        asked = np.concatenate([keys, rng.integers(-60, 60, 50), np.array(list(known))])
+        assert table.get(asked).tolist() == [known.get(k, -1) for k in asked.tolist()]
+    assert 2 * table.used <= len(table.values)
+
+
+def test_strings_whose_hashes_collide_are_told_apart(monkeypatch):
+    monkeypatch.setattr(ids_module.StringIds, "_hash", staticmethod(lambda text: len(text) % 3))
+    index = Index(D, 200)
+    names = [f"{n}" * (n % 7 + 1) for n in range(150)]
+    index.upsert(names[:80], vectors(80))
+    index.upsert(names[40:], vectors(110, seed=1))
+    index.delete(names[10:20])
+    rows = [*vectors(80)[:40].half().float().tolist(), *vectors(110, seed=1).half().float().tolist()]
+    assert contents(index) == {n: r for i, (n, r) in enumerate(zip(names, rows, strict=True)) if not 10 <= i < 20}
+
+
+def test_ids_of_other_kinds_of_columns():
+    pa = pytest.importorskip("pyarrow")
+    pd = pytest.importorskip("pandas")
+    for ids in (pa.array([5, 6]), pd.Series([5, 6]), np.array([5, 6], dtype=np.uint8), (5, 6)):
+        index = Index(D, 10)
+        index.upsert(ids, torch.ones(2, D))
+        assert 5 in index
+        assert "5" not in index
+    for ids in (pa.array(["a", "b"]), pd.Series(["a", "b"]), np.array(["a", "b"])):
+        index = Index(D, 10)
+        index.upsert(ids, torch.ones(2, D).numpy())
+        assert "a" in index
+
+
+def test_the_answer_names_its_items_whatever_is_written_later(device, named):
+    index = made(device, named, count=20, capacity=20)
+    hits = index.search(vectors(1).to(device), k=20)
+    before = plain(hits.ids[0])
+    index.delete(named(range(20)))
+    index.upsert(named(range(100, 120)), vectors(20), table(range(20)))
+    assert plain(hits.ids[0]) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------- hits
+
+
+def test_hits_take_rows_of_tables_of_each_kind(device, named):
+    pa, pd = pytest.importorskip("pyarrow"), pytest.importorskip("pandas")
+    index = made(device, named)
+    hits = index.search(vectors(2).to(device), k=3, where="price < 3")
+    shown = plain(named(range(100)))
+    frame = pd.DataFrame({"job": shown, "title": [f"title {n}" for n in range(100)]})
+    wanted = [f"title {shown.index(i)}" for row in plain(hits.ids) for i in row]
+    lists = {"job": shown, "title": frame["title"].tolist()}
+    for taken in (
+        hits.take(frame, id="job")["title"].tolist(),
+        hits.take(pa.table(lists), id="job")["title"].to_pylist(),
+        hits.take(lists, id="job")["title"],
+        hits.take({**lists, "title": np.array(lists["title"])}, id="job")["title"].tolist(),
+    ):
+        assert taken == wanted
+    taken = hits.take(pa.table(lists), id="job").to_pandas()
+    assert taken.columns.tolist() == ["query", "rank", "score", "job", "title"]
+    listed = hits.to_pandas()
+    assert listed["rank"].tolist() == [0, 1, 2] * 2
+    assert listed["query"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert listed["id"].tolist() == taken["job"].tolist()
+    assert listed["score"].tolist() == hits.scores.flatten().tolist()
+    for call, sentence in (
+        (lambda: hits.take({"job": shown[50:]}, id="job"), "is not in the column 'job' of the table"),
+        (lambda: hits.take(lists, id="jobs"), "id must be a column of the table, 'job', 'title', got 'jobs'"),
+        (lambda: hits.take({**lists, "score": shown}, id="job"), "the table must have no column 'score'"),
+        (lambda: hits.take(lists), "id must name the column|is no row of the table, which has 100"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+
+
+def test_hits_take_rows_by_number(device):
+    index = Index(D, 10, device=device)
+    index.upsert(range(10), vectors(10))
+    hits = index.search(vectors(1).to(device), k=4)
+    assert hits.take({"n": list(range(10))})["n"] == hits.ids[0].tolist()
