@@ -46,6 +46,7 @@ TILES = {
 TILES_SHORT = {
     "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
     "queries": {128: Tile(64, 64, 4, 2)},
+    "keys": {64: Tile(32, 64, 4, 2)},
 }
 # The slope of a softcap takes registers: with one, these.
 TILES_CAPPED = {
@@ -102,7 +103,7 @@ def tables_of(
     if not keep:
         return *forward, None, None, None, None
     queries = queries_of("queries")
-    keys = tile_of("keys", q, k, capped).keys
+    keys = tile_of("keys", q, k, capped, short).keys
     own = "suffix keys across" if across else "suffix keys"
     return *forward, *queries, layout.tiles("prefix keys", keys), layout.tiles(own, keys)
 
@@ -211,8 +212,8 @@ def _prefix_attention_bwd(
         _launch_delta(do, o, delta)
     if wants[1] or wants[2]:
         keys = q, k, v, do, lse, delta, dk if wants[1] else None, dv if wants[2] else None
-        _launch_keys((*keys, prefix_keys, first), 0, False, scores)
-        _launch_keys((*keys, suffix_keys, first), singles, across, scores)
+        _launch_keys((*keys, prefix_keys, first), 0, False, short, scores)
+        _launch_keys((*keys, suffix_keys, first), singles, across, short, scores)
         if singles and not across:
             _launch_single_keys((*keys, first, stop), start, scores)
     return dq, dk, dv
@@ -227,14 +228,14 @@ def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
     launch(_delta_kernel, _key(do, o, delta), (do, o, delta), plan)
 
 
-def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, scores: tuple[Any, ...]) -> None:
+def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, short: bool, scores: tuple[Any, ...]) -> None:
     """tensors: q, k, v, do, lse, delta, dk, dv, tiles, first."""
     q, k, v, do, _, _, dk, dv, tiles, _ = tensors
     if not tiles.shape[0]:
         return
 
     def plan() -> Plan:
-        tile, G = tile_of("keys", q, k, scores[1] is not None), k.shape[1]
+        tile, G = tile_of("keys", q, k, scores[1] is not None, short), k.shape[1]
         arguments = (
             q.shape[0], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *scores, G,
             q.shape[1] // G, q.shape[2], singles, across, tile.rows, tile.keys, max(16, next_power_of_2(q.shape[2])),
@@ -242,7 +243,7 @@ def _launch_keys(tensors: tuple[Any, ...], singles: int, across: bool, scores: t
         )  # fmt: skip
         return tiles.shape[0] * G, arguments, _options(tile)
 
-    launch(_keys_kernel, (singles, across, scores, tiles.shape[0], _key(q, k, v, do, dk, dv)), tensors, plan)
+    launch(_keys_kernel, (singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dk, dv)), tensors, plan)
 
 
 def _launch_single_keys(tensors: tuple[Any, ...], start: int, scores: tuple[Any, ...]) -> None:
