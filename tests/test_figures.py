@@ -73,6 +73,23 @@ def test_steps_as_graphs():
         assert f"| {name} | " + " | ".join(f"{ms:.1f} ms" for ms in cells) + " |" in text
 
 
+def test_steps_of_shared_prefixes():
+    cases = {}
+    for row in report.load(RESULTS / "h200-shared-prefix.json")["rows"]:
+        name = f"{row['prompts']} × ({row['prompt']} + {row['completions']} × {row['length']})"
+        cases.setdefault(name + ", checkpoints" * row["checkpointing"], {})[row["side"]] = row
+    text = (ROOT / "docs" / "how-to" / "shared-prefix.md").read_text()
+    assert len(cases) == 6
+    for name, by in cases.items():
+        assert not by["trl"]["note"]  # its fused head ran
+        sides = [by[side] for side in ("trl", "fused", "shared")]
+        cells = [f"{row['step_ms']:,.0f} ms, {row['activations_gib']:.1f} GiB" for row in sides]
+        cells.append(f"{sides[0]['step_ms'] / sides[2]['step_ms']:.2f} ×")
+        assert f"| {name} | " + " | ".join(cells) + " |" in text
+    alone = [by for name, by in cases.items() if " 1 × " in name]
+    assert {round(100 * (by["shared"]["step_ms"] / by["fused"]["step_ms"] - 1)) for by in alone} == {7}
+
+
 def test_the_first_step_of_a_length():
     plain, ours = [row for row in report.load(RESULTS / "h200-small-steps.json")["rows"] if "first_ms" in row]
     assert (plain["side"], ours["side"]) == ("hf", "tigon")
