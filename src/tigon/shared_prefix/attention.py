@@ -248,9 +248,8 @@ def shared_prefix_attention(
     width = v.shape[-1]
     if width < q.shape[-1]:  # multi-head latent attention: values are narrower than keys
         v = F.pad(v, (0, q.shape[-1] - width))
-    o = prefix_attention(
-        q[0], k[0], v[0], layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window
-    )  # fmt: skip
+    q, k, v = (t.squeeze(0) for t in (q, k, v))  # t[0] would have its gradient copied into zeros
+    o = prefix_attention(q, k, v, layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window)
     if _running.ledger is not None:  # None while a checkpoint runs again
         _running.ledger.count("prefix", name)
     return o[..., :width].unsqueeze(0), None
