@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,11 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 second = tigon.NestedAbsmax(torch.empty(256), torch.empty(3584), torch.empty(1)) if nested else None
                 packed = torch.empty(29360128, dtype=torch.uint8)
                 tigon.dequantize_4bit(tigon.FourBit(packed, numbers, torch.empty(16), (14336, 4096), dtype, 64, second))
+        for why, dtype, search in searches(brief not in (None, "cuda:90")):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
+                context |= {"dtype": str(dtype).removeprefix("torch.")}
+                search()
         units = *itertools.product((torch.bfloat16, torch.float16), (16, 32), (0,)), (torch.bfloat16, 16, 0.05)
         for dtype, rank, dropout in units:
             if not brief or worth((dtype, Case("", ()), None), brief):
@@ -213,6 +218,52 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 layers = [adapted(n, 4096, rank, dtype, own, 0.05) for n in (4096, 1024, 1024)]
                 sum(y.sum() for y in tigon.lora_linear(x, layers)).backward()
     return list(launches.values())
+
+
+def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
+    """What is compiled of filtered_topk: 15.5 million rows, every plan, batches of each tile; few: each kernel once."""
+    literal = tigon.RowFilter.Literal
+    one, other = (tigon.RowFilter([[literal(0, bit)], [literal(1, 8, negated=True)]]) for bit in (1, 2))
+    many = [tigon.RowFilter([[literal(0, 1 << n)]]) for n in range(33)]
+    rows = 15_500_000
+    beside = {"attributes": torch.empty(2, rows, dtype=torch.int64), "live": torch.empty(rows // 32, dtype=torch.int32)}
+    half, wide, byte = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    batches = 1, 17, 40, 100, 256
+    cases = [(f"dense, {B} queries", half, half, B, 128, 100, {}) for B in batches]
+    cases += [(f"a list, {B} queries", half, half, B, 128, 100, {"where": one}) for B in batches]
+    cases += [(f"{n} filters", half, half, n, 128, 100, {"where": [one, other] * (n // 2)}) for n in (16, 256)]
+    cases += [
+        ("33 filters", half, half, 33, 128, 100, {"where": many}),
+        ("dense with a filter", half, half, 16, 128, 100, {"where": one, "plan": "dense", "bias": True}),
+        ("dense with live rows", half, half, 16, 128, 100, {"live": True, "bias": True}),
+        ("k = 1000", half, half, 256, 128, 1000, {}),
+        ("width 768", half, half, 256, 768, 100, {}),
+        ("width 72", half, half, 16, 72, 100, {}),
+        ("two terms", half, torch.float16, 256, 128, 100, {"bias": True}),
+        ("bytes", half, byte, 256, 128, 100, {}),
+        ("bytes", half, byte, 16, 128, 100, {}),
+        ("fp32", wide, wide, 1, 128, 100, {}),
+        ("fp32", wide, wide, 256, 128, 100, {}),
+        ("fp16", torch.float16, torch.float16, 256, 128, 100, {}),
+        ("more rows", half, half, 1, 128, 10, {"times": 8}),
+    ]
+    once = "a list, 1 queries", "16 filters", "two terms", "more rows"
+    for why, dtype, stored, B, D, k, options in cases:
+        if few and why not in once:
+            continue
+
+        def search(dtype=dtype, stored=stored, B=B, D=D, k=k, options=options) -> None:
+            given = {name: value for name, value in options.items() if name in ("where", "plan")}
+            if "where" in options:
+                given["attributes"] = beside["attributes"]
+            if "live" in options:
+                given["live"] = beside["live"]
+            if "bias" in options:
+                given["bias"] = torch.empty(rows)
+            items = torch.empty(rows * options.get("times", 1), D, dtype=stored)
+            tigon.filtered_topk(torch.empty(B, D, dtype=dtype), items, k, **given)
+
+        yield why, dtype, search
 
 
 # Dtype of x, of the adapters, and ranks: of one tile, and beyond what a program of the gradient takes.

@@ -82,6 +82,8 @@ def test_every_kernel_is_launched(target):
 def test_no_register_spills(target):
     # Some registers, so that three programs of the gated unit's backward pass fit a multiprocessor (ops/gated_lora.py).
     allowed = {op.name: op.spills for op in (*OPS, *OVER_SHARDS)} | {"lora_mlp": 96}
+    # Of k above 112: 1024 threads that select among 16,384 keys have 64 registers each.
+    allowed["filtered_topk"] = 256
     spilling = [
         f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"] > allowed.get(x["op"], 0)
     ]

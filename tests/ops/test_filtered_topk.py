@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.ops.filtered_topk import filtered_topk_reference
+from tigon.ops.filtered_topk import filtered_topk_reference, launches, plan, reference
 
 Literal = tigon.RowFilter.Literal
 
@@ -32,7 +32,7 @@ def expected(query, items, k, attributes=None, where=None, live=None, bias=None)
 def agree(query, items, k, **options):
     """The same rows and scores, where scores are exact sums of small integers."""
     scores, rows = tigon.filtered_topk(query, items, k, **options)
-    options = {n: v for n, v in options.items() if n not in ("plan", "share")}
+    options.pop("plan", None)
     want_scores, want_rows = expected(query, items, k, **options)
     assert scores.dtype == torch.float32
     assert rows.dtype == torch.int64
@@ -67,37 +67,141 @@ NONE = tigon.RowFilter([[]])
     [
         (1, 1, 1, 1, torch.float16),  # the least
         (3, 1000, 24, 10, torch.float16),
-        (17, 333, 8, 7, torch.bfloat16),
-        (2, 50, 40, 64, torch.float32),  # fewer rows than k
+        (17, 200, 8, 3, torch.bfloat16),  # beyond one tile of queries
+        (2, 50, 40, 64, torch.float32),  # fewer rows than results
+        (2, 5000, 16, 10, torch.float16),  # beyond a strip
+        (1, 300, 300, 5, torch.bfloat16),  # several steps of a sum, the last one cut off
+        (1, 5000, 16, 200, torch.float16),  # the smaller groups of a larger k
+        (1, 3000, 16, 600, torch.bfloat16),  # three levels
+        (1, 70, 16, 2048, torch.float16),  # sorted by torch
     ],
 )
-def test_rows_and_scores(B, N, D, k, dtype, device):
+def test_rows_and_scores(B, N, D, k, dtype, backend, device):
     agree(integers(B, D, dtype=dtype, device=device), integers(N, D, dtype=dtype, device=device, seed=1), k)
 
 
-@pytest.mark.parametrize("where", [HALF, SOME, RANGE, NONE, [SOME, None, SOME, RANGE]], ids=str)
-@pytest.mark.parametrize("more", [False, True], ids=["", "live and bias"])
-def test_filters(where, more, device):
-    B, N = 4, 700
-    options = {"attributes": words(N, device), "where": where}
-    if more:
-        options |= {"live": live_bits(N, device), "bias": integers(N, dtype=torch.float32, device=device, most=5)}
-    agree(integers(B, 16, device=device), integers(N, 16, device=device, seed=1), 20, **options)
+def ordered(n, by):
+    return {
+        "ascending": torch.arange(n), "descending": torch.arange(n).flip(0), "equal": torch.zeros(n),
+        "in one group": torch.where((torch.arange(n) >= 64) & (torch.arange(n) < 128), 100, torch.arange(n) % 7),
+    }[by]  # fmt: skip
 
 
-def test_live_alone(device):
-    agree(integers(3, 8, device=device), integers(333, 8, device=device, seed=1), 9, live=live_bits(333, device))
+@pytest.mark.parametrize("by", ["ascending", "descending", "equal", "in one group"])
+def test_no_order_is_a_bad_one(by, backend, device):
+    items = torch.stack((ordered(2000, by).half(), torch.ones(2000).half()), 1).to(device)
+    agree(torch.tensor([[1.0, 0.0], [-1.0, 2.0]], dtype=torch.float16, device=device), items, 70)
+
+
+PLANS = ["auto", "dense", "compact", "bitmaps"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("where", [None, SOME, RANGE, NONE], ids=str)
+def test_plans_and_filters(where, plan, backend, device):
+    N = 4500
+    options = {"attributes": words(N, device), "where": where, "plan": plan}
+    agree(integers(1, 16, device=device), integers(N, 16, device=device, seed=1), 8, **options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("where", [None, RANGE], ids=str)
+def test_live_rows_and_biases(where, plan, backend, device):
+    N = 333
+    options = {"attributes": words(N, device), "where": where, "plan": plan, "live": live_bits(N, device)}
+    options["bias"] = integers(N, dtype=torch.float32, device=device, most=5)
+    agree(integers(2, 8, device=device), integers(N, 8, device=device, seed=1), 9, **options)
+
+
+def test_a_filter_for_each_query(backend, device):
+    where = [SOME, None, RANGE, SOME, NONE]
+    options = {"attributes": words(700, device), "where": where, "live": live_bits(700, device)}
+    agree(integers(5, 16, device=device), integers(700, 16, device=device, seed=1), 5, **options)
+
+
+def test_more_filters_than_a_word_has_bits(backend, device, monkeypatch):
+    monkeypatch.setattr(plan, "SPARE", 0)  # fewer programs for the interpreter
+    where = [tigon.RowFilter([[Literal(0, 1 << n, "codes", codes=[n % 2])]]) for n in range(34)]
+    options = {"attributes": words(100, device), "where": [*where, where[0]]}
+    agree(integers(35, 8, device=device), integers(100, 8, device=device, seed=1), 2, **options)
+
+
+def test_levels_above_the_strips(monkeypatch, triton_backend, device):
+    """Some hundred million rows have them; here of small groups."""
+    monkeypatch.setattr(plan, "KEYS", 8)
+    monkeypatch.setattr(plan, "sizes_of", lambda k: plan.Sizes(4, 0, 16, 4))
+    tile = plan.Tile(16, 16, 16, 4, 1)
+    monkeypatch.setattr(plan, "TILES", {16: (tile, tile)})
+    assert plan.plan_of(2, 2, 8, 1000, torch.float16).levels == (128, 64, 32, 16, 4)
+    agree(integers(2, 8, device=device), integers(1000, 8, device=device, seed=1), 2)
+    agree(
+        integers(2, 8, device=device),
+        integers(1000, 8, device=device, seed=1),
+        2,
+        where=HALF,
+        attributes=words(1000, device),
+    )
+
+
+def test_batches_go_in_pieces(monkeypatch, triton_backend, device):
+    monkeypatch.setattr(plan, "WORKSPACE", 1)
+    monkeypatch.setattr(plan, "SPARE", 0)
+    assert plan.plan_of(33, 1, 8, 40, torch.float16).pieces == 3
+    options = {"attributes": words(40, device), "where": [HALF, *[SOME] * 32], "bias": torch.zeros(40, device=device)}
+    query = integers(33, 8, dtype=torch.float32, device=device)
+    agree(query, integers(40, 8, device=device, seed=1), 1, **options)
+
+
+def test_the_same_bits_in_every_plan_and_batch(triton_backend, device):
+    g = torch.Generator().manual_seed(3)
+    query, items = (torch.randn(n, 48, generator=g).half().to(device) for n in (3, 900))
+    options = {"attributes": words(900, device), "where": HALF}
+    scores, rows = tigon.filtered_topk(query, items, 6, **options)
+    for other in ("dense", "bitmaps"):
+        for got, want in zip(tigon.filtered_topk(query, items, 6, plan=other, **options), (scores, rows), strict=True):
+            assert torch.equal(got, want)
+    for b in range(3):
+        for got, want in zip(tigon.filtered_topk(query[b : b + 1], items, 6, **options), (scores, rows), strict=True):
+            assert torch.equal(got[0], want[b])
+    want_scores, want_rows = expected(query, items, 6, **options)
+    assert torch.equal(rows, want_rows)
+    torch.testing.assert_close(scores.double(), want_scores, rtol=1e-6, atol=1e-5)
+
+
+def test_a_query_of_more_bits_than_the_items(backend, device):
+    """Ranked by all its bits: two rows that differ by less than the query's rounding to fp16."""
+    items = torch.zeros(300, 16, device=device)
+    items[:, 0], items[:, 1] = 1.0, -1.0
+    items[77, 2] = 1.0
+    query = torch.zeros(3, 16, device=device)
+    query[0, 0], query[0, 1], query[0, 2] = 1.0, 1.0 + 2**-13, 2**-20
+    query[1], query[2] = 1e-30 * query[0], 1e30 * query[0]  # beyond what fp16 reaches
+    for dtype in (torch.float16, torch.bfloat16):
+        scores, rows = tigon.filtered_topk(query, items.to(dtype), 1, bias=torch.zeros(300, device=device))
+        assert rows.tolist() == [[77]] * 3
+        # Of numbers that cancel the last bits depend on their order.
+        assert ((scores[:, 0] - query @ items[77]).abs() <= 1e-6 * query.abs().amax(1)).all()
+
+
+def test_views_of_larger_buffers(backend, device):
+    items, attributes = integers(600, 40, device=device, seed=1), words(600, device, 3)
+    query = integers(2, 48, device=device)[:, 3:27:2]
+    agree(query, items[:500, 1:13], 5, attributes=attributes[:2, :500], where=SOME)
+    agree(
+        query,
+        integers(24, 500, device=device).t()[:, ::2],
+        5,
+        bias=integers(1000, dtype=torch.float32, device=device)[::2],
+    )
 
 
 def test_chunks_of_rows_are_merged(monkeypatch, device):
-    from tigon.ops.filtered_topk import reference
-
     monkeypatch.setattr(reference, "SCORES", 64)
     options = {"where": HALF, "attributes": words(500, device)}
     agree(integers(2, 4, device=device), integers(500, 4, device=device, seed=1), 5, **options)
 
 
-def test_nan_and_infinities(device):
+def test_nan_and_infinities(backend, device):
     query, items = integers(2, 8, device=device), integers(40, 8, device=device, seed=1)
     items[3, 2], items[7] = torch.nan, torch.inf
     bias = torch.zeros(40, device=device)
@@ -111,7 +215,7 @@ def test_nan_and_infinities(device):
     assert not scores.isnan().any()
 
 
-def test_zeros_of_both_signs_are_equal(device):
+def test_zeros_of_both_signs_are_equal(backend, device):
     items = torch.tensor([[1.0], [-0.0], [0.0], [-1.0]], device=device)
     scores, rows = tigon.filtered_topk(torch.tensor([[1.0]], device=device), items, 4)
     assert rows.tolist() == [[0, 1, 2, 3]]
@@ -119,18 +223,22 @@ def test_zeros_of_both_signs_are_equal(device):
 
 
 @pytest.mark.parametrize(("B", "N"), [(0, 5), (2, 0), (0, 0)])
-def test_empty(B, N, device):
+def test_empty(B, N, backend, device):
     scores, rows = tigon.filtered_topk(torch.ones(B, 4, device=device), torch.ones(N, 4, device=device), 3)
     assert scores.shape == rows.shape == (B, 3)
     assert (rows == -1).all()
     assert (scores == -torch.inf).all()
 
 
-def test_float8(device):
-    query, items = integers(3, 16, device=device), integers(100, 16, device=device, seed=1)
-    got = tigon.filtered_topk(query, items.to(torch.float8_e4m3fn), 10)
-    for a, b in zip(got, tigon.filtered_topk(query, items, 10), strict=True):
-        assert torch.equal(a, b)
+def test_float8(backend, device):
+    """Every number of the format, which small integers are not."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)[:, None].view(torch.float8_e4m3fn)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        query = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=device)
+        scores, rows = tigon.filtered_topk(query, every, 100)
+        want_scores, want_rows = expected(query, every, 100)
+        assert torch.equal(rows, want_rows)
+        assert torch.equal(scores.double(), want_scores)
 
 
 def test_the_reference_takes_fp64(device):
@@ -141,7 +249,7 @@ def test_the_reference_takes_fp64(device):
     assert torch.equal(scores, want_scores)
 
 
-def test_inputs_are_as_they_were(device):
+def test_inputs_are_as_they_were(backend, device):
     query, items, bias = (torch.randn(*shape, device=device) for shape in ((3, 8), (50, 8), (50,)))
     given = query, items, bias, words(50, device), live_bits(50, device)
     kept = [t.clone() for t in given]
@@ -189,7 +297,7 @@ def test_what_is_refused(call, message):
         call(tigon.filtered_topk)
 
 
-def test_searching_over_a_parameter(device):
+def test_searching_over_a_parameter(backend, device):
     items = torch.nn.Parameter(torch.randn(20, 4, device=device))
     with torch.no_grad():
         scores, _ = tigon.filtered_topk(items[:2], items, 1)
@@ -197,15 +305,63 @@ def test_searching_over_a_parameter(device):
     assert torch.equal(scores[:, 0], (items[:2].detach() @ items.detach().t()).max(1).values)
 
 
-def test_compiles_whole(device):
+OPTIONS = {"one": SOME, "a filter for each": [SOME, None, HALF], "none": None}
+
+
+@pytest.mark.parametrize("where", OPTIONS)
+def test_compiles_whole(where, backend, device):
+    torch._dynamo.reset()
     query, items = integers(3, 16, device=device), integers(90, 16, device=device, seed=1)
     attributes = words(90, device)
 
     def f(query, items, attributes):
-        return tigon.filtered_topk(query, items, 5, attributes=attributes, where=SOME)
+        return tigon.filtered_topk(query, items, 5, attributes=attributes, where=OPTIONS[where])
 
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (90, 77):
         given = query, items[:n], attributes[:, :n]
         for a, b in zip(compiled(*given), f(*given), strict=True):
             assert torch.equal(a, b)
+
+
+def test_exports(backend, device):
+    class Search(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("items", integers(90, 16, device=device, seed=1))
+            self.register_buffer("attributes", words(90, device))
+
+        def forward(self, query):
+            return tigon.filtered_topk(query, self.items, 5, attributes=self.attributes, where=SOME)
+
+    search, query = Search(), integers(3, 16, device=device)
+    for a, b in zip(torch.export.export(search, (query,)).module()(query), search(query), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_library_op(triton_backend, device):
+    moved = HALF.to(device)
+    args = integers(2, 16, device=device), integers(90, 16, device=device, seed=1), 5, words(90, device), moved.table
+    torch.library.opcheck(
+        launches._filtered_topk.op, (*args, moved.bitmaps, None, 1, live_bits(90, device), None, "compact")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", OPTIONS)
+def test_a_cuda_graph(where, device):
+    query, items, attributes = (
+        integers(3, 16, device=device),
+        integers(9000, 16, device=device, seed=1),
+        words(9000, device),
+    )
+    options = {"attributes": attributes, "where": OPTIONS[where]}
+    tigon.filtered_topk(query, items, 5, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = tigon.filtered_topk(query, items, 5, **options)
+    query.copy_(integers(3, 16, device=device, seed=9))
+    attributes.copy_(words(9000, device, seed=9))
+    graph.replay()
+    for a, b in zip(got, tigon.filtered_topk(query, items, 5, **options), strict=True):
+        assert torch.equal(a, b)

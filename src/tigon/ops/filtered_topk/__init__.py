@@ -16,9 +16,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk.filters import RowFilter
+from tigon.ops.filtered_topk.filters import RowFilter, tables_of
+from tigon.ops.filtered_topk.launches import _filtered_topk
+from tigon.ops.filtered_topk.plan import kind_of
 from tigon.ops.filtered_topk.reference import filtered_topk_reference
-from tigon.runtime import check_tensors
+from tigon.runtime import check_tensors, use_triton
 
 __all__ = ["RowFilter", "filtered_topk", "filtered_topk_reference"]
 
@@ -74,7 +76,12 @@ def filtered_topk(
     _check(query, items, k, plan, share)
     _check_rows(query, items, attributes, live, bias)
     where = _checked_filters(query, attributes, where, plan)
-    return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
+    # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
+    if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
+        return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
+    kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
+    filters, tables = tables_of(where, kind, query.device, query.shape[0])
+    return _filtered_topk(query, items, k, attributes, *tables, filters, live, bias, kind)
 
 
 def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:

@@ -227,6 +227,53 @@ def _bitmap(codes: Sequence[int]) -> Tensor:
 
 def _copied(t: Tensor, device: torch.device) -> Tensor:
     """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
-    if device.type != "cuda" or t.device.type != "cpu":
+    if device.type != "cuda" or t.device.type != "cpu" or torch.compiler.is_compiling():
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
+
+
+# For the filters of a batch, by identity: their tables one behind the other. What is kept holds the filters, so that no
+# other object gets their identity.
+_stacked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_STACKED_KEPT = 64
+EVERY = RowFilter([])
+
+
+def tables_of(
+    where: RowFilter | Sequence[RowFilter | None] | None, kind: str, device: torch.device, B: int
+) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """How many distinct filters there are; their table, their bitmaps, and (B,) int32 which of them a query has."""
+    if where is None:
+        if kind == "dense":
+            return 0, (None, None, None)
+        where = EVERY
+    if isinstance(where, RowFilter):
+        where = where.to(device)
+        if kind != "bitmaps":
+            return 1, (where.table, where.bitmaps, None)
+        return 1, (where.table, where.bitmaps, torch.zeros(B, dtype=torch.int32, device=device))
+    if torch.compiler.is_compiling():
+        return _stack(where, device)[:2]
+    key = (device, *map(id, where))
+    found = _stacked.get(key)
+    if found is None:
+        if len(_stacked) >= _STACKED_KEPT:
+            _stacked.clear()
+        found = _stacked[key] = _stack(where, device)
+    return found[:2]
+
+
+def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any, ...]:
+    """The distinct filters in the order in which the queries meet them, so that those of neighbours lie together."""
+    distinct: list[RowFilter] = []
+    which = []
+    for f in where:
+        f = EVERY if f is None else f
+        at = next((n for n, other in enumerate(distinct) if other is f), len(distinct))
+        if at == len(distinct):
+            distinct.append(f)
+        which.append(at)
+    moved = [f.to(device) for f in distinct]
+    table, bitmaps = torch.cat([f.table for f in moved]), torch.cat([f.bitmaps for f in moved])
+    of_query = _copied(torch.tensor(which, dtype=torch.int32, device="cpu"), device)
+    return len(distinct), (table, bitmaps, of_query), tuple(where)

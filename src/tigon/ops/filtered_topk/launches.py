@@ -1,0 +1,260 @@
+"""Launching the kernels: compact or words, scan, pick, rescore, choose; as one library op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.filtered_topk.compact import _list_kernel, _words_kernel
+from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_of
+from tigon.ops.filtered_topk.rescore import _rescore_kernel
+from tigon.ops.filtered_topk.scan import _scan_kernel, _split_kernel
+from tigon.ops.filtered_topk.select import _choose_kernel, _fold_kernel, _pick_kernel
+from tigon.runtime import Plan as Launch
+from tigon.runtime import cdiv, launch, launcher, next_power_of_2
+from tigon.runtime import device as facts
+
+# Rows of a program that writes words, and of one step of a program that writes a strip's list.
+WORDS_BLOCK, WORDS_WARPS = 1024, 4
+LIST_BLOCK, LIST_WARPS = 4096, 8
+
+
+class Rows(NamedTuple):
+    """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
+    filter; live bits, biases. which: the filter of each query, where there are several."""
+
+    listed: Tensor | None
+    counts: Tensor | None
+    word: Tensor | None
+    which: Tensor | None
+    live: Tensor | None
+    bias: Tensor | None
+
+
+def _filtered_topk_fake(
+    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B = query.shape[0]
+    return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
+
+
+@launcher(
+    "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
+    "int filters, Tensor? live, Tensor? bias, str kind) -> (Tensor, Tensor)",
+    _filtered_topk_fake,
+)
+def _filtered_topk(
+    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table."""
+    (B, D), N = query.shape, items.shape[0]
+    scores = query.new_empty((B, k), dtype=torch.float32)
+    rows = query.new_empty((B, k), dtype=torch.int64)
+    if not B or not N:
+        return scores.fill_(-torch.inf), rows.fill_(-1)
+    query, items = _unit_stride(query), _unit_stride(items)
+    attributes = None if attributes is None else _unit_stride(attributes)
+    bias = None if bias is None else _unit_stride(bias)
+    live = None if live is None else live.contiguous()
+    high, low, scale = _terms(query, items)
+    plan = plan_of(
+        B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
+        two_terms=low is not None, room=facts.shared_memory(query.device),
+    )  # fmt: skip
+    given = _rows(items, attributes, table, bitmaps, which, filters, live, bias, plan)
+    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    size = cdiv(B, plan.pieces)
+    for start in range(0, B, size):
+        at = slice(start, start + size)
+        part = given._replace(which=None if given.which is None else given.which[at])
+        terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
+        picks = _picked(terms, stored, part, filters, plan)
+        _best(query[at], stored, part, picks, plan, scores[at], rows[at])
+    return scores, rows
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The query in the dtype of the scan's products; where that has fewer bits, as scale · (high + low)."""
+    dtype = items.dtype
+    if dtype == torch.float8_e4m3fn:  # fp16 and bf16 hold its numbers exactly
+        dtype = query.dtype if query.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    if query.dtype == dtype:
+        return query, None, None
+    if dtype == torch.float32:
+        return query.float(), None, None
+    (B, D) = query.shape
+    high, low = (query.new_empty((B, D), dtype=dtype) for _ in range(2))
+    scale = query.new_empty((B,), dtype=torch.float32)
+
+    def plan() -> Launch:
+        return B, (query.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
+
+    launch(_split_kernel, _key(query, high), (query, high, low, scale), plan)
+    return high, low, scale
+
+
+def _rows(
+    items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None,
+    filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
+) -> Rows:  # fmt: skip
+    if table is None or attributes is None or bitmaps is None:
+        return Rows(None, None, None, None, live, bias)
+    N, strip = items.shape[0], plan.sizes.strip
+    tensors = attributes, table, bitmaps, live
+    sizes = N, attributes.stride(0), table.shape[0]
+    if plan.kind == "compact":
+        strips = cdiv(N, strip)
+        # The places of a strip beyond its rows that pass are never read.
+        listed = items.new_empty((strips * strip,), dtype=torch.int32)
+        count = items.new_empty((strips,), dtype=torch.int32)
+
+        def plan_list() -> Launch:
+            return strips, (*sizes, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
+
+        launch(_list_kernel, (strip, sizes, _key(*tensors)), (*tensors, listed, count), plan_list)
+        return Rows(listed, count, None, None, None, bias)
+    word = items.new_empty((cdiv(filters, 32), N), dtype=torch.int32)
+
+    def plan_words() -> Launch:
+        return cdiv(N, WORDS_BLOCK), (*sizes, WORDS_BLOCK), {"num_warps": WORDS_WARPS}
+
+    launch(_words_kernel, (sizes, _key(*tensors)), (*tensors, word), plan_words)
+    return Rows(None, None, word, which, None, bias)
+
+
+def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
+    """Of each level, from the top: how many nodes there are, and where they lie; the groups lie first."""
+    strips = cdiv(N, plan.sizes.strip)
+    # Below the strips every strip has room for as many as it could have.
+    counts = [cdiv(N, n) if n >= plan.sizes.strip else strips * (plan.sizes.strip // n) for n in plan.levels]
+    return counts, [sum(counts[level + 1 :]) for level in range(len(counts))]
+
+
+def _picked(
+    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan
+) -> Tensor:  # fmt: skip
+    """(B, places) int32, the groups of each query that hold its best rows, in the order of their rows; then -1."""
+    q, low, scale = terms
+    (B, D), N, sizes = q.shape, items.shape[0], plan.sizes
+    counts, starts = _nodes(N, plan)
+    maxima = q.new_empty((sum(counts), B), dtype=torch.float32)
+    of_strips = plan.levels.index(sizes.strip)
+    mode = 0 if rows.word is None else 1 if rows.which is None else 2 if filters <= 32 else 3
+    tensors = (q, low, scale, items, rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias, maxima)
+    key = (N, plan, mode, _key(*tensors))
+
+    def plan_scan() -> Launch:
+        tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
+        middle_at = starts[of_strips + 1] if sizes.middle else 0
+        arguments = (
+            B, N, blocks, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips], D, sizes.group,
+            sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit, tile.stages,
+        )  # fmt: skip
+        return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
+
+    launch(_scan_kernel, key, tensors, plan_scan)
+    for level in range(of_strips - 1, -1, -1):
+        _launch_fold(maxima, B, plan, counts, starts, level)
+    picks = q.new_empty((B, sizes.places), dtype=torch.int32)
+
+    def plan_pick() -> Launch:
+        arities = [up // down for up, down in zip(plan.levels, plan.levels[1:], strict=False)]
+        top = max(sizes.places, next_power_of_2(counts[0]))
+        widest = max(top, *(sizes.places * arity for arity in arities))
+        none = 4 - len(arities)
+        arguments = (
+            B, N, plan.groups, counts[0], *starts, *[0] * none, top, *plan.levels[1:], *[0] * none, *arities,
+            *[0] * none, sizes.strip, sizes.places,
+        )  # fmt: skip
+        return B, arguments, {"num_warps": _warps(widest)}
+
+    launch(_pick_kernel, (N, plan, _key(maxima, rows.counts)), (maxima, rows.counts, picks), plan_pick)
+    return picks
+
+
+def _warps(keys: int) -> int:
+    return max(4, min(32, keys // 512))
+
+
+def _launch_fold(maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int) -> None:
+    """The maxima of a level from those of the level below."""
+    block = 256
+
+    def plan_fold() -> Launch:
+        arity = plan.levels[level] // plan.levels[level + 1]
+        arguments = counts[level], counts[level + 1], B, starts[level], starts[level + 1], arity, block
+        return cdiv(counts[level] * B, block), arguments, {"num_warps": 4}
+
+    launch(_fold_kernel, (plan.levels, level, *counts, B), (maxima,), plan_fold)
+
+
+def _best(
+    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, scores: Tensor, found: Tensor
+) -> None:  # fmt: skip
+    """The picked groups' exact scores, and the k best of them, into scores and found."""
+    (B, D), N, k, sizes = query.shape, items.shape[0], scores.shape[1], plan.sizes
+    K, G = plan.groups, plan.sizes.group
+    candidates = query.new_empty((B, K * G), dtype=torch.float32)
+    of_rows = query.new_empty((B, K * G), dtype=torch.int32)
+    given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
+    tensors = (query, items, *given, picks, candidates, of_rows)
+
+    def plan_rescore() -> Launch:
+        depth = max(16, min(128, next_power_of_2(D)))
+        unit = _unit(items)
+        arguments = N, K, query.stride(0), items.stride(0) // unit, D, G, sizes.strip, sizes.places, depth, unit
+        # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
+        return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
+
+    launch(_rescore_kernel, (N, plan, _key(*tensors)), tensors, plan_rescore)
+    if sizes.places * G > KEYS:
+        _choose_by_sorting(candidates, of_rows, scores, found)
+        return
+    out = next_power_of_2(k)
+    room = query.new_empty((B, out), dtype=torch.int32)
+
+    def plan_choose() -> Launch:
+        # At least as many keys as results: fewer groups have fewer rows than places.
+        M = max(sizes.places * G, out)
+        return B, (K * G, k, M, out), {"num_warps": _warps(M)}
+
+    chosen = candidates, of_rows, room, scores, found
+    launch(_choose_kernel, (plan.sizes, _key(*chosen)), chosen, plan_choose)
+
+
+def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, found: Tensor) -> None:
+    """As the kernel, where there are more candidates than one program selects among."""
+    k = scores.shape[1]
+    bits = candidates.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    lacking = 0x7FFFFFFF - torch.arange(candidates.shape[1], device=candidates.device)
+    many = min(k, candidates.shape[1])
+    at = torch.topk((ordered << 32) | lacking, many, dim=1).indices
+    best = candidates.gather(1, at)
+    scores.fill_(-torch.inf)
+    found.fill_(-1)
+    scores[:, :many] = best
+    found[:, :many] = of_rows.gather(1, at).long().masked_fill(best == -torch.inf, -1)
+
+
+def _unit(items: Tensor) -> int:
+    """The largest power of two up to 16 that divides the stride of rows."""
+    return math.gcd(items.stride(0), 16)
+
+
+def _precision(q: Tensor) -> str:
+    """How fp32 is multiplied: as three products of TF32, which leave out 2⁻²² of each, or as AMD's tensor cores do."""
+    return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"

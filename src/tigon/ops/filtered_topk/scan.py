@@ -1,0 +1,153 @@
+"""The scan: products of all queries with all rows that count, of which maxima of groups, nodes and strips are left."""
+
+from __future__ import annotations
+
+from tigon.ops.filtered_topk.compact import is_live
+from tigon.runtime import do_not_specialize, jit, tl
+
+
+@jit
+def numbers(x, dtype: tl.constexpr):
+    """x in dtype; a byte is a float8_e4m3fn."""
+    if x.dtype == tl.uint8:
+        # Its exponent is an fp16's that lacks 8: shifted into place and multiplied by 2⁸ it is exact, least numbers
+        # included. GPUs before the H100's have no instruction for that.
+        wide = x.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        x = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    return x.to(dtype)
+
+
+@jit
+@do_not_specialize("stride")
+def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, BLOCK: tl.constexpr):
+    """A query as scale · (high + low), both in a dtype of 16 bits, scale a power of two: no number is out of range."""
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    q = tl.load(q_ptr + b * stride + d, mask=d < D, other=0.0).to(tl.float32)
+    # The exponent of the largest, such that neither the power of two nor its inverse leaves fp32.
+    exponent = tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 252)
+    q = q * ((253 - exponent) << 23).to(tl.float32, bitcast=True)
+    high = q.to(high_ptr.dtype.element_ty)
+    tl.store(high_ptr + b * D + d, high, mask=d < D)
+    tl.store(low_ptr + b * D + d, (q - high.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=d < D)
+    tl.store(scale_ptr + b, ((exponent + 1) << 23).to(tl.float32, bitcast=True))
+
+
+@jit
+@do_not_specialize("B", "N", "blocks", "units_x", "middle_at", "strip_at")
+def _scan_kernel(
+    q_ptr, low_ptr, scale_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, maxima_ptr,
+    B, N, blocks, stride_q, units_x, middle_at, strip_at, D: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr,
+    STRIP: tl.constexpr, FILTERS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One strip of rows, one block of queries.
+
+    FILTERS: of words with a bit for each filter. 0: none. 1: one filter for all queries. 2: one for each query, at most
+    32. 3: one for each query, more. UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
+    """
+    strip = tl.program_id(0) // blocks
+    b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
+    here = b < B
+    d = tl.arange(0, BLOCK_D)
+    q_at = b.to(tl.int64)[:, None] * stride_q + d[None, :]
+    ONCE: tl.constexpr = D <= BLOCK_D
+    WHOLE: tl.constexpr = D % BLOCK_D == 0
+    if ONCE:
+        q = tl.load(q_ptr + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
+        if low_ptr is not None:
+            low = tl.load(low_ptr + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
+    if bias_ptr is not None and scale_ptr is not None:
+        scale = tl.load(scale_ptr + b, mask=here, other=1.0)
+    if FILTERS >= 2:
+        # A filter is a column of the product: -2⁶⁴ in its queries' rows and 2⁶³ in those of the items that fail. The
+        # tensor cores push such scores below all others; a comparison for each score would take longer.
+        mine = tl.load(which_ptr + b, mask=here, other=0)
+        bit = tl.arange(0, 32)
+        first_word, last_word = 0, 0
+        if FILTERS == 2:
+            chosen = tl.where(mine[:, None] == bit[None, :], -18446744073709551616.0, 0.0).to(tl.bfloat16)
+        else:
+            # Filters are counted in the order of the queries, so that a block's lie together.
+            first_word = tl.min(tl.where(here, mine, 0x7FFFFFFF), 0) // 32
+            last_word = tl.max(mine, 0) // 32
+    P: tl.constexpr = BLOCK_N // G
+    first = strip * STRIP
+    if list_ptr is not None:
+        n = tl.load(count_ptr + strip)
+    else:
+        n = tl.minimum(N - first, STRIP)
+    best = tl.full([BLOCK_B], float("-inf"), tl.float32)
+    middle = tl.full([BLOCK_B], float("-inf"), tl.float32)
+    for t in tl.range(0, tl.cdiv(n, BLOCK_N), num_stages=STAGES if ONCE else 1):
+        # Beyond the end the last row is read again. In its own group that changes no maximum, and of groups beyond the
+        # end nobody asks: no score needs a mask.
+        j = tl.minimum(t * BLOCK_N + tl.arange(0, BLOCK_N), n - 1)
+        if list_ptr is not None:
+            i = tl.load(list_ptr + first + j)
+        else:
+            i = first + j
+        x_at = x_ptr + i.to(tl.int64)[:, None] * (units_x * UNIT) + d[None, :]
+        if ONCE:
+            if WHOLE:
+                x = tl.load(x_at)
+            else:
+                x = tl.load(x_at, mask=(d < D)[None, :], other=0)
+            x = tl.trans(numbers(x, q_ptr.dtype.element_ty))
+            s = tl.dot(q, x, input_precision=PRECISION)
+            if low_ptr is not None:
+                s = tl.dot(low, x, s, input_precision=PRECISION)
+        else:
+            s = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
+            for step in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+                if WHOLE:
+                    x = tl.load(x_at + step)
+                    q = tl.load(q_ptr + q_at + step, mask=here[:, None], other=0.0)
+                else:
+                    x = tl.load(x_at + step, mask=(step + d < D)[None, :], other=0)
+                    q = tl.load(q_ptr + q_at + step, mask=here[:, None] & (step + d < D)[None, :], other=0.0)
+                x = tl.trans(numbers(x, q_ptr.dtype.element_ty))
+                s = tl.dot(q, x, s, input_precision=PRECISION)
+                if low_ptr is not None:
+                    low = tl.load(low_ptr + q_at + step, mask=here[:, None] & (step + d < D)[None, :], other=0.0)
+                    s = tl.dot(low, x, s, input_precision=PRECISION)
+        if FILTERS == 2:
+            w = tl.load(word_ptr + i)
+            fails = tl.where(((w[:, None] >> bit[None, :]) & 1) != 0, 0.0, 9223372036854775808.0).to(tl.bfloat16)
+            s = tl.dot(chosen, tl.trans(fails), s)
+        if FILTERS == 3:
+            for v in range(first_word, last_word + 1):
+                w = tl.load(word_ptr + N.to(tl.int64) * v + i)
+                fails = tl.where(((w[:, None] >> bit[None, :]) & 1) != 0, 0.0, 9223372036854775808.0).to(tl.bfloat16)
+                of_word = tl.where((mine - v * 32)[:, None] == bit[None, :], -18446744073709551616.0, 0.0)
+                s = tl.dot(of_word.to(tl.bfloat16), tl.trans(fails), s)
+        if bias_ptr is not None:
+            if scale_ptr is not None:
+                s = s * scale[:, None]
+            s = s + tl.load(bias_ptr + i)[None, :]
+        # Two comparisons a row, and an addition a score.
+        if FILTERS == 1:
+            s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
+        if live_ptr is not None:
+            s = s + tl.where(is_live(live_ptr, i, i >= 0), 0.0, float("-inf"))[None, :]
+        # A maximum of a number and a NaN is the number.
+        if P == 1:
+            m = tl.max(s, 1)
+            leaf = strip * (STRIP // G) + t
+            tl.store(maxima_ptr + leaf.to(tl.int64) * B + b, m, mask=here)
+        else:
+            m = tl.max(tl.reshape(s, [BLOCK_B, P, G]), 2)
+            leaf = strip * (STRIP // G) + t * P + tl.arange(0, P)
+            tl.store(maxima_ptr + leaf.to(tl.int64)[None, :] * B + b[:, None], m, mask=here[:, None])
+            m = tl.max(m, 1)
+        if MIDDLE > 0:
+            # The node's maximum so far: each tile of the node writes it, the last one whole.
+            TILES: tl.constexpr = MIDDLE // BLOCK_N
+            middle = tl.where(t % TILES == 0, m, tl.maximum(middle, m))
+            node = strip * (STRIP // MIDDLE) + t // TILES
+            tl.store(maxima_ptr + (node.to(tl.int64) + middle_at) * B + b, middle, mask=here)
+        best = tl.maximum(best, m)
+    tl.store(maxima_ptr + (strip.to(tl.int64) + strip_at) * B + b, best, mask=here)

@@ -1,0 +1,153 @@
+"""Selection: of maxima the groups that hold the k best rows, and of their exact scores the k best, in order."""
+
+from __future__ import annotations
+
+from tigon.runtime import do_not_specialize, jit, tl
+
+
+@jit
+def key_of(x):
+    """fp32 as an unsigned integer in the same order. NaN is 0, below all; zeros of both signs are equal."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where(x == x, tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), 0)
+
+
+@jit
+def largest(u, K):
+    """Which of the unsigned numbers u are the K largest, of equal ones the earlier.
+
+    The K-th largest is found from its highest bit down, two bits a step: how many numbers reach each of the three ways
+    to go on, counted in one sum. Bits that all numbers share are skipped, and once exactly K numbers reach what is
+    found, the bits below do not matter.
+    """
+    top = tl.max(u, 0)
+    differing = top ^ tl.min(u, 0)
+    width = tl.full([], 0, tl.int32)  # of the bits in which the numbers differ, rounded up to whole steps
+    for place in tl.static_range(0, 32, 2):
+        width = tl.where((differing >> place) != 0, place + 2, width)
+    least = tl.where(width >= 32, 0, (top >> (width & 31)) << (width & 31)).to(tl.uint32)
+    reach = tl.full([], u.shape[0], tl.int32)  # how many numbers are at least `least`
+    place = width - 2
+    while (place >= 0) & (reach != K):
+        one = (tl.full([], 1, tl.uint32) << place.to(tl.uint32)).to(tl.uint32)
+        a, b, c = least | one, least | (one << 1), least | (one << 1) | one
+        # Three counts below 2²⁰ in one sum.
+        counts = tl.sum((u >= a).to(tl.int64) + ((u >= b).to(tl.int64) << 20) + ((u >= c).to(tl.int64) << 40), 0)
+        of_a, of_b, of_c = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+        least = tl.where(of_c >= K, c, tl.where(of_b >= K, b, tl.where(of_a >= K, a, least)))
+        reach = tl.where(of_c >= K, of_c, tl.where(of_b >= K, of_b, tl.where(of_a >= K, of_a, reach))).to(tl.int32)
+        place -= 2
+    chosen = u >= least
+    if reach != K:  # several are equal to the K-th: of these the earlier
+        above, equal = (u > least).to(tl.int32), (u == least).to(tl.int32)
+        chosen = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) - equal < K - tl.sum(above, 0)))
+    return chosen
+
+
+@jit
+def packed(chosen, value, room_ptr, SIZE: tl.constexpr):
+    """The chosen values in their order, at most SIZE, then -1, in memory that no other program uses."""
+    place = tl.arange(0, SIZE)
+    at = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.debug_barrier()
+    tl.store(room_ptr + place, tl.full([SIZE], -1, tl.int32))
+    tl.debug_barrier()
+    tl.store(room_ptr + at, value, mask=chosen)
+    tl.debug_barrier()
+
+
+@jit
+def best_children(
+    maxima_ptr, count_ptr, room_ptr, b, B, N, K, at,
+    SIZE: tl.constexpr, ARITY: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """In place of the nodes in the room the K children with the largest maxima, in order. SIZE: rows of a child."""
+    n = tl.arange(0, PLACES * ARITY)
+    node = tl.load(room_ptr + n // ARITY)
+    child = node * ARITY + n % ARITY
+    if SIZE >= STRIP:
+        there = (node >= 0) & (child.to(tl.int64) * SIZE < N)
+    else:
+        # What a strip lacks was never written: beyond the rows of a list, and at the end.
+        IN_STRIP: tl.constexpr = STRIP // SIZE
+        strip = node // (IN_STRIP // ARITY)
+        if count_ptr is not None:
+            have = tl.load(count_ptr + strip, mask=node >= 0, other=0)
+        else:
+            have = tl.minimum(N - strip * STRIP, STRIP)
+        there = (node >= 0) & (child % IN_STRIP * SIZE < have)
+    x = tl.load(maxima_ptr + (child.to(tl.int64) + at) * B + b, mask=there, other=float("nan"))
+    chosen = largest(key_of(x), K)
+    # Computed again, in order not to occupy registers meanwhile. A key of 0 is a NaN, or none of the children.
+    node = tl.load(room_ptr + n // ARITY)
+    packed(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
+
+
+@jit
+@do_not_specialize("parents", "children", "B", "parents_at", "children_at")
+def _fold_kernel(
+    maxima_ptr, parents, children, B, parents_at, children_at, ARITY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The maxima of a level above that of strips, of ARITY children each."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    parent, b = at // B, at % B
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for n in range(ARITY):
+        child = parent * ARITY + n
+        x = tl.load(maxima_ptr + (child + children_at) * B + b, mask=child < children, other=float("-inf"))
+        best = tl.maximum(best, x)
+    tl.store(maxima_ptr + (parent + parents_at) * B + b, best, mask=parent < parents)
+
+
+@jit
+@do_not_specialize("B", "N", "K", "nodes", "at_0", "at_1", "at_2", "at_3", "at_4")
+def _pick_kernel(
+    maxima_ptr, count_ptr, pick_ptr, B, N, K, nodes, at_0, at_1, at_2, at_3, at_4, NODES: tl.constexpr,
+    SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr, SIZE_4: tl.constexpr, ARITY_1: tl.constexpr,
+    ARITY_2: tl.constexpr, ARITY_3: tl.constexpr, ARITY_4: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """One query: the K groups with the largest maxima, in the order of their rows; -1 where there are fewer.
+
+    From the top: of a level's nodes the K best, then of their children, at most four times. SIZE and ARITY are 0 where
+    there are fewer levels.
+    """
+    b = tl.program_id(0)
+    room_ptr = pick_ptr + b.to(tl.int64) * PLACES
+    node = tl.arange(0, NODES)
+    x = tl.load(maxima_ptr + (node.to(tl.int64) + at_0) * B + b, mask=node < nodes, other=float("nan"))
+    packed(largest(key_of(x), K) & (node < nodes), node, room_ptr, PLACES)
+    best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_1, SIZE_1, ARITY_1, STRIP, PLACES)
+    if ARITY_2 > 0:
+        best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_2, SIZE_2, ARITY_2, STRIP, PLACES)
+    if ARITY_3 > 0:
+        best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_3, SIZE_3, ARITY_3, STRIP, PLACES)
+    if ARITY_4 > 0:
+        best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_4, SIZE_4, ARITY_4, STRIP, PLACES)
+
+
+@jit
+@do_not_specialize("count", "k")
+def _choose_kernel(
+    candidate_ptr, row_ptr, room_ptr, scores_ptr, rows_ptr, count, k, M: tl.constexpr, OUT: tl.constexpr
+):  # fmt: skip
+    """One query: the k best of its candidates, sorted by (score, row). Candidates lie in the order of their rows."""
+    b = tl.program_id(0).to(tl.int64)
+    m = tl.arange(0, M)
+    keys = key_of(tl.load(candidate_ptr + b * count + m, mask=m < count, other=float("nan")))
+    chosen = largest(keys, k)
+    place = tl.arange(0, OUT)
+    room_ptr += b * OUT
+    packed(chosen, m, room_ptr, OUT)
+    at = tl.load(room_ptr + place)
+    keys = key_of(tl.load(candidate_ptr + b * count + at, mask=(at >= 0) & (at < count), other=float("nan")))
+    at = tl.maximum(at, 0)
+    # As one signed number: the key above, below it what the position lacks, so that the earlier is the larger.
+    signed = (keys ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
+    both = tl.sort((signed << 32) | (0x7FFFFFFF - at).to(tl.int64), descending=True)
+    at = 0x7FFFFFFF - (both & 0xFFFFFFFF).to(tl.int32)
+    keys = (both >> 32).to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x80000000
+    found = (place < k) & (keys > 0x007FFFFF)  # the key of -inf
+    score = tl.where(keys >= 0x80000000, keys ^ 0x80000000, keys ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+    row = tl.load(row_ptr + b * count + at, mask=found, other=-1)
+    tl.store(rows_ptr + b * k + place, row.to(tl.int64), mask=place < k)
+    tl.store(scores_ptr + b * k + place, tl.where(found, score, float("-inf")), mask=place < k)
