@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import searching, writing
+from tigon.retrieve import over, searching, storage, writing
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
-from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds, last_of_each
+from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
+from tigon.retrieve.journal import Journal
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
@@ -78,7 +80,7 @@ class Index(nn.Module):
         self.schema = Schema() if schema is None else Schema.from_json(schema.to_json())
         self.ids: Ids | None = None
         self.turns = Turns()
-        self.journal: Any = None
+        self.journal: Journal | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
         self._over: tuple[Tensor, ...] = ()
         self.register_load_state_dict_post_hook(_loaded)
@@ -113,36 +115,10 @@ class Index(nn.Module):
         Returns: an Index whose vectors are the parameter itself; it is not among the index's own parameters.
         Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
         """
-        weight = parameter.weight if isinstance(parameter, nn.Embedding) else parameter
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-            raise ValueError(f"Index.over: parameter must be a float tensor (items, dim) or an Embedding, got {got}.")
-        if metric not in ("ip", "l2") and metric in METRICS:
-            raise ValueError(
-                "Index.over: metric must be 'ip' or 'l2', got 'cosine', which needs a scaled copy: scale the rows in "
-                "the model."
-            )
         index = cls.__new__(cls)
         nn.Module.__init__(index)
-        items, dim = weight.shape
-        index._prepare(dim, items, metric, schema, fixed=True)
-        index._over = (weight,)  # in a tuple: the parameter stays the model's
-        index._buffers_of(items, weight.device)
-        index._restart()
-        read = writing.checked_ids(index, "Index.over", np.arange(items) if ids is None else ids)
-        if len(read) != items or len(last_of_each(read)) != items:
-            raise ValueError(f"Index.over: ids must be {items:,} different ones, a row's each, got {len(read):,}.")
-        index.ids = KINDS["str" if isinstance(read, list) else "int64"]()
-        keys = index.ids.keys(read)
-        index.ids.place(keys, np.arange(items))
-        index.item_ids.copy_(torch.from_numpy(keys))
-        if schema is not None and table is None:
-            raise ValueError("Index.over: table must hold the attributes of the schema's columns, got None.")
-        encoded = index.schema.encode(table, count=items)
-        index.schema.take(encoded.growth)
-        index.attributes.copy_(torch.from_numpy(encoded.words))
-        index.counts.add(encoded.words)
-        writing.show(index, np.arange(items), np.zeros(0, dtype=np.int64))
+        over.begin(index, parameter, schema, metric)
+        over.fill(index, ids, table)
         return index
 
     def __getattr__(self, name: str) -> Any:
@@ -235,29 +211,7 @@ class Index(nn.Module):
         with self.turns.writing:
             if self.journal is not None:
                 self.journal.grow(capacity)
-            self._grow(capacity)
-
-    def _grow(self, capacity: int) -> None:
-        total = capacity + spare_rows(capacity)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # searches that have begun read the old buffers
-        with self.turns.lock:
-            grown = {}
-            for name, last, size in (
-                ("embeddings", False, total), ("attributes", True, total), ("live", False, (total + 31) // 32),
-                ("item_ids", False, total), ("bias", False, total),
-            ):  # fmt: skip
-                old = getattr(self, name)
-                if old is not None:
-                    new = old.new_zeros((old.shape[0], size) if last else (size, *old.shape[1:]))
-                    (new[:, : old.shape[1]] if last else new[: old.shape[0]]).copy_(old)
-                    grown[name] = new
-            for name, new in grown.items():
-                setattr(self, name, new)
-            self.rows.total, self.capacity = total, capacity
-            self.rows.live = np.concatenate(
-                [self.rows.live, np.zeros((total + 31) // 32 - len(self.rows.live), dtype=np.uint32)]
-            )
+            writing.grow(self, capacity)
 
     def plan(self, capacity: int | None = None) -> MemoryPlan:
         """The memory of the index, or of one like it with another capacity."""
@@ -310,6 +264,65 @@ class Index(nn.Module):
         return searching.explained(self, where, k, queries, strict)
 
     # --------------------------------------------------------------------------------------------------------- state
+
+    def save(self, path: str | Path) -> None:
+        """Write the index to a folder. A kill at any moment, or a full disk, leaves what was there or all of this.
+
+        Updates wait meanwhile, searches do not.
+
+        Args:
+            path: the folder, made if it is not there. An index that it holds is replaced.
+
+        Raises: ValueError if the path is a file, or for an index over a parameter; OSError if the disk is full.
+        """
+        if self.fixed:
+            raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
+        with self.turns.writing:
+            storage.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str | None = None) -> Index:
+        """The index of a folder that `save` wrote, with the updates of its journal.
+
+        Args:
+            path: the folder. device: where the buffers will be.
+
+        Returns: the index. Its updates stay in memory.
+        Raises: ValueError if there is no index, or if a file is damaged, by its checksum.
+        """
+        return storage.load(cls, Path(path), device, journal=False, mend=False)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        journal: bool = True,
+        device: torch.device | str | None = None,
+        *,
+        repair: bool = False,
+    ) -> Index:
+        """The index of a folder, with a journal: each update is on the disk before it is made.
+
+        After a kill or with a full disk the index comes back with the last whole update. `save` to the same folder
+        begins a new journal.
+
+        Args:
+            path: the folder that `save` wrote.
+            journal: False is `load`.
+            device: where the buffers will be.
+            repair: whether a journal with a damaged record is cut off before it. Otherwise that is an error.
+
+        Returns: the index.
+        Raises: ValueError if there is no index, if it is open already, or if a file is damaged.
+        """
+        return storage.load(cls, Path(path), device, journal=journal, mend=repair)
+
+    def close(self) -> None:
+        """Close the journal. Later updates stay in memory."""
+        with self.turns.writing:
+            if self.journal is not None:
+                self.journal.close()
+                self.journal = None
 
     def _restart(self) -> None:
         """The host's side from the buffers: free rows, where ids are, and counts."""

@@ -54,6 +54,12 @@ class Rows:
         bits = np.unpackbits(self.live.view(np.uint8), bitorder="little")
         return bits[: self.total].astype(bool)
 
+    def extend(self, total: int) -> None:
+        """Have more rows."""
+        more = np.zeros((total + 31) // 32 - len(self.live), dtype=np.uint32)
+        self.live = np.concatenate([self.live, more])
+        self.total = total
+
     def available(self) -> int:
         return len(self.free) + self.total - self.end
 

@@ -12,6 +12,7 @@ from tigon.retrieve.ids import KINDS, last_of_each, read_ids
 from tigon.retrieve.memory import spoken_bytes
 from tigon.retrieve.schema import named_rows
 from tigon.retrieve.tables import Ints, Value
+from tigon.retrieve.updates import spare_rows
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -229,3 +230,29 @@ def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
     if buffer.element_size() == 1:  # torch indexes no float8
         buffer, vectors = buffer.view(torch.uint8), vectors.contiguous().view(torch.uint8)
     buffer[at] = vectors
+
+
+# --------------------------------------------------------------------------------------------------------------- grow
+
+
+def grow(index: Index, capacity: int) -> None:
+    """Copy the buffers to larger ones, all of which are there before an old one is given up."""
+    total = capacity + spare_rows(capacity)
+    if index.device.type == "cuda":
+        torch.cuda.synchronize(index.device)  # searches that have begun read the old buffers
+    with index.turns.lock:
+        grown = {}
+        for name in ("embeddings", "attributes", "live", "item_ids", "bias"):
+            old = getattr(index, name)
+            if old is not None:
+                size = (total + 31) // 32 if name == "live" else total
+                columns = name == "attributes"
+                new = old.new_zeros((old.shape[0], size) if columns else (size, *old.shape[1:]))
+                (new[:, : old.shape[1]] if columns else new[: old.shape[0]]).copy_(old)
+                grown[name] = new
+        if index.device.type == "cuda":
+            torch.cuda.synchronize(index.device)  # and those to come may run on any stream
+        for name, new in grown.items():
+            setattr(index, name, new)
+        index.rows.extend(total)
+        index.capacity = capacity

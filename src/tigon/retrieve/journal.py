@@ -1,0 +1,210 @@
+"""A journal: updates of an index, appended to a file, each with a checksum.
+
+A record is written and on the disk before the update is made, so that an update which was answered is never lost. A
+record that a kill or a full disk left half written is cut off when the journal is opened; one that was whole and is
+damaged is an error.
+
+A record is a head of 24 bytes (mark, kind, size and checksum of the body, checksum of the head) and a body in the
+format of safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.retrieve import disk, writing
+from tigon.retrieve.tables import Ints, Value
+from tigon.retrieve.writing import Prepared
+
+if TYPE_CHECKING:
+    from tigon.retrieve.index import Index
+
+MARK = b"TJ1\n"
+HEAD = struct.Struct("<4sIQI")  # mark, kind, size, checksum of the body; behind it the checksum of those
+SIZE = HEAD.size + 4
+KINDS = ("upsert", "delete", "grow")
+
+
+class Journal:
+    """The open journal of an index.
+
+    Args:
+        path: of the file, which is made if it is not there. What is behind the last whole record is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the index is
+        try:
+            _lock(self.file, path)
+            self.size = whole(path)
+            disk.truncate(self.file, self.size)
+            disk.flush(self.file)
+        except BaseException:
+            self.file.close()
+            raise
+        self.broken = False
+
+    def close(self) -> None:
+        self.file.close()
+
+    def upsert(self, items: Prepared) -> None:
+        assert items.vectors is not None
+        ids = items.ids
+        texts = [text.encode() for text in ids] if isinstance(ids, list) else None
+        body = {
+            "vectors": items.vectors.cpu(),
+            "words": torch.from_numpy(items.words),
+            "growth": _bytes(json.dumps(items.growth).encode()),
+            **_packed(texts if texts is not None else ids),
+        }
+        self._append("upsert", body)
+
+    def delete(self, ids: Ints | list[str]) -> None:
+        self._append("delete", _packed([text.encode() for text in ids] if isinstance(ids, list) else ids))
+
+    def grow(self, capacity: int) -> None:
+        self._append("grow", {"capacity": torch.tensor([capacity])})
+
+    def _append(self, kind: str, tensors: dict[str, Tensor]) -> None:
+        if self.broken:
+            raise OSError(
+                f"Index: the journal {self.path} could not be cut to its last whole record: open the index again."
+            )
+        body = b"".join(disk.safetensors(tensors))
+        try:
+            disk.write(self.file, head(kind, body) + body)
+            disk.flush(self.file)
+        except OSError as error:
+            self._take_back()
+            raise OSError(
+                error.errno,
+                f"Index: the journal {self.path} took no record of {len(body):,} bytes ({error.strerror}); "
+                "the index is as it was",
+            ) from error
+        self.size += SIZE + len(body)
+
+    def _take_back(self) -> None:
+        """Cut off what was written of a record."""
+        try:
+            disk.truncate(self.file, self.size)
+            disk.flush(self.file)
+        except OSError:
+            self.broken = True
+
+
+def head(kind: str, body: bytes) -> bytes:
+    first = HEAD.pack(MARK, KINDS.index(kind), len(body), _checksum(body))
+    return first + struct.pack("<I", zlib.crc32(first))
+
+
+def _checksum(body: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(body).digest()[:4], "little")
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Let no other process or index open the journal."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"Index.open: {path} is open in another index or process, which writes to it.") from None
+
+
+def records(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Kind, body and end of each whole record.
+
+    Raises: ValueError for a record that is damaged.
+    """
+    if not path.exists():
+        return
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        at = number = 0
+        while at + SIZE <= size:
+            first = file.read(SIZE)
+            mark, kind, length, checksum = HEAD.unpack(first[:-4])
+            if mark != MARK or struct.pack("<I", zlib.crc32(first[:-4])) != first[-4:] or kind >= len(KINDS):
+                if not any(first) and not any(iter(lambda: file.read(disk.PIECE).strip(b"\0"), b"")):
+                    return  # zeros to the end: what a lost power supply leaves of a file that was growing
+                raise _damaged(path, number, at, size)
+            if at + SIZE + length > size:
+                return
+            body = file.read(length)
+            if _checksum(body) != checksum:
+                raise _damaged(path, number, at, size)
+            at += SIZE + length
+            number += 1
+            yield KINDS[kind], body, at
+
+
+def whole(path: Path) -> int:
+    """Bytes of the whole records."""
+    end = 0
+    for _, _, end in records(path):  # noqa: B007
+        pass
+    return end
+
+
+def _damaged(path: Path, number: int, at: int, size: int) -> ValueError:
+    return ValueError(
+        f"Index: record {number + 1} of the journal {path} is damaged, at byte {at:,} of {size:,}. "
+        "Index.open(…, repair=True) keeps the records before it, and drops it and those behind it."
+    )
+
+
+def replay(index: Index, path: Path) -> None:
+    """Make the updates of a journal."""
+    for kind, body, _ in records(path):
+        tensors = disk.from_safetensors(body)
+        if kind == "grow":
+            writing.grow(index, int(tensors["capacity"][0]))
+        elif kind == "delete":
+            index.delete(_ids(tensors))
+        else:
+            growth: dict[str, list[Value]] = json.loads(tensors["growth"].numpy().tobytes())
+            items = Prepared(_ids(tensors), tensors["vectors"], tensors["words"].numpy(), growth)
+            writing.write(index, items)
+
+
+def repair(path: Path) -> None:
+    """Cut a journal off before the first record that is damaged."""
+    end = 0
+    try:
+        for _, _, end in records(path):  # noqa: B007
+            pass
+    except ValueError:
+        with open(path, "r+b", buffering=0) as file:
+            disk.truncate(file, end)
+            disk.flush(file)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)[: len(content)]
+
+
+def _packed(ids: Any) -> dict[str, Tensor]:
+    if isinstance(ids, list):
+        ends = np.cumsum([len(text) for text in ids], dtype=np.int64)
+        return {"id_bytes": _bytes(b"".join(ids)), "id_ends": torch.from_numpy(ends)}
+    return {"ids": torch.from_numpy(np.ascontiguousarray(ids))}
+
+
+def _ids(tensors: dict[str, Tensor]) -> Any:
+    if "ids" in tensors:
+        return tensors["ids"].numpy()
+    content, ends = tensors["id_bytes"].numpy().tobytes(), tensors["id_ends"].tolist()
+    return [content[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
