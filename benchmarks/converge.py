@@ -71,7 +71,7 @@ LONG = {"steps": 300, "plain": 4, "batch": 8, "seq": 128}
 # A rounding decides a near tie in a router, and from there on the run is a different one. In bf16 all runs diverge
 # early. In fp32 some orders diverge and others do not, and more plain runs show how many.
 PLAIN_ROUTED = 8
-SHORT = {"steps": 12, "plain": 4, "batch": 4, "seq": 48}
+SHORT = {"steps": 12, "plain": 4, "batch": 4, "seq": 24}
 RATE, WARMUP, CLIP = 1e-3, 10, 1.0
 
 
