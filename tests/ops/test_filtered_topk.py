@@ -56,6 +56,14 @@ def live_bits(n, device="cpu", seed=2):
     return torch.randint(-(2**31), 2**31, (-(-n // 32),), generator=g).to(torch.int32).to(device)
 
 
+@pytest.fixture(autouse=True)
+def _plans_made_anew():
+    """Tests change the numbers that plans are made of."""
+    launches._plan_of.cache_clear()
+    yield
+    launches._plan_of.cache_clear()
+
+
 HALF = tigon.RowFilter([[Literal(0, 1)]])
 SOME = tigon.RowFilter([[Literal(0, 6, "all"), Literal(1, 8)], [Literal(1, 3, negated=True)]])
 RANGE = tigon.RowFilter([[Literal(1, 0xFF00, "range", 0x2000, 0x5000)], [Literal(0, 0xF0, "codes", codes=[1, 4, 9])]])

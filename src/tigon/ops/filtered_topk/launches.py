@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ from tigon.runtime import device as facts
 # Rows of a program that writes words, and of one step of a program that writes a strip's list.
 WORDS_BLOCK, WORDS_WARPS = 1024, 4
 LIST_BLOCK, LIST_WARPS = 4096, 8
+
+
+# A search of the same sizes as one before is not planned again: that takes as long as two launches.
+_plan_of = functools.lru_cache(1024)(plan_of)
 
 
 class Rows(NamedTuple):
@@ -62,7 +67,7 @@ def _filtered_topk(
     bias = None if bias is None else _unit_stride(bias)
     live = None if live is None else live.contiguous()
     high, low, scale = _terms(query, items)
-    plan = plan_of(
+    plan = _plan_of(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
         two_terms=low is not None, room=facts.shared_memory(query.device),
     )  # fmt: skip
@@ -179,14 +184,15 @@ def _picked(
             B, N, plan.groups, counts[0], *starts, *[0] * none, top, *plan.levels[1:], *[0] * none, *arities,
             *[0] * none, sizes.strip, sizes.places,
         )  # fmt: skip
-        return B, arguments, {"num_warps": _warps(widest)}
+        return B, arguments, {"num_warps": _warps(widest, q.device)}
 
     launch(_pick_kernel, (N, plan, _key(maxima, rows.counts)), (maxima, rows.counts, picks), plan_pick)
     return picks
 
 
-def _warps(keys: int) -> int:
-    return max(4, min(32, keys // 512))
+def _warps(keys: int, device: torch.device) -> int:
+    # A thread with 16 keys. A program has at most 1024 threads, which are 16 of AMD's warps.
+    return max(4, min(32 if facts.limits_registers(device) else 16, keys // 512))
 
 
 def _launch_fold(maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int) -> None:
@@ -229,7 +235,7 @@ def _best(
     def plan_choose() -> Launch:
         # At least as many keys as results: fewer groups have fewer rows than places.
         M = max(sizes.places * G, out)
-        return B, (K * G, k, M, out), {"num_warps": _warps(M)}
+        return B, (K * G, k, M, out), {"num_warps": _warps(M, query.device)}
 
     chosen = candidates, of_rows, room, scores, found
     launch(_choose_kernel, (plan.sizes, _key(*chosen)), chosen, plan_choose)
