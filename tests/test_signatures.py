@@ -10,7 +10,7 @@ import tigon
 from tigon.lazy import homes_of
 from tigon.optim import __all__ as optimizers
 
-PACKAGES = {package: homes_of(package) for package in ("tigon", "tigon.losses", "tigon.distributed")}
+PACKAGES = {package: homes_of(package) for package in ("tigon", "tigon.losses", "tigon.distributed", "tigon.retrieve")}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
 MOST = 6
 # Nine in ten, nearly: attention has more options than that, which everybody knows by their names, and search has a

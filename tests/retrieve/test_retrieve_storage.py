@@ -176,7 +176,7 @@ def killed(work, at, half):
     if process == 0:
         patch = pytest.MonkeyPatch()
         try:
-            Stop(patch, at, kill, half)
+            Stop(patch, at, kill, half, ("write",) if half else STEPS)
             work()
             os._exit(0)
         except BaseException as error:

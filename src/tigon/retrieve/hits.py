@@ -17,6 +17,8 @@ class Hits:
     Attributes:
         scores: (B, k) fp32, on the index's device; −inf where fewer than k items pass. For metric "l2" the squared
             distance with a minus, for "cosine" the cosine.
+        ids: (B, k), of items: int64 on the index's device, −1 where there is no item; of strings a numpy array with
+            None there.
         exact: (B,) bool, whether no item that passes has a higher score than those found.
     """
 
@@ -26,7 +28,7 @@ class Hits:
 
     @property
     def ids(self) -> Tensor | npt.NDArray[Any]:
-        """(B, k): int64 on the index's device, −1 where there is no item; of strings a numpy array with None there."""
+        """Ids of the items found, as the class has it."""
         if self._ids is None or isinstance(self._ids, IntIds):
             return self._keys
         return self._ids.shown(self._keys.cpu().numpy())

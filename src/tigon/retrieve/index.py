@@ -214,7 +214,13 @@ class Index(nn.Module):
             writing.grow(self, capacity)
 
     def plan(self, capacity: int | None = None) -> MemoryPlan:
-        """The memory of the index, or of one like it with another capacity."""
+        """The memory of the index, or of one like it with another capacity.
+
+        Args:
+            capacity: None for that of the index.
+
+        Returns: a MemoryPlan, to be printed.
+        """
         length = None
         if isinstance(self.ids, StringIds):
             length = len(self.ids.blob) // max(self.ids.count, 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import RowFilter, filtered_topk
+from tigon.ops.filtered_topk.plan import Plan, plan_of
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.text import parse
@@ -193,15 +194,15 @@ class Explanation(NamedTuple):
     """What a filter does and what a search with it costs; `print` shows it.
 
     Attributes:
-        items: in the index. share: of them that pass, estimated. clauses: that must all hold. words: attribute words
-            that are read.
+        items: in the index. share: of them that pass, estimated. clauses: that must all hold.
+        plan: of the search on a GPU: which rows are read, and the bytes that are moved.
         text: what `print` shows.
     """
 
     items: int
     share: float
     clauses: int
-    words: int
+    plan: Plan
     text: str
 
     def __str__(self) -> str:
@@ -223,7 +224,11 @@ def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> E
             names = [i + start for i in range(tag.bits.bit_length()) if tag.bits >> i & 1]
             parts.append(f"{tag.column} has {'not ' * tag.negated}{tag.test} of {vocabulary.listed(names)}")
         lines.append(f"  and {' or '.join(parts) or 'nothing: no item passes'}; {index.counts.share([clause]):.2%}")
-    return Explanation(len(index), share, len(clauses), len(words), "\n".join(lines))
+    plan = plan_of(
+        queries, k, index.dim, index.rows.end, index.dtype, filters=int(bool(clauses)), words=len(words),
+        share=share if clauses else None, live=index.rows.count < index.rows.end, bias=index.metric == "l2",
+    )  # fmt: skip
+    return Explanation(len(index), share, len(clauses), plan, "\n".join([*lines, str(plan)]))
 
 
 def _coded(index: Index, name: str) -> Coded:

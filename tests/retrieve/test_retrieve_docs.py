@@ -1,0 +1,44 @@
+"""The code of the pages on retrieval runs as a reader runs it, block after block."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs" / "retrieve"
+
+
+@pytest.mark.parametrize("page", ["index", "filters", "updates"])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    for package in ("pyarrow", "pandas", "safetensors") if page == "index" else ("safetensors",):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(compile(block, f"{page}.md", "exec"), names)
+    said = capsys.readouterr().out
+    if page == "index":
+        assert "job-" in said
+        assert "GiB on the device" in said
+        assert "and country is 'us'" in said
+        found = names["hits"].ids
+        assert (found % 2 == 1).all()
+    if page == "filters":
+        assert said == "2\n"
+
+
+def test_the_table_of_columns_says_what_the_columns_have():
+    from tigon.retrieve import Category, Number, Tags, Timestamp
+
+    text = (DOCS / "filters.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)\([^|]*\| [^|]* \| [^|]* \| ([^|]*) \|$", text, re.MULTILINE))
+    spoken = {"in": ["is_in"], "null": ["is_null"], "has_any": ["has", "has_any"]}
+    for kind in (Category, Tags):
+        expected = [word for operation in kind.operations for word in spoken.get(operation, [operation])]
+        assert re.findall(r"`([^`]+)`", rows[kind.kind]) == expected
+    assert [Timestamp(unit).bits for unit in ("s", "m", "h", "D")] == [32, 27, 21, 16]
+    assert {*re.findall(r"`([^`]+)`", text.partition("| `Number()`")[2].split("|")[3])} == {
+        word for operation in (*Number.operations, "between") for word in spoken.get(operation, [operation])
+    }
