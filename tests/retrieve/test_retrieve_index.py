@@ -395,6 +395,7 @@ def test_the_counts_follow_the_items(device, named):
     index = made(device, named)
     index.upsert(named(range(50)), vectors(50), table(range(50), version=1))
     index.delete(named(range(90, 100)))
+    index.counts.settle(wait=True)
     fresh = copy.deepcopy(index)
     fresh._restart()
     assert fresh.counts.items == index.counts.items == 90

@@ -6,8 +6,12 @@ taken as independent of each other.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from tigon.retrieve.clauses import Clauses, TagTest
 from tigon.retrieve.columns import Category, Ranges, Tags
@@ -24,8 +28,24 @@ class Counts:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self.items = 0
+        self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
+
+    def later(self, words: Tensor, event: torch.cuda.Event) -> None:
+        """Count rows out once the event has happened, of which the words will be there then."""
+        self._later.append((words, event))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle(wait=True)  # events are not copied
+        return self.__dict__
+
+    def settle(self, wait: bool = False) -> None:
+        """Count out what has arrived; with wait, all."""
+        while self._later and (wait or self._later[0][1].query()):
+            words, event = self._later.pop(0)
+            event.synchronize()
+            self.add(words.numpy(), sign=-1)
 
     def add(self, words: Ints, sign: int = 1) -> None:
         """Count rows of attribute words in, or with sign -1 out.

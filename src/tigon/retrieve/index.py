@@ -250,7 +250,7 @@ class Index(nn.Module):
         if search.norms is not None:
             scores = scores - search.norms
         if search.ks is not None:
-            ks = torch.tensor(search.ks, device=self.device)[:, None]
+            ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
             beyond = torch.arange(search.most, device=self.device) >= ks
             scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
         exact = torch.ones(len(scores), dtype=torch.bool, device=self.device)
@@ -267,7 +267,9 @@ class Index(nn.Module):
         Returns: an Explanation, to be printed.
         Raises: ValueError for filters that do not fit the schema.
         """
-        return searching.explained(self, where, k, queries, strict)
+        with self.turns.writing:
+            self.counts.settle(wait=True)
+            return searching.explained(self, where, k, queries, strict)
 
     # --------------------------------------------------------------------------------------------------------- state
 

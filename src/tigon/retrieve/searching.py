@@ -15,6 +15,7 @@ from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
+from tigon.retrieve.writing import moved
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -75,7 +76,7 @@ def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
         )
     if q.dtype not in FLOATS:
         raise ValueError(f"Index.search: query must be floats, got {q.dtype}.")
-    q = q.to(index.device, torch.float32 if q.dtype == torch.float64 else q.dtype)
+    q = moved(q.float() if q.dtype == torch.float64 else q, index.device)
     if index.metric == "cosine":
         wide = q.float()
         return wide / wide.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny), None

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
     from tigon.retrieve.index import Index
 
 
+# Bytes of vectors that are pinned at once.
+PIECE = 1 << 26
+
+
 class Prepared(NamedTuple):
-    """Items that fit an index: ids of which each stands there once, vectors as they are stored, attribute words."""
+    """Items that fit an index: ids of which each stands there once, vectors as they are stored, attribute words.
+
+    found: keys and rows of the ids, where they were looked up already.
+    """
 
     ids: Ints | list[str]
     vectors: Tensor | None
     words: Ints
     growth: dict[str, list[Value]]
+    found: tuple[Ints, Ints] | None = None
 
 
 def prepared(index: Index, ids: Any, embeddings: Any, table: Any) -> Prepared:
@@ -52,8 +60,9 @@ def prepared(index: Index, ids: Any, embeddings: Any, table: Any) -> Prepared:
         words = np.ascontiguousarray(words[:, kept])
         vectors = None if vectors is None else vectors[torch.from_numpy(kept).to(vectors.device)]
         read = [read[i] for i in kept] if isinstance(read, list) else read[kept]
-    _check_room(index, read)
-    return Prepared(read, vectors, words, encoded.growth)
+    found = None if index.ids is None else index.ids.find(read)
+    _check_room(index, read, np.full(len(read), -1) if found is None else found[1])
+    return Prepared(read, vectors, words, encoded.growth, found)
 
 
 def checked_ids(index: Index, name: str, ids: Any) -> Ints | list[str]:
@@ -118,8 +127,7 @@ def _spoken(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_room(index: Index, ids: Ints | list[str]) -> None:
-    rows = index.ids.find(ids)[1] if index.ids is not None and len(ids) else np.full(len(ids), -1)
+def _check_room(index: Index, ids: Ints | list[str], rows: Ints) -> None:
     new = int((rows < 0).sum())
     if index.fixed and new:
         at = _id(ids, int(np.argmax(rows < 0)))
@@ -143,38 +151,38 @@ def write(index: Index, items: Prepared) -> None:
     index.schema.take(items.growth)
     if index.ids is None:
         index.ids = KINDS["str" if isinstance(items.ids, list) else "int64"]()
-    keys, old = index.ids.find(items.ids)
-    if (keys < 0).any() or isinstance(items.ids, list):
-        keys = index.ids.keys(items.ids)
+    index.counts.settle()
+    keys, old = items.found if items.found is not None else index.ids.find(items.ids)
+    if isinstance(items.ids, list):
+        new = np.flatnonzero(keys < 0)
+        keys[new] = index.ids.keys([items.ids[i] for i in new])
+    most = max(1, PIECE // max(1, index.dim * index.embeddings.element_size()))
     start = 0
     while start < len(keys):
-        part = slice(start, start + max(1, index.rows.available()))
-        piece = Prepared(
-            items.ids[part], None if items.vectors is None else items.vectors[part], items.words[:, part], {}
-        )
+        part = slice(start, start + max(1, min(most, index.rows.available())))
         start = part.stop
         if index.fixed:
-            _rewrite(index, old[part], piece.words)
+            _rewrite(index, old[part], items.words[:, part])
         else:
-            _write(index, keys[part], old[part], piece)
+            assert items.vectors is not None
+            _write(index, keys[part], old[part], items.vectors[part], items.words[:, part])
 
 
-def _write(index: Index, keys: Ints, old: Ints, piece: Prepared) -> None:
+def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) -> None:
     device, rows = index.device, index.rows.allocate(len(keys))
-    assert piece.vectors is not None
     with index.turns.write(device):
         at = _at(rows, device)
-        vectors = piece.vectors.to(device, non_blocking=True)
-        if device.type == "cuda" and vectors is piece.vectors:
+        if vectors.device.type == "cuda" == device.type:
             vectors.record_stream(torch.cuda.current_stream(device))
+        vectors = moved(vectors, device)
         _put(index.embeddings, at, vectors)
         index.item_ids[at] = sent(keys, device)
-        index.attributes[:, at] = sent(piece.words, device)
+        index.attributes[:, at] = sent(words, device)
         if index.bias is not None:
             index.bias[at] = -vectors.float().square().sum(1)
     replaced = old[old >= 0]
     _forget(index, replaced)
-    index.counts.add(piece.words)
+    index.counts.add(words)
     show(index, rows, replaced)
     assert index.ids is not None
     index.ids.place(keys, rows)
@@ -204,13 +212,20 @@ def remove(index: Index, rows: Ints) -> None:
 
 
 def _forget(index: Index, rows: Ints) -> None:
-    """Take rows that hold items out of the counts."""
-    if index.schema.words and len(rows):
-        with index.turns.write(index.device):
-            words = index.attributes[:, _at(rows, index.device)].cpu().numpy()
-        index.counts.add(words, sign=-1)
-    else:
+    """Take rows that hold items out of the counts; on a GPU when the copy of their attributes has arrived."""
+    if not index.schema.words or not len(rows):
         index.counts.items -= len(rows)
+        return
+    with index.turns.write(index.device):
+        words = index.attributes[:, _at(rows, index.device)]
+        if index.device.type == "cuda":
+            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            here.copy_(words, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            index.counts.later(here, event)
+            return
+    index.counts.add(words.numpy(), sign=-1)
 
 
 def _at(rows: Ints, device: torch.device) -> Any:
@@ -221,9 +236,15 @@ def _at(rows: Ints, device: torch.device) -> Any:
 
 
 def sent(values: Any, device: torch.device) -> Tensor:
-    """A numpy array on the device, without waiting for the device."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """A numpy array on the device."""
+    return moved(torch.from_numpy(np.ascontiguousarray(values)), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device. A copy from memory that is not pinned would wait for all that the stream has to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
