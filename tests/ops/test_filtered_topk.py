@@ -121,6 +121,12 @@ def test_live_rows_and_biases(where, plan, backend, device):
     agree(integers(2, 8, device=device), integers(N, 8, device=device, seed=1), 9, **options)
 
 
+def test_a_list_that_several_blocks_of_queries_read(monkeypatch, backend, device):
+    monkeypatch.setattr(plan, "SPARE", 0)
+    options = {"attributes": words(300, device), "where": SOME, "live": live_bits(300, device)}
+    agree(integers(20, 8, device=device), integers(300, 8, device=device, seed=1), 2, **options)
+
+
 def test_a_filter_for_each_query(backend, device):
     where = [SOME, None, RANGE, SOME, NONE]
     options = {"attributes": words(700, device), "where": where, "live": live_bits(700, device)}

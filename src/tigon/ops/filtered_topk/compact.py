@@ -28,13 +28,11 @@ def is_live(live_ptr, i, inside):
 
 
 @jit
-@do_not_specialize("N", "stride", "literals")
-def _list_kernel(
-    attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
+def list_strip(
+    strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
     STRIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of a strip that pass, in their order, at the beginning of its place in the list; and how many."""
-    strip = tl.program_id(0)
     n = 0
     for start in range(0, STRIP, BLOCK):
         i = strip * STRIP + start + tl.arange(0, BLOCK)
@@ -54,6 +52,20 @@ def _list_kernel(
         tl.store(list_ptr + strip * STRIP + at, i, mask=keep)
         n += tl.sum(kept, 0)
     tl.store(count_ptr + strip, n)
+    return n
+
+
+@jit
+@do_not_specialize("N", "stride", "literals")
+def _list_kernel(
+    attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
+    STRIP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The list of a strip, where several blocks of queries read it; else the scan makes the list itself."""
+    list_strip(
+        tl.program_id(0), attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
+        STRIP, BLOCK,
+    )  # fmt: skip
 
 
 @jit

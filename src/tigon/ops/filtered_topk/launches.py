@@ -21,6 +21,9 @@ from tigon.runtime import device as facts
 # Rows of a program that writes words, and of one step of a program that writes a strip's list.
 WORDS_BLOCK, WORDS_WARPS = 1024, 4
 LIST_BLOCK, LIST_WARPS = 4096, 8
+# Rows of one step of a scan that lists the rows of its strip itself, which hides the filter behind the reading of other
+# strips. Not where several blocks of queries read a list, nor where a tile leaves room for one program alone.
+LISTING = 1024
 
 
 # A search of the same sizes as one before is not planned again: that takes as long as two launches.
@@ -29,7 +32,8 @@ _plan_of = functools.lru_cache(1024)(plan_of)
 
 class Rows(NamedTuple):
     """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
-    filter; live bits, biases. which: the filter of each query, where there are several."""
+    filter; live bits, biases. which: the filter of each query, where there are several. listing: from what the scan
+    makes the list itself, attributes, table, bitmaps and live bits."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -37,6 +41,7 @@ class Rows(NamedTuple):
     which: Tensor | None
     live: Tensor | None
     bias: Tensor | None
+    listing: tuple[Tensor | None, ...] | None = None
 
 
 def _filtered_topk_fake(
@@ -71,7 +76,7 @@ def _filtered_topk(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
         two_terms=low is not None, room=facts.shared_memory(query.device),
     )  # fmt: skip
-    given = _rows(items, attributes, table, bitmaps, which, filters, live, bias, plan)
+    given = _rows(min(B, cdiv(B, plan.pieces)), items, attributes, table, bitmaps, which, filters, live, bias, plan)
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
     size = cdiv(B, plan.pieces)
     for start in range(0, B, size):
@@ -112,8 +117,8 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
 
 
 def _rows(
-    items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None,
-    filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
+    B: int, items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
 ) -> Rows:  # fmt: skip
     if table is None or attributes is None or bitmaps is None:
         return Rows(None, None, None, None, live, bias)
@@ -125,6 +130,9 @@ def _rows(
         # The places of a strip beyond its rows that pass are never read.
         listed = items.new_empty((strips * strip,), dtype=torch.int32)
         count = items.new_empty((strips,), dtype=torch.int32)
+
+        if LISTING and B <= plan.tile.queries <= 16:
+            return Rows(listed, count, None, None, None, bias, tensors)
 
         def plan_list() -> Launch:
             return strips, (*sizes, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
@@ -158,15 +166,19 @@ def _picked(
     maxima = q.new_empty((sum(counts), B), dtype=torch.float32)
     of_strips = plan.levels.index(sizes.strip)
     mode = 0 if rows.word is None else 1 if rows.which is None else 2 if filters <= 32 else 3
-    tensors = (q, low, scale, items, rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias, maxima)
+    attributes, table, bitmaps, live = rows.listing or (None, None, None, rows.live)
+    given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
+    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps)
     key = (N, plan, mode, _key(*tensors))
 
     def plan_scan() -> Launch:
         tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
         middle_at = starts[of_strips + 1] if sizes.middle else 0
+        beside = (0, 0) if attributes is None or table is None else (attributes.stride(0), table.shape[0])
         arguments = (
-            B, N, blocks, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips], D, sizes.group,
-            sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit, tile.stages,
+            B, N, blocks, *beside, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips], D, sizes.group,
+            sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit,
+            min(LISTING, sizes.strip) if rows.listing else 0, tile.stages,
         )  # fmt: skip
         return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
 

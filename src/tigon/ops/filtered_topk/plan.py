@@ -106,7 +106,7 @@ def levels_of(N: int, sizes: Sizes) -> tuple[int, ...]:
 # What is tuned on a GPU, for 16-bit numbers: queries of a batch up to which it serves → tile of contiguous rows, and of
 # listed ones.
 TILES = {
-    16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 6)),
+    16: (Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 5)),
     64: (Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
     128: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tigon.ops.filtered_topk.compact import is_live
+from tigon.ops.filtered_topk.compact import is_live, list_strip
 from tigon.runtime import do_not_specialize, jit, tl
 
 
@@ -37,17 +37,19 @@ def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, 
 
 
 @jit
-@do_not_specialize("B", "N", "blocks", "units_x", "middle_at", "strip_at")
+@do_not_specialize("B", "N", "blocks", "stride_a", "literals", "units_x", "middle_at", "strip_at")
 def _scan_kernel(
     q_ptr, low_ptr, scale_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, maxima_ptr,
-    B, N, blocks, stride_q, units_x, middle_at, strip_at, D: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr,
+    attributes_ptr, table_ptr, bitmaps_ptr, B, N, blocks, stride_a, literals, stride_q, units_x, middle_at, strip_at,
+    D: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr,
     STRIP: tl.constexpr, FILTERS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One strip of rows, one block of queries.
 
     FILTERS: of words with a bit for each filter. 0: none. 1: one filter for all queries. 2: one for each query, at most
     32. 3: one for each query, more. UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
+    LISTING: rows of a step in which the program lists those of its strip that pass; 0 where others have, or nobody.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -76,7 +78,13 @@ def _scan_kernel(
             last_word = tl.max(mine, 0) // 32
     P: tl.constexpr = BLOCK_N // G
     first = strip * STRIP
-    if list_ptr is not None:
+    if LISTING > 0:
+        n = list_strip(
+            strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
+            STRIP, LISTING,
+        )  # fmt: skip
+        tl.debug_barrier()
+    elif list_ptr is not None:
         n = tl.load(count_ptr + strip)
     else:
         n = tl.minimum(N - first, STRIP)
@@ -131,7 +139,7 @@ def _scan_kernel(
         # Two comparisons a row, and an addition a score.
         if FILTERS == 1:
             s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
-        if live_ptr is not None:
+        if live_ptr is not None and LISTING == 0:
             s = s + tl.where(is_live(live_ptr, i, i >= 0), 0.0, float("-inf"))[None, :]
         # A maximum of a number and a NaN is the number.
         if P == 1:
