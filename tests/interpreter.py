@@ -145,6 +145,8 @@ def _remember_types() -> None:
     _numpy_dtypes_by_name()
     _block_types_by_shape()
     _broadcast_what_differs()
+    _operands_of_one_type()
+    _sizes_of_types_by_name()
     _plain_values_unwrapped_at_once()
 
 
@@ -195,7 +197,9 @@ def _broadcast_what_differs() -> None:
     broadcast = semantic.broadcast_impl_value
 
     def spread(scalar, like):
-        data = np.broadcast_to(scalar.handle.data, like.handle.data.shape)
+        data, shape = scalar.handle.data, like.handle.data.shape
+        # As np.broadcast_to, which takes twenty times as long.
+        data = np.ndarray(shape, data.dtype, data, 0, (0,) * len(shape))
         return core.tensor(interpreter.TensorHandle(data, scalar.dtype), like.type.with_element_ty(scalar.dtype))
 
     def broadcast_impl_value(self, lhs, rhs):
@@ -208,6 +212,65 @@ def _broadcast_what_differs() -> None:
         return broadcast(self, lhs, rhs)
 
     semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _operands_of_one_type() -> None:
+    """Most operands have one type already, or are a tile and a number of Python. Most casts are to the type at hand.
+
+    What is left to do for them is to broadcast. Numbers are looked up: the same few come again and again.
+    """
+    semantic = interpreter.TritonSemantic
+    check, cast = semantic.binary_op_type_checking_impl, semantic.cast
+    same = frozenset(("fp32", "int32", "int64"))
+    integers = {"int32": range(-(2**31), 2**31), "int64": range(-(2**63), 2**63)}
+    constants: dict[tuple, Any] = {}
+
+    def constant(self, value, like):
+        """The number as a tensor of the dtype of `like`, or None where the types have to be looked at."""
+        kind, name = type(value), like.dtype.name
+        if not (name == "fp32" if kind is float else kind is int and value in integers.get(name, ())):
+            return None
+        found = constants.get((kind, value, name))
+        if found is None:
+            if len(constants) > 4096:
+                constants.clear()
+            found = constants[kind, value, name] = self.scalar_constant(value, like.dtype)
+        return found
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *options, **named):
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            name = lhs.dtype.name
+            if name in same and name == rhs.dtype.name:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif type(lhs) is core.tensor:
+            number = constant(self, rhs, lhs)
+            if number is not None:
+                return self.broadcast_impl_value(lhs, number)
+        elif type(rhs) is core.tensor:
+            number = constant(self, lhs, rhs)
+            if number is not None:
+                return self.broadcast_impl_value(number, rhs)
+        return check(self, lhs, rhs, *options, **named)
+
+    def cast_unless_there(self, input, dst_ty, *options, **named):
+        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *options, **named)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+    semantic.cast = cast_unless_there
+
+
+def _sizes_of_types_by_name() -> None:
+    """The interpreter looks at each result for numbers that are wider than its type."""
+    fits, sizes = interpreter._validate_np_data_size, {}
+
+    def validate_np_data_size(array, dtype):
+        size = sizes.get(dtype.name)
+        if size is None:
+            widths = (np.empty(0, f"u{n}") for n in (1, 2, 4, 8))
+            size = sizes[dtype.name] = max(a.itemsize for a in widths if fits(a, dtype))
+        return array.itemsize <= size
+
+    interpreter._validate_np_data_size = validate_np_data_size
 
 
 def _plain_values_unwrapped_at_once() -> None:

@@ -417,7 +417,8 @@ def test_compiles_whole_and_dynamic(op: Op, backend, device, compiler):
         sized = Case(case.why, (rows, *rest), case.options, case.inputs)
         inputs = op.draw(sized, torch.float32, device)
         compare(op, lambda *a, **_: compiled(*a), case, inputs)
-        if backend == "triton" and device.type == "cpu":
+        # Of the last size alone: in the interpreter, two more runs of the kernels.
+        if backend == "triton" and device.type == "cpu" and rows == first + 9:
             got = evaluate(compiled, inputs, {}, grad=op.differentiable(inputs))
             assert_same_numbers(op, got, run(op, inputs, case.options), "compiled")
         graphs.append(compiler.frame_count)

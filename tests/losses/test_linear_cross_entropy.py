@@ -187,6 +187,8 @@ def test_a_gradient_is_the_callers(backend, device):
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_weight_gradient_is_added_to_main_grad(reduction, upstream, backend, device):
+    if backend == "triton" and device.type == "cpu" and (reduction == "mean") == (upstream == 1.0):
+        pytest.skip("time in the interpreter is dear, and each of both is tried with another")
     x, weight, target = head(device)
     bias = torch.randn(60, device=device, requires_grad=True)
     expected = linear_cross_entropy(x, weight, target, bias=bias, reduction=reduction)

@@ -55,7 +55,9 @@ def gradients(result, tensors, upstream):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_same_as_whole_logits(adapted, options, chunk_bytes, keep_bytes, backend, device):
-    """With a gradient of its own from above for every token."""
+    """With an upstream gradient of its own for every token."""
+    if backend == "triton" and device.type == "cpu" and adapted == (chunk_bytes is None):
+        pytest.skip("time in the interpreter is dear, and chunks and adapters are the same code on either backend")
     dtype = torch.float64 if backend == "torch" else torch.float32
     close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
     tensors, target = head(device, dtype, adapted, adapted, ignore_index=options.get("ignore_index", -100))

@@ -362,7 +362,7 @@ def test_as_right_as_eager(name, options, dtype, backend, device):
         shapes = (S, 3 * T, H), (V, H), (V,)
         return [(torch.randn(s, generator=generator) * 0.6).to(device, dtype) for s in shapes]
 
-    numerics.check(ours, theirs, draw, draws=4)
+    numerics.check(ours, theirs, draw, draws=2 if backend == "triton" and device.type == "cpu" else 4)
 
 
 def test_fp16_gradients_do_not_underflow(device):

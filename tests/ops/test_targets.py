@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tigon
 from tigon.ops.targets import as_labels
 
-S, T, H, V = 4, 6, 8, 300
+S, T, H, V = 4, 3, 8, 300
 ADVANTAGES = torch.tensor([0.5, -1.0, 2.0, 0.3])
 LABEL = torch.tensor([True, False, True, False])
 
@@ -68,6 +68,8 @@ def results(name, x, w, target, **options):
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 @EVERY
 def test_every_integer_dtype_means_the_same_classes(name, dtype, backend, device):
+    if backend == "triton" and device.type == "cpu" and dtype not in (torch.uint8, torch.int32):
+        pytest.skip("time in the interpreter is dear: one dtype that kernels read, and the one that holds the least")
     x, w, target = (t.to(device) for t in drawn(LARGEST[dtype]))
     for ours, expected in zip(results(name, x, w, target.to(dtype)), results(name, x, w, target), strict=True):
         assert torch.equal(ours, expected)
