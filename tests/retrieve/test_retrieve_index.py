@@ -1,6 +1,7 @@
 """An index: searches against numpy, updates, ids of both kinds, and what is refused leaves it as it was."""
 
 import copy
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from numerics import unit_roundoff
 
 from tigon import retrieve
-from tigon.retrieve import Category, Index, Number, Schema, Tags, col, searching, updates
+from tigon.retrieve import Category, Index, Number, Schema, Tags, col, searching, updates, writing
 from tigon.retrieve import ids as ids_module
 
 D = 24
@@ -162,10 +163,31 @@ def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatc
     same(halves.scores, whole.scores)
     assert plain(halves.ids) == plain(whole.ids)
     small.most = 2
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError, match="does not suffice for 4 queries at once; the index is as it was"):
         index.search(q, k=5)
+    small.most = 0
+    with pytest.raises(torch.OutOfMemoryError, match="does not suffice for 1 query at once"):
+        index.search(q[0], k=5)
     monkeypatch.undo()
     assert plain(index.search(q, k=5, where=[None, "price < 20"] * 3 + [None]).ids) == plain(whole.ids)
+
+
+def test_out_of_memory_grow_leaves_the_index_as_it_was(device, named, monkeypatch):
+    index = made(device, named)
+    before, real = contents(index), writing._grown
+
+    def small(index, name, total):
+        if name == "item_ids":
+            raise torch.OutOfMemoryError("out of memory")
+        return real(index, name, total)
+
+    monkeypatch.setattr(writing, "_grown", small)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Index.grow: 400 items take .* KiB on the device.*as it was"):
+        index.grow(400)
+    assert (index.capacity, contents(index)) == (150, before)
+    monkeypatch.undo()
+    index.grow(400)
+    assert contents(index) == before
 
 
 @pytest.mark.parametrize(
@@ -340,7 +362,14 @@ def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
     other = Index(D, 150, metric="l2", schema=schema(), device=device)
     other.upsert(named([1000]), vectors(1), table([1]))
     other.load_state_dict(index.state_dict())
-    for again in (other, copy.deepcopy(index), torch.nn.Sequential(index).cpu()[0]):
+    through_a_file = Index(D, 150, metric="l2", schema=schema(), device=device)
+    if find_spec("safetensors"):
+        from safetensors.torch import load, save
+
+        through_a_file.load_state_dict(load(save(index.state_dict())))
+    else:
+        through_a_file.load_state_dict(index.state_dict())
+    for again in (other, through_a_file, copy.deepcopy(index), torch.nn.Sequential(index).cpu()[0]):
         found = again.search(vectors(3), k=200, where="country == 'us'")
         assert plain(found.ids) == plain(before.ids)
         assert torch.allclose(found.scores.cpu(), before.scores.cpu())
@@ -498,6 +527,9 @@ def test_hits_take_rows_of_tables_of_each_kind(device, named):
         hits.take({**lists, "title": np.array(lists["title"])}, id="job")["title"].tolist(),
     ):
         assert taken == wanted
+    if find_spec("polars"):
+        polars = pytest.importorskip("polars")
+        assert hits.take(polars.DataFrame(lists), id="job")["title"].to_list() == wanted
     taken = hits.take(pa.table(lists), id="job").to_pandas()
     assert taken.columns.tolist() == ["query", "rank", "score", "job", "title"]
     listed = hits.to_pandas()

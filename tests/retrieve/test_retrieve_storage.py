@@ -309,13 +309,18 @@ def test_a_full_disk_at_any_step_of_an_update_leaves_the_index_as_it_was(tmp_pat
     made(list).save(tmp_path / "a")
     index = Index.open(tmp_path / "a")
     before, size = contents(index), index.journal.size
-    for half in (False, True):
-        for at in (0, 1):
+    for update in (
+        lambda: index.upsert([3], vectors([3]), table([3])),
+        lambda: index.delete([3, 5]),
+        lambda: index.grow(40),
+        lambda: index.grow(35),
+    ):
+        for at, half in ((0, False), (0, True), (1, False)):
             with monkeypatch.context() as patch:
                 Stop(patch, at, full, half)
                 with pytest.raises(OSError, match=r"No space left on device.*the index is as it was"):
-                    index.upsert([3], vectors([3]), table([3]))
-            assert contents(index) == before
+                    update()
+            assert (contents(index), index.capacity) == (before, 30)
             assert (index.journal.path.stat().st_size, index.journal.size) == (size, size)
     index.upsert([3], vectors([3]), table([3]))
     index.close()

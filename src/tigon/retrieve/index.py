@@ -163,6 +163,7 @@ class Index(nn.Module):
         """
         with self.turns.writing:
             items = writing.prepared(self, ids, embeddings, table)
+            writing.reserve(self, items)
             if self.journal is not None:
                 self.journal.upsert(items)
             writing.write(self, items)
@@ -209,9 +210,14 @@ class Index(nn.Module):
                 f"Index.grow: capacity must be at least {self.capacity:,}, what there is, got {capacity!r}."
             )
         with self.turns.writing:
-            if self.journal is not None:
-                self.journal.grow(capacity)
+            before = self.capacity
             writing.grow(self, capacity)
+            try:
+                if self.journal is not None:
+                    self.journal.grow(capacity)
+            except BaseException:
+                self.capacity = before  # or the journal would hold more items than it knows room for
+                raise
 
     def plan(self, capacity: int | None = None) -> MemoryPlan:
         """The memory of the index, or of one like it with another capacity.

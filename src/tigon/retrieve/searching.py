@@ -125,13 +125,14 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
         got = type(where).__name__
         raise ValueError(f"Index.search: where must be an expression of col(…) or its text, got {got}.")
     kept, key = index.filters, (str(where), strict, index.schema.version)
-    found = kept.get(key)
-    if found is None:
-        clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
-        found = kept[key] = Compiled(clauses, row_filter(clauses, index.schema))
-        while len(kept) > KEPT:
-            kept.pop(next(iter(kept)), None)
-    return found
+    with index.turns.compiling:
+        found = kept.get(key)
+        if found is None:
+            clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
+            found = kept[key] = Compiled(clauses, row_filter(clauses, index.schema))
+            while len(kept) > KEPT:
+                del kept[next(iter(kept))]
+        return found
 
 
 # ------------------------------------------------------------------------------------------------------------- search
@@ -155,22 +156,26 @@ def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
     filters = search.filters
     try:
         return filtered_topk(search.query, items, search.most, where=filters, **given)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
         if B == 1:
-            raise
+            raise _too_large(B) from error
     half = B // 2
-    parts = [
-        filtered_topk(
-            search.query[part],
-            items,
-            search.most,
-            where=filters[part] if isinstance(filters, list) else filters,
-            **given,
-        )
-        for part in (slice(half), slice(half, B))
-    ]
+    parts = []
+    try:
+        for part in (slice(half), slice(half, B)):
+            own = filters[part] if isinstance(filters, list) else filters
+            parts.append(filtered_topk(search.query[part], items, search.most, where=own, **given))
+    except torch.OutOfMemoryError as error:
+        raise _too_large(B - half) from error
     scores, rows = (torch.cat(pair) for pair in zip(*parts, strict=True))
     return scores, rows
+
+
+def _too_large(queries: int) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(
+        f"Index.search: the device's memory does not suffice for {queries} {'query' if queries == 1 else 'queries'} at "
+        "once; the index is as it was: search smaller batches, or free memory."
+    )
 
 
 def _check_k(k: int) -> None:

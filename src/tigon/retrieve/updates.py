@@ -89,6 +89,7 @@ class Turns:
     def __init__(self) -> None:
         self.writing = threading.RLock()  # one update at a time
         self.lock = threading.Lock()
+        self.compiling = threading.Lock()  # one filter at a time
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._switched: torch.cuda.Event | None = None

@@ -168,6 +168,26 @@ def write(index: Index, items: Prepared) -> None:
             _write(index, keys[part], old[part], items.vectors[part], items.words[:, part])
 
 
+def reserve(index: Index, items: Prepared) -> None:
+    """Take the memory that writing needs on a GPU, and give it back: if there is none, nothing is written yet.
+
+    Raises: torch.OutOfMemoryError, with a sentence.
+    """
+    if index.device.type != "cuda":
+        return
+    vector = index.dim * (index.embeddings.element_size() + (8 if index.bias is not None else 0))
+    rows = min(len(items.ids), max(1, PIECE // max(1, vector)))
+    needed = rows * (vector + 8 * (2 * index.schema.words + 3))
+    try:
+        with index.turns.write(index.device):
+            torch.empty(needed, dtype=torch.uint8, device=index.device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"Index.upsert: the device's memory does not suffice for {spoken_bytes(needed)} of new items on their way; "
+            "nothing is written."
+        ) from error
+
+
 def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) -> None:
     device, rows = index.device, index.rows.allocate(len(keys))
     with index.turns.write(device):
@@ -258,22 +278,35 @@ def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
 
 def grow(index: Index, capacity: int) -> None:
     """Copy the buffers to larger ones, all of which are there before an old one is given up."""
-    total = capacity + spare_rows(capacity)
+    total = max(capacity + spare_rows(capacity), index.rows.total)  # more are left of one that the journal refused
     if index.device.type == "cuda":
         torch.cuda.synchronize(index.device)  # searches that have begun read the old buffers
     with index.turns.lock:
-        grown = {}
-        for name in ("embeddings", "attributes", "live", "item_ids", "bias"):
-            old = getattr(index, name)
-            if old is not None:
-                size = (total + 31) // 32 if name == "live" else total
-                columns = name == "attributes"
-                new = old.new_zeros((old.shape[0], size) if columns else (size, *old.shape[1:]))
-                (new[:, : old.shape[1]] if columns else new[: old.shape[0]]).copy_(old)
-                grown[name] = new
+        try:
+            grown = {name: new for name in BUFFERS if (new := _grown(index, name, total)) is not None}
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"Index.grow: {capacity:,} items take {spoken_bytes(index.plan(capacity).device_bytes)} on the device, "
+                "beside the buffers that there are, which is more than is free; the index is as it was: save it and "
+                "load it where there is room."
+            ) from error
         if index.device.type == "cuda":
             torch.cuda.synchronize(index.device)  # and those to come may run on any stream
         for name, new in grown.items():
             setattr(index, name, new)
         index.rows.extend(total)
         index.capacity = capacity
+
+
+BUFFERS = ("embeddings", "attributes", "live", "item_ids", "bias")
+
+
+def _grown(index: Index, name: str, total: int) -> Tensor | None:
+    old: Tensor | None = getattr(index, name)
+    if old is None:
+        return None
+    size = (total + 31) // 32 if name == "live" else total
+    columns = name == "attributes"
+    new = old.new_zeros((old.shape[0], size) if columns else (size, *old.shape[1:]))
+    (new[:, : old.shape[1]] if columns else new[: old.shape[0]]).copy_(old)
+    return new
