@@ -3,8 +3,10 @@
 The plain run is TRL's own; the rows of a micro-batch are the same in both.
 """
 
+import collections
 import copy
 import itertools
+import types
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import trl_cases as cases
 from test_trl import assert_same
 
 from tigon.integrations import trl
-from tigon.integrations.trl.shared_prefix import pack, shuffled_by_groups
+from tigon.integrations.trl.shared_prefix import Sharing, pack, rows_of, shuffled_by_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = ["llama", "gemma2", "qwen2", "qwen3", "mistral", "gemma", "phi3", "olmo2", "granite"]
@@ -166,7 +168,7 @@ def test_packing_rows():
     labels[:, :4] = -100
     labels[3] = -100
     labels[4, 2:4] = ids[4, 2:4]
-    packed = pack(ids, mask, labels)
+    packed = pack(ids, labels, rows_of(ids, mask, labels))
     batch = packed.batch
     assert batch.layout.prefix_lengths == (2, 3, 2)
     assert batch.layout.suffix_lengths == ((2, 1), (3,), (3,))
@@ -175,12 +177,60 @@ def test_packing_rows():
         "columns, as TRL has them"
     )
     assert packed.labels[0].tolist() == [7, 8, 9, 7, 8, 4, 9, 9, 9]
-    assert (batch.separate_rows, packed.prompts) == (18, 9)
+    assert batch.separate_rows == 18
     flat = torch.zeros(30).scatter(0, packed.place, packed.labels[0].float()).view(5, 6)
     assert torch.equal(flat, labels.clamp(min=0)[:, 1:].float())
     labels[0, 2:] = ids[0, 2:]  # no prompt
-    assert pack(ids, mask, labels) is None
-    assert pack(ids, mask, torch.full_like(ids, -100)) is None
+    assert rows_of(ids, mask, labels) is None
+    assert rows_of(ids, mask, torch.full_like(ids, -100)) is None
+
+
+def test_nothing_but_lengths_is_copied_where_sharing_is_declined(monkeypatch):
+    """A step whose prompts stay as they are copies six numbers a row to the host; ids and labels where sharing pays."""
+    copied = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copied.append(tuple(t.shape)) or cpu(t))
+    for name in ("tolist", "item", "numpy", "__bool__", "__int__"):
+        own = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, own=own: copied.append(tuple(t.shape)) or own(t))
+
+    swapped = types.SimpleNamespace(unshared=collections.Counter())
+    model = cases.model().eval()
+    ids = torch.randint(5, 50, (4, 40))
+    ids[:, :8] = ids[0, :8]  # a fifth of the tokens
+    labels = ids.clone()
+    labels[:, :8] = -100
+    different = ids.clone()
+    different[:, 0] = torch.arange(4)
+    few, none, rowless = (
+        "prompts are less than a quarter of the tokens",
+        "no two rows have one prompt",
+        "a row is not a prompt and what continues it",
+    )
+    for share, batch, wanted, reason in (
+        ("auto", ids, labels, few), ("auto", different, labels, none), (True, different, labels, none),
+        (True, ids, ids, rowless),
+    ):  # fmt: skip
+        copied.clear()
+        swapped.unshared.clear()
+        inputs = {"input_ids": batch, "attention_mask": torch.ones_like(ids), "labels": wanted}
+        assert Sharing(swapped, "policy", share).run(model, None, (), inputs) is None
+        assert swapped.unshared == {reason: 1}
+        assert copied
+        assert all(len(shape) == 2 and 6 in shape and 4 in shape for shape in copied), copied
+    copied.clear()
+    pack(ids, labels, rows_of(ids, None, labels))
+    assert (2, 4, 40) in copied
+
+
+def test_prompts_of_one_checksum_are_told_apart(monkeypatch):
+    """Their tokens are compared: packed, they are two prefixes."""
+    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+    labels = ids.clone()
+    labels[:, :2] = -100
+    rows = [row._replace(checksum=0) for row in rows_of(ids, None, labels)]
+    assert pack(ids, labels, rows).batch.layout.prefix_lengths == (2, 2)
+    assert len({row.checksum for row in rows_of(ids, None, labels)}) == 2
 
 
 def test_groups_are_shuffled_whole():

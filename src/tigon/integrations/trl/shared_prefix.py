@@ -25,6 +25,17 @@ KNOWN = {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 REFUSAL = "shared_prefix: "
 SHUFFLE = "shuffle_sequence_dict"
+ALL_DIFFER = "no two rows have one prompt"
+
+
+class Row(NamedTuple):
+    """Columns of a row in TRL's layout: the prompt is first to start, what continues it start to stop."""
+
+    number: int
+    first: int
+    start: int
+    stop: int
+    checksum: int  # of the prompt's tokens
 
 
 class Packed(NamedTuple):
@@ -35,7 +46,6 @@ class Packed(NamedTuple):
     labels: Tensor
     place: Tensor
     shape: tuple[int, int]
-    prompts: int  # tokens, each counted as often as it stands in TRL's rows
 
 
 class Sharing:
@@ -51,8 +61,13 @@ class Sharing:
             return None  # packing reads the ids on the host
         reason, packed = self.refused or self._why_not(model, args, kwargs), None
         if reason is None:
-            packed = pack(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
-            reason = self._why_not_worth(packed)
+            ids, labels = kwargs["input_ids"], kwargs["labels"]
+            rows = rows_of(ids, kwargs.get("attention_mask"), labels)
+            reason = self._why_not_worth(rows)
+            if reason is None:
+                packed = pack(ids, labels, rows or [])
+                if packed.batch.rows == packed.batch.separate_rows:  # two prompts of one checksum
+                    reason = ALL_DIFFER
         if reason is not None or packed is None:
             self.swaps.unshared[str(reason)] += 1
             return None
@@ -84,50 +99,68 @@ class Sharing:
             return f"inputs beside the ids: {', '.join(further)}" if further else "no ids, or no labels"
         return None
 
-    def _why_not_worth(self, packed: Packed | None) -> str | None:
-        if packed is None:
+    def _why_not_worth(self, rows: list[Row] | None) -> str | None:
+        """By the lengths alone: where prompts stay as they are, no step pays for a copy of its ids."""
+        if rows is None:
             return "a row is not a prompt and what continues it"
-        separate = packed.batch.separate_rows
-        if packed.batch.rows == separate:
-            return "no two rows have one prompt"
-        few = self.share == "auto" and packed.prompts < LEAST_SHARE * separate
+        if len({(row.first, row.start, row.checksum) for row in rows}) == len(rows):
+            return ALL_DIFFER
+        prompts = sum(row.start - row.first for row in rows)
+        few = self.share == "auto" and prompts < LEAST_SHARE * sum(row.stop - row.first for row in rows)
         return "prompts are less than a quarter of the tokens" if few else None
 
 
-def pack(ids: Tensor, mask: Tensor | None, labels: Tensor) -> Packed | None:
-    """TRL's rows, packed by their prompts: what stands before a row's first label. None if a row has none."""
-    B, T = ids.shape
-    # One copy for all three; it waits for nothing but the batch, at the start of a micro-batch.
-    host = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype), labels]).cpu()
-    tokens, valid, wanted = host[0], host[1] != 0, host[2] != -100
-    groups: dict[Any, list[tuple[int, int, int]]] = {}
-    prompts = 0
-    for b in range(B):
-        columns = valid[b].nonzero()[:, 0]
-        counted = wanted[b].nonzero()[:, 0]
-        if not len(counted):
+def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | None:
+    """The rows that have labels; None if there is none, or if one of them is not a prompt and what continues it.
+
+    What is copied to the host is six numbers a row. The copy waits for nothing but the batch, at the start of a
+    micro-batch.
+    """
+    T = ids.shape[1]
+    columns = torch.arange(T, device=ids.device).expand_as(ids)
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    wanted = labels != -100
+
+    def edges(where: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(where, columns, T).amin(1), torch.where(where, columns, -1).amax(1) + 1
+
+    (first, stop), (start, last) = edges(valid), edges(wanted)
+    # Sums of squares modulo 2⁶⁴. Prompts that differ may have one checksum: `pack` compares the tokens.
+    mixed = ids.long() * 0x9E3779B97F4A7C1 + columns * 0x632BE59BD9B4E01
+    prompt = (columns >= first.unsqueeze(1)) & (columns < start.unsqueeze(1))
+    checksum = torch.where(prompt, mixed * mixed, 0).sum(1)
+    numbers = torch.stack((first, start, stop, checksum, valid.sum(1), last)).cpu()
+    found = []
+    for b, (first_, start_, stop_, sum_, count, last_) in enumerate(numbers.t().tolist()):
+        if start_ == T:
             continue  # its results are zeros, and it gets no gradient
-        first, start, stop = int(columns[0]), int(counted[0]), int(columns[-1]) + 1
-        if stop - first != len(columns) or start <= first or int(counted[-1]) >= stop:
+        if stop_ - first_ != count or start_ <= first_ or last_ > stop_:
             return None
-        prompts += start - first
-        key = first, tokens[b, first:start].numpy().tobytes()
-        groups.setdefault(key, []).append((b, start, stop))
-    if not groups:
-        return None
+        found.append(Row(b, first_, start_, stop_, sum_))
+    return found or None
+
+
+def pack(ids: Tensor, labels: Tensor, rows: list[Row]) -> Packed:
+    """TRL's rows, packed by their prompts."""
+    B, T = ids.shape
+    host = torch.stack([ids, labels]).cpu()
+    tokens = host[0]
+    groups: dict[Any, list[tuple[int, int, int]]] = {}
+    for b, first, start, stop, _ in rows:
+        groups.setdefault((first, tokens[b, first:start].numpy().tobytes()), []).append((b, start, stop))
     # A prefix and its suffixes, by row and columns, in the order of the layout.
-    prefixes = [(rows[0][0], first, rows[0][1]) for (first, _), rows in groups.items()]
-    suffixes = [span for rows in groups.values() for span in rows]
+    prefixes = [(spans[0][0], first, spans[0][1]) for (first, _), spans in groups.items()]
+    suffixes = [span for spans in groups.values() for span in spans]
     spans = prefixes + suffixes
     packed_ids = torch.cat([tokens[b, i:j] for b, i, j in spans])
     columns = torch.cat([torch.arange(i, j) for _, i, j in spans])
     results = torch.cat([torch.arange(i, j) + b * (T - 1) - 1 for b, i, j in suffixes])
-    targets = torch.cat([host[2, b, i:j] for b, i, j in suffixes])
+    targets = torch.cat([host[1, b, i:j] for b, i, j in suffixes])
     moved = torch.stack([packed_ids, columns]).to(ids.device)
-    lengths = [[j - i for _, i, j in rows] for rows in groups.values()]
+    lengths = [[j - i for _, i, j in own] for own in groups.values()]
     batch = SharedPrefixBatch.packed(moved[0], [j - i for _, i, j in prefixes], lengths)
     own = torch.stack([results, targets]).to(ids.device)
-    return Packed(batch, moved[1].unsqueeze(0), own[1].unsqueeze(0), own[0], (B, T - 1), prompts)
+    return Packed(batch, moved[1].unsqueeze(0), own[1].unsqueeze(0), own[0], (B, T - 1))
 
 
 def _unpacked(value: Any, packed: Packed) -> Any:
