@@ -257,7 +257,7 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
         ("fp16", torch.float16, torch.float16, 256, 128, 100, {}),
         ("more rows", half, half, 1, 128, 10, {"times": 8}),
     ]
-    once = "a list, 1 queries", "16 filters", "two terms", "more rows"
+    once = "a list, 1 queries", "a list, 17 queries", "16 filters", "two terms", "more rows"
     for why, dtype, stored, B, D, k, options in cases:
         if few and why not in once:
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -359,6 +361,35 @@ def test_the_library_op(triton_backend, device):
     torch.library.opcheck(
         launches._filtered_topk.op, (*args, moved.bitmaps, None, 1, live_bits(90, device), None, "compact")
     )
+
+
+def test_a_key_of_a_launch_tells_all_that_it_depends_on(monkeypatch, triton_backend, device):
+    made, searches = {}, 0
+
+    def launch(kernel, key, tensors, plan):
+        found = plan(), [None if t is None else t.dtype for t in tensors]
+        assert made.setdefault((kernel, key), found) == found
+
+    monkeypatch.setattr(launches, "launch", launch)
+    wide = torch.zeros(20_000, 40, device=device)
+    attributes, bias = torch.zeros(3, 20_000, dtype=torch.int64, device=device), torch.zeros(20_000, device=device)
+    live = torch.zeros(625, dtype=torch.int32, device=device)
+    for N, D, k, dtype, B in itertools.product(
+        (70, 20_000), (16, 40), (3, 90, 100), (torch.float16, torch.float32), (1, 40)
+    ):
+        items, query = wide[:N, :D].to(dtype), torch.zeros(B, D, dtype=dtype, device=device)
+        beside = {"attributes": attributes[:, :N], "live": live[: -(-N // 32)]}
+        for options in (
+            {}, {"bias": bias[:N]}, {**beside, "where": SOME}, {**beside, "where": HALF}, {**beside, "plan": "compact"},
+            {**beside, "where": HALF, "plan": "dense"}, {**beside, "where": [SOME, *[None] * (B - 1)]},
+            {**beside, "where": HALF, "plan": "bitmaps"}, {"attributes": beside["attributes"], "where": HALF},
+        ):  # fmt: skip
+            tigon.filtered_topk(query, items, k, **options)
+            tigon.filtered_topk(query.float(), wide[:N, :D].half(), k, **options)
+            tigon.filtered_topk(query, torch.zeros(N, 48, dtype=dtype, device=device)[:, :D], k, **options)
+            searches += 3
+    assert searches == 3 * 9 * 48
+    assert len(made) > 300
 
 
 @pytest.mark.gpu

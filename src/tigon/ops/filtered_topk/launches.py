@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -28,6 +29,13 @@ LISTING = 1024
 
 # A search of the same sizes as one before is not planned again: that takes as long as two launches.
 _plan_of = functools.lru_cache(1024)(plan_of)
+_numbers = itertools.count()
+
+
+@functools.lru_cache(4096)
+def _number(key: tuple[Any, ...]) -> int:
+    """What the launches of one search have as their key: the plan, and how its tensors lie, hashed once."""
+    return next(_numbers)
 
 
 class Rows(NamedTuple):
@@ -76,15 +84,21 @@ def _filtered_topk(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
         two_terms=low is not None, room=facts.shared_memory(query.device),
     )  # fmt: skip
-    given = _rows(min(B, cdiv(B, plan.pieces)), items, attributes, table, bitmaps, which, filters, live, bias, plan)
-    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    number = _number((plan, k, filters, kind, _key(query, high, items, attributes, table, bitmaps, live, bias)))
     size = cdiv(B, plan.pieces)
+    given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
+    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    if plan.pieces == 1:
+        picks = _picked((high, low, scale), stored, given, filters, plan, (number, B))
+        _best(query, stored, given, picks, plan, scores, rows, (number, B))
+        return scores, rows
     for start in range(0, B, size):
         at = slice(start, start + size)
-        part = given._replace(which=None if given.which is None else given.which[at])
+        part = given if given.which is None else given._replace(which=given.which[at])
         terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
-        picks = _picked(terms, stored, part, filters, plan)
-        _best(query[at], stored, part, picks, plan, scores[at], rows[at])
+        key = number, len(terms[0])
+        picks = _picked(terms, stored, part, filters, plan, key)
+        _best(query[at], stored, part, picks, plan, scores[at], rows[at], key)
     return scores, rows
 
 
@@ -119,6 +133,7 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
 def _rows(
     B: int, items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
+    number: int,
 ) -> Rows:  # fmt: skip
     if table is None or attributes is None or bitmaps is None:
         return Rows(None, None, None, None, live, bias)
@@ -137,14 +152,14 @@ def _rows(
         def plan_list() -> Launch:
             return strips, (*sizes, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
 
-        launch(_list_kernel, (strip, sizes, _key(*tensors)), (*tensors, listed, count), plan_list)
+        launch(_list_kernel, (number,), (*tensors, listed, count), plan_list)
         return Rows(listed, count, None, None, None, bias)
     word = items.new_empty((cdiv(filters, 32), N), dtype=torch.int32)
 
     def plan_words() -> Launch:
         return cdiv(N, WORDS_BLOCK), (*sizes, WORDS_BLOCK), {"num_warps": WORDS_WARPS}
 
-    launch(_words_kernel, (sizes, _key(*tensors)), (*tensors, word), plan_words)
+    launch(_words_kernel, (number,), (*tensors, word), plan_words)
     return Rows(None, None, word, which, None, bias)
 
 
@@ -157,7 +172,8 @@ def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
 
 
 def _picked(
-    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan
+    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
+    key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """(B, places) int32, the groups of each query that hold its best rows, in the order of their rows; then -1."""
     q, low, scale = terms
@@ -169,7 +185,6 @@ def _picked(
     attributes, table, bitmaps, live = rows.listing or (None, None, None, rows.live)
     given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
     tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps)
-    key = (N, plan, mode, _key(*tensors))
 
     def plan_scan() -> Launch:
         tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
@@ -184,7 +199,7 @@ def _picked(
 
     launch(_scan_kernel, key, tensors, plan_scan)
     for level in range(of_strips - 1, -1, -1):
-        _launch_fold(maxima, B, plan, counts, starts, level)
+        _launch_fold(maxima, B, plan, counts, starts, level, key)
     picks = q.new_empty((B, sizes.places), dtype=torch.int32)
 
     def plan_pick() -> Launch:
@@ -198,7 +213,7 @@ def _picked(
         )  # fmt: skip
         return B, arguments, {"num_warps": _warps(widest, q.device)}
 
-    launch(_pick_kernel, (N, plan, _key(maxima, rows.counts)), (maxima, rows.counts, picks), plan_pick)
+    launch(_pick_kernel, key, (maxima, rows.counts, picks), plan_pick)
     return picks
 
 
@@ -207,7 +222,9 @@ def _warps(keys: int, device: torch.device) -> int:
     return max(4, min(32 if facts.limits_registers(device) else 16, keys // 512))
 
 
-def _launch_fold(maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int) -> None:
+def _launch_fold(
+    maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int, key: tuple[int, int]
+) -> None:
     """The maxima of a level from those of the level below."""
     block = 256
 
@@ -216,11 +233,12 @@ def _launch_fold(maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: 
         arguments = counts[level], counts[level + 1], B, starts[level], starts[level + 1], arity, block
         return cdiv(counts[level] * B, block), arguments, {"num_warps": 4}
 
-    launch(_fold_kernel, (plan.levels, level, *counts, B), (maxima,), plan_fold)
+    launch(_fold_kernel, (*key, level), (maxima,), plan_fold)
 
 
 def _best(
-    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, scores: Tensor, found: Tensor
+    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, scores: Tensor, found: Tensor,
+    key: tuple[int, int],
 ) -> None:  # fmt: skip
     """The picked groups' exact scores, and the k best of them, into scores and found."""
     (B, D), N, k, sizes = query.shape, items.shape[0], scores.shape[1], plan.sizes
@@ -237,7 +255,7 @@ def _best(
         # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
         return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
 
-    launch(_rescore_kernel, (N, plan, _key(*tensors)), tensors, plan_rescore)
+    launch(_rescore_kernel, key, tensors, plan_rescore)
     if sizes.places * G > KEYS:
         _choose_by_sorting(candidates, of_rows, scores, found)
         return
@@ -250,7 +268,7 @@ def _best(
         return B, (K * G, k, M, out), {"num_warps": _warps(M, query.device)}
 
     chosen = candidates, of_rows, room, scores, found
-    launch(_choose_kernel, (plan.sizes, _key(*chosen)), chosen, plan_choose)
+    launch(_choose_kernel, key, chosen, plan_choose)
 
 
 def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, found: Tensor) -> None:
