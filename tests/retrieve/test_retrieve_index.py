@@ -8,7 +8,7 @@ import pytest
 import torch
 from numerics import unit_roundoff
 
-from tigon import retrieve
+from tigon import retrieve, use_backend
 from tigon.retrieve import Category, Index, Number, Schema, Tags, col, searching, updates, writing
 from tigon.retrieve import ids as ids_module
 
@@ -552,3 +552,26 @@ def test_hits_take_rows_by_number(device):
     index.upsert(range(10), vectors(10))
     hits = index.search(vectors(1).to(device), k=4)
     assert hits.take({"n": list(range(10))})["n"] == hits.ids[0].tolist()
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def test_kernels_find_what_the_reference_finds(metric, device, triton_backend):
+    """With rows that were deleted, rows that are spare, a word of attributes that is not the first, and a bias."""
+    index = made(device, lambda numbers: np.asarray(numbers), metric, count=140, capacity=150)
+    index.delete(range(20, 30))
+    index.upsert(range(5), vectors(5, seed=4), table(range(5), version=1))
+    q = vectors(3, seed=1).to(device)
+    calls = [
+        {"where": None}, {"where": "country == 'us' and price < 40 or tags has 't60'"}, {"where": "country == 'never'"},
+        {"where": ["country == 'us'", None, "tags has_any ('t1', 't68')"], "k": [3, 20, 10]},
+    ]  # fmt: skip
+    for call in calls:
+        call = {"k": 20, **call}
+        hits = index.search(q, **call)
+        with use_backend("torch"):
+            plain_hits = index.search(q, **call)
+        torch.testing.assert_close(hits.scores, plain_hits.scores, rtol=1e-5, atol=1e-4)
+        assert hits.ids.tolist() == plain_hits.ids.tolist()
