@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from tigon.cli.app import COMMANDS, app
+from tigon.cli.app import COMMANDS, GROUPS, app
+
+EVERY = (*COMMANDS, *GROUPS)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 
@@ -19,18 +21,19 @@ def section(command):
 
 
 def options(command):
-    group = typer.main.get_command(app)
-    params = group.commands[command].params
+    found = typer.main.get_command(app).commands[command]
+    commands = [found, *getattr(found, "commands", {}).values()]
+    params = [p for one in commands for p in one.params]
     return {name for p in params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", EVERY)
 def test_every_option_stands_in_the_page(command):
     text, known = section(command), options(command)
     written = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", text))
     assert known <= written, f"not in docs/cli.md: {sorted(known - written)}"
     # torchrun's own options, and those of other commands, stand in examples.
-    every = {name for other in COMMANDS for name in options(other)} | {"--nproc-per-node"}
+    every = {name for other in EVERY for name in options(other)} | {"--nproc-per-node"}
     assert written <= every, f"no such option: {sorted(written - every)}"
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 COMMANDS = ("demo", "train", "inspect", "verify", "bench", "doctor")
+# Commands that have commands of their own.
+GROUPS = ("retrieve",)
 
 app = typer.Typer(
     name="tigon",
@@ -39,3 +41,6 @@ def _tigon(
 
 for _name in COMMANDS:
     app.command(_name)(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))
+
+for _name in GROUPS:
+    app.add_typer(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))

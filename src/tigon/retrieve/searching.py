@@ -62,7 +62,7 @@ def asked(index: Index, query: Any, k: Any, where: Any, strict: bool) -> Asked:
 def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(query, Tensor):
         try:
-            query = torch.as_tensor(np.asarray(query))
+            query = torch.as_tensor(np.require(query, requirements="W"))  # torch warns of others
         except (TypeError, ValueError):
             got = type(query).__name__
             raise ValueError(f"Index.search: query must be a tensor or an array of numbers, got {got}.") from None

@@ -78,7 +78,7 @@ def _vectors(index: Index, embeddings: Any, ids: Ints | list[str]) -> Tensor:
     name = "Index.upsert"
     if not isinstance(embeddings, Tensor):
         try:
-            embeddings = torch.as_tensor(np.asarray(embeddings))
+            embeddings = torch.as_tensor(np.require(embeddings, requirements="W"))  # torch warns of others
         except (TypeError, ValueError):
             raise ValueError(
                 f"{name}: embeddings must be a tensor or an array of numbers, got {type(embeddings).__name__}."

@@ -1,0 +1,84 @@
+"""A schema for a table that comes without one: what each column is by its type and its values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tigon.cli.retrieve.files import Source
+
+# More different strings than these are names or texts, not something to filter by.
+MOST_CATEGORIES, MOST_TAGS = 1_000_000, 504
+
+
+class Described(NamedTuple):
+    """columns: of the schema, by name. left_out: why columns are not in it."""
+
+    columns: dict[str, Any]
+    left_out: dict[str, str]
+
+
+def describe(found: Source, names: list[str]) -> Described:
+    """Columns of a schema for columns of files. Strings become categories, lists of strings tags; numbers and times are
+    kept in their order. There is room for as many new values as there are.
+    """
+    columns: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        made = _column(found, name, found.data.schema.field(name).type)
+        if isinstance(made, str):
+            left_out[name] = made
+        else:
+            columns[name] = made
+    return Described(columns, left_out)
+
+
+def _column(found: Source, name: str, kind: Any) -> Any:
+    import pyarrow.compute as compute
+    import pyarrow.types as types
+
+    from tigon.retrieve import Category, Number, Tags, Timestamp
+
+    if not name.isidentifier():
+        return "its name is no identifier"
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind):
+        distinct = compute.count_distinct(found.column(name)).as_py()
+        if distinct > MOST_CATEGORIES:
+            return f"{distinct:,} different values are too many to filter by"
+        return Category(_room(distinct, least=255))
+    if types.is_list(kind) or types.is_large_list(kind):
+        if not (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+            return f"it holds lists of {kind.value_type}"
+        distinct = compute.count_distinct(compute.list_flatten(found.column(name))).as_py()
+        if distinct > MOST_TAGS:
+            return f"{distinct:,} different tags are too many to filter by"
+        return Tags(min(63 * (_room(distinct, least=1) // 63 + 1), MOST_TAGS))
+    if types.is_integer(kind):
+        return _integers(compute.min_max(found.column(name)).as_py())
+    if types.is_floating(kind):
+        return Number()
+    if types.is_timestamp(kind):
+        first = compute.min(found.column(name)).as_py()
+        return Timestamp("s") if first is None or first.year >= 1970 else Timestamp("m", "1700-01-01", "2700-01-01")
+    if types.is_date(kind):
+        return Timestamp("D", "1000-01-01", "3000-01-01")
+    return f"{kind} is nothing to filter by"
+
+
+def _integers(ends: dict[str, Any]) -> Any:
+    from tigon.retrieve import Number
+
+    low, high = ends["min"], ends["max"]
+    if low is None:
+        return "it is empty"
+    if max(abs(low), abs(high)) <= 2**24:
+        return Number()  # as a float32, which holds them all
+    if high - low >= 2**32 - 2:
+        return f"{low:,} to {high:,} is more than 32 bits hold"
+    return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
+
+
+def _room(distinct: int, least: int) -> int:
+    """As many values as there are bits for, with the number of them doubled."""
+    return max(least, (1 << (2 * distinct).bit_length()) - 1)

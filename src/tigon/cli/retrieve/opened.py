@@ -1,0 +1,77 @@
+"""An index on the disk and queries, as the commands are handed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.cli.problem import Problem, one_line
+
+if TYPE_CHECKING:
+    from tigon.retrieve import Index
+
+
+def load(command: str, path: Path, device: str) -> Index:
+    """The index of a folder, on a device.
+
+    Raises: Problem if there is none, if it is damaged, or if there is no such device.
+    """
+    import torch
+
+    from tigon.retrieve import Index
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise Problem(f"{command}: --device must be auto, cpu or cuda, got {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Problem(f"{command}: --device cuda: PyTorch finds no CUDA or ROCm device")
+    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    if not path.is_dir():
+        raise Problem(f"{command}: there is no index {path}; tigon retrieve build makes one")
+    try:
+        return Index.load(path, device=place)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{command}: {one_line(error)}") from error
+
+
+def query(command: str, index: Index, text: str | None, file: Path | None, like: str | None) -> Any:
+    """(queries, dim) of one of three options: numbers, a .npy file, or an item of the index."""
+    import numpy as np
+
+    given = [
+        option for option, value in (("--vector", text), ("--vectors", file), ("--like", like)) if value is not None
+    ]
+    if len(given) != 1:
+        got = " and ".join(given) if given else "none"
+        raise Problem(f"{command}: one of --vector, --vectors and --like must be given, got {got}")
+    if like is not None:
+        return _of_item(command, index, like)
+    if text is not None:
+        try:
+            numbers = [float(part) for part in text.strip().strip("[]()").replace(",", " ").split()]
+        except ValueError:
+            raise Problem(f"{command}: --vector must be numbers separated by commas, got {text[:60]!r}") from None
+        matrix = np.array([numbers], dtype=np.float32)
+    else:
+        assert file is not None
+        try:
+            matrix = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise Problem(f"{command}: --vectors {file} cannot be read: {one_line(error)}") from error
+        matrix = matrix[None] if matrix.ndim == 1 else matrix
+    if matrix.ndim != 2 or matrix.shape[1] != index.dim or matrix.dtype.kind != "f":
+        raise Problem(f"{command}: a query must have {index.dim} numbers, as the index has, got {matrix.shape[-1]}")
+    return matrix
+
+
+def _of_item(command: str, index: Index, like: str) -> Any:
+    kind = None if index.ids is None else index.ids.kind
+    wanted: Any = like
+    if kind == "int64":
+        try:
+            wanted = int(like)
+        except ValueError:
+            raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
+    if index.ids is None or wanted not in index:
+        raise Problem(f"{command}: --like must be an id of the index, got {like}")
+    row = int(index.ids.find([wanted])[1][0])
+    return index.embeddings[row : row + 1].float()

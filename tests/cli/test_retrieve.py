@@ -1,0 +1,189 @@
+"""`tigon retrieve`: from files of items to filtered answers."""
+
+import datetime
+import json
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("safetensors")
+import pyarrow.csv as csv  # noqa: E402
+import pyarrow.parquet as parquet  # noqa: E402
+
+ITEMS, DIM = 300, 8
+FLOATS = pa.list_(pa.float32())
+
+
+def vectors(seed, count=ITEMS):
+    return np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+
+
+def table(**more):
+    draw = np.random.default_rng(1)
+    start = datetime.datetime(2026, 1, 1)
+    columns = {
+        "id": [f"job-{i}" for i in range(ITEMS)],
+        "title": [f"Title {i}" for i in range(ITEMS)],
+        "country": draw.choice(["us", "ca", "de"], ITEMS),
+        "tags": [list(draw.choice(["spam", "new", "hot"], n, replace=False)) for n in draw.integers(0, 3, ITEMS)],
+        "price": draw.uniform(0, 100, ITEMS),
+        "stock": draw.integers(0, 50, ITEMS),
+        "number": draw.integers(2**40, 2**40 + 1000, ITEMS),
+        "posted": [start + datetime.timedelta(hours=i) for i in range(ITEMS)],
+        "remote": draw.random(ITEMS) < 0.5,
+        "embedding": pa.array(list(vectors(0)), type=FLOATS),
+    }
+    return pa.table(columns | more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retrieve")
+    parquet.write_table(table(), folder / "items.parquet")
+    near = vectors(0)[:20] + 0.01
+    np.save(folder / "queries.npy", near[:3])
+    right = [[f"job-{i}"] for i in range(20)]
+    queries = pa.table({"embedding": pa.array(list(near), type=FLOATS), "right": right})
+    parquet.write_table(queries, folder / "queries.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def index(folder, tigon):
+    built = tigon("retrieve", "build", folder / "items.parquet", "-o", folder / "jobs.index").ok()
+    assert f"{ITEMS} items × {DIM}" in built.out
+    for name, kind in (
+        ("country", "Category"), ("tags", "Tags"), ("price", "Number"), ("posted", "Timestamp"), ("number", "Number"),
+    ):  # fmt: skip
+        assert any(name in line and kind in line for line in built.out.splitlines()), built.out
+    assert "Warning" not in built.err
+    return folder / "jobs.index"
+
+
+def found(result):
+    return [json.loads(line) for line in result.ok().out.splitlines()]
+
+
+def test_a_filtered_search_is_that_of_numpy(folder, index, tigon):
+    where = "country in ('us', 'ca') and not tags has 'spam' and price <= 60 and posted >= '2026-01-02' and remote == 1"
+    rows = found(
+        tigon("retrieve", "search", index, "--like", "job-7", "--where", where, "-k", 5, "--json",
+              "--table", folder / "items.parquet", "--columns", "title,price")
+    )  # fmt: skip
+    items, matrix = table().to_pylist(), vectors(0).astype(np.float16).astype(np.float32)
+    passing = [
+        i for i, item in enumerate(items)
+        if item["country"] in ("us", "ca") and "spam" not in item["tags"] and np.float32(item["price"]) <= 60
+        and item["posted"] >= datetime.datetime(2026, 1, 2) and item["remote"]
+    ]  # fmt: skip
+    scores = matrix @ matrix[7]
+    best = sorted(passing, key=lambda i: -scores[i])[:5]
+    assert [row["id"] for row in rows] == [f"job-{i}" for i in best]
+    assert [row["score"] for row in rows] == pytest.approx(scores[best].tolist(), rel=1e-5)
+    assert [row["title"] for row in rows] == [f"Title {i}" for i in best]
+    assert [row["price"] for row in rows] == [items[i]["price"] for i in best]
+
+
+def test_a_table_and_what_a_filter_does(folder, index, tigon):
+    shown = tigon("retrieve", "search", index, "--vectors", folder / "queries.npy", "-k", 2, "--explain",
+                  "--where", "stock < 25").ok()  # fmt: skip
+    assert shown.out.count("job-") == 6
+    assert "query" in shown.out
+    assert "stock in 1 range of values" in shown.err
+    assert "300 items; about" in shown.err
+    nothing = tigon("retrieve", "search", index, "--like", "job-1", "--where", "country == 'fr'").ok()
+    assert "no item passes" in nothing.out
+
+
+def test_recall_is_whole_and_that_of_the_truth(folder, index, tigon):
+    evaluated = ("retrieve", "evaluate", index, folder / "queries.parquet", "--truth", "right", "-k", "1,10")
+    (first, tenth) = json.loads(tigon(*evaluated, "--json").ok().out)["rows"]
+    assert (first["k"], tenth["k"]) == (1, 10)
+    assert first["recall of the scan in fp32"] == tenth["recall of the scan in fp32"] == 1
+    assert 0.1 < first["recall"] <= tenth["recall"] <= 1
+    assert 0 < tenth["mrr"] <= tenth["ndcg"] <= 1
+    assert "ndcg" in tigon(*evaluated).ok().out
+
+
+def test_csv_vectors_from_a_file_and_numbers_as_ids(folder, tigon, tmp_path):
+    plain = table().drop_columns(["embedding", "tags", "id"])
+    csv.write_csv(plain, tmp_path / "items.csv")
+    np.save(tmp_path / "x.npy", vectors(0))
+    built = tigon("retrieve", "build", tmp_path / "items.csv", "--vectors", tmp_path / "x.npy", "--columns", "country",
+                  "--metric", "cosine", "--batch-size", 64, "-o", tmp_path / "i")  # fmt: skip
+    built.ok()
+    (row,) = found(tigon("retrieve", "search", tmp_path / "i", "--like", 250, "-k", 1, "--json"))
+    assert row["id"] == 250
+    assert row["score"] == pytest.approx(1, abs=1e-3)
+    texts = [json.dumps(x) for x in vectors(0).tolist()]
+    csv.write_csv(plain.append_column("v", [texts]).append_column("item_id", [range(ITEMS)]), tmp_path / "v.csv")
+    tigon("retrieve", "build", tmp_path / "v.csv", "--vector", "v", "--columns", "stock", "--metric", "cosine", "-o",
+          tmp_path / "j").ok()  # fmt: skip
+    (row,) = found(
+        tigon("retrieve", "search", tmp_path / "j", "--like", 250, "-k", 1, "--json", "--where", "stock >= 0")
+    )
+    assert row["id"] == 250
+
+
+def test_a_schema_of_ones_own(folder, tigon, tmp_path):
+    (tmp_path / "schema.json").write_text('{"country": "Category", "price": {"kind": "Number", "low": 0, "high": 50}}')
+    build = ("retrieve", "build", folder / "items.parquet", "-o", tmp_path / "i", "--schema", tmp_path / "schema.json")
+    tigon(*build).problem("price", "must be from 0 to 50", "'job-")
+    assert not (tmp_path / "i").exists()
+    (tmp_path / "schema.json").write_text('{"country": "Category"}')
+    assert "columns to filter by" not in tigon(*build).ok().out
+    tigon("retrieve", "search", tmp_path / "i", "--like", "job-1", "--where", "price < 3").problem("no column 'price'")
+    (tmp_path / "schema.json").write_text('{"land": "Category"}')
+    tigon(*build, "--force").problem("must be a column of", "country", "got land")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("build", "nowhere.parquet", "-o", "x"), ("there is no file nowhere.parquet",)),
+        (("build", "{items}", "-o", "{index}"), ("is not empty", "--force")),
+        (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "title", "got titel")),
+        (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "there is no vector")),
+        (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),
+        (("build", "{queries}", "-o", "x", "--vectors", "{npy}"), ("a row for each of the 20 items, got 3",)),
+        (("build", "{npy}", "-o", "x"), ("a file must end in .parquet",)),
+        (("search", "{index}"), ("one of --vector, --vectors and --like must be given, got none",)),
+        (("search", "{index}", "--vector", "1, 2"), ("must have 8 numbers", "got 2")),
+        (("search", "{index}", "--vector", "a"), ("--vector must be numbers separated by commas, got 'a'",)),
+        (("search", "{index}", "--like", "job-999"), ("--like must be an id of the index, got job-999",)),
+        (("search", "{index}", "--like", "job-1", "--where", "cuntry == 'us'"), ("did you mean 'country'",)),
+        (("search", "{index}", "--like", "job-1", "--where", "price <"), ("where",)),
+        (("search", "nowhere", "--like", "job-1"), ("there is no index nowhere; tigon retrieve build makes one",)),
+        (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns go with --table",)),
+        (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2048",)),
+        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got x")),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_bad_input_gets_a_sentence(folder, index, tigon, arguments, words, tmp_path):
+    places = {"items": folder / "items.parquet", "index": index, "queries": folder / "queries.parquet",
+              "npy": folder / "queries.npy"}  # fmt: skip
+    tigon("retrieve", *(word.format(**places) for word in arguments), cwd=tmp_path).problem(*words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_rows_that_cannot_be_items(tigon, tmp_path):
+    short = [list(x) for x in vectors(0).tolist()]
+    short[7] = short[7][:3]
+    parquet.write_table(table(embedding=pa.array(short, type=FLOATS)), tmp_path / "short.parquet")
+    tigon("retrieve", "build", tmp_path / "short.parquet", "-o", tmp_path / "i").problem("row 7", "8 numbers", "got 3")
+    wrong = vectors(0)
+    wrong[9, 2] = np.nan
+    parquet.write_table(table(embedding=pa.array(list(wrong), type=FLOATS)), tmp_path / "nan.parquet")
+    tigon("retrieve", "build", tmp_path / "nan.parquet", "-o", tmp_path / "i").problem("NaN or infinity", "'job-9'")
+    twice = table(id=["job-0" if i == 5 else f"job-{i}" for i in range(ITEMS)])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    built = tigon("retrieve", "build", tmp_path / "twice.parquet", "-o", tmp_path / "i").ok()
+    assert "1 rows had an id that a later row has" in built.err
+    assert f"{ITEMS - 1} items" in built.out
+
+
+def test_the_group_says_what_it_has(tigon):
+    shown = tigon("retrieve").ok().out
+    assert all(command in shown for command in ("build", "search", "evaluate"))
