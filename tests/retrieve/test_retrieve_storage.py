@@ -1,5 +1,6 @@
 """An index on the disk: kills and a full disk at every step, flipped bits, and journals."""
 
+import copy
 import os
 import signal
 import sys
@@ -118,6 +119,9 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     assert contents(Index.load(tmp_path / "a")) == expected  # reads beside the one that writes
     with pytest.raises(ValueError, match="is open in another index or process"):
         Index.open(tmp_path / "a")
+    copied = copy.deepcopy(index)
+    assert copied.journal is None
+    copied.delete(name([5]))
     index.close()
     again = Index.open(tmp_path / "a")
     assert contents(again) == expected
@@ -315,7 +319,7 @@ def test_a_full_disk_at_any_step_of_an_update_leaves_the_index_as_it_was(tmp_pat
         lambda: index.grow(40),
         lambda: index.grow(35),
     ):
-        for at, half in ((0, False), (0, True), (1, False)):
+        for at, half in ((0, False), (0, True), (1, False), (1, True), (2, False)):
             with monkeypatch.context() as patch:
                 Stop(patch, at, full, half)
                 with pytest.raises(OSError, match=r"No space left on device.*the index is as it was"):
@@ -331,7 +335,7 @@ def test_a_journal_that_cannot_be_cut_takes_no_more(tmp_path, monkeypatch):
     made(list).save(tmp_path / "a")
     index = Index.open(tmp_path / "a")
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "write", lambda file, content: (file.write(content[:30]), full()))
+        patch.setattr(disk, "write", lambda file, content: (file.write(content[:20]), full()))
         patch.setattr(disk, "truncate", lambda *args: full())
         with pytest.raises(OSError, match="the index is as it was"):
             index.delete([5])

@@ -55,6 +55,9 @@ class Journal:
             raise
         self.broken = False
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of an index has no journal
+
     def close(self) -> None:
         self.file.close()
 
@@ -83,7 +86,8 @@ class Journal:
             )
         body = b"".join(disk.safetensors(tensors))
         try:
-            disk.write(self.file, head(kind, body) + body)
+            disk.write(self.file, head(kind, body))
+            disk.write(self.file, body)
             disk.flush(self.file)
         except OSError as error:
             self._take_back()

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tigon.retrieve.ids import slots_for
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.updates import spare_rows
 
@@ -73,10 +74,7 @@ def plan_memory(
             raise ValueError(f"plan_memory: {name} must be a positive integer, got {value!r}.")
     size = dtype_of("plan_memory", dtype).itemsize
     rows = items + spare_rows(items)
-    slots = 64
-    while slots < 2 * items:
-        slots *= 2
-    host = 16 * slots + rows // 8 + (0 if id_length is None else (16 + id_length) * items)
+    host = 12 * slots_for(items) + rows // 8 + (0 if id_length is None else (12 + id_length) * items)
     return MemoryPlan(
         items,
         rows * dim * size,
