@@ -287,6 +287,7 @@ W = torch.zeros(1, 5, dtype=torch.int64)
         (lambda f: f(Q[:, :3], X, 3), r"query must be as wide as items, 4, got \(2, 3\)"),
         (lambda f: f(Q.long(), X, 3), r"query must be fp16, bf16 or fp32, got torch.int64"),
         (lambda f: f(Q, X.to(torch.int8), 3), r"items must be fp16, bf16, float8_e4m3fn or fp32, got torch.int8"),
+        (lambda f: f(Q, X[:1].expand(2**31 - 4095, 4), 3), r"items must be at most 2\*\*31 - 4096 rows, got"),
         (lambda f: f(Q, X, 0), r"k must be an int from 1 to 2048, got 0"),
         (lambda f: f(Q, X, 2049), r"k must be an int from 1 to 2048, got 2049"),
         (lambda f: f(Q, X, 3, plan="fast"), r"plan must be one of auto, dense, compact, bitmaps, got 'fast'"),

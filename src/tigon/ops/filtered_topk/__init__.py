@@ -106,8 +106,8 @@ def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None)
         raise ValueError(f"filtered_topk: plan must be one of {', '.join(get_args(Plan))}, got {plan!r}.")
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"filtered_topk: share must be from 0 to 1, got {share}.")
-    if items.shape[0] >= 2**31:
-        raise ValueError(f"filtered_topk: items must be fewer than 2**31 rows, got {items.shape[0]}.")
+    if items.shape[0] > 2**31 - 4096:  # the numbers of the rows of the last strip fit 32 bits
+        raise ValueError(f"filtered_topk: items must be at most 2**31 - 4096 rows, got {items.shape[0]}.")
 
 
 def _check_rows(
