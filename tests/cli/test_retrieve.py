@@ -11,6 +11,8 @@ pytest.importorskip("safetensors")
 import pyarrow.csv as csv  # noqa: E402
 import pyarrow.parquet as parquet  # noqa: E402
 
+from tigon.bench import report  # noqa: E402
+
 ITEMS, DIM = 300, 8
 FLOATS = pa.list_(pa.float32())
 
@@ -184,6 +186,24 @@ def test_rows_that_cannot_be_items(tigon, tmp_path):
     assert f"{ITEMS - 1} items" in built.out
 
 
+def test_times_beside_torch_and_a_plot(tigon, tmp_path):
+    size = ("--items", 2000, "--dim", 16, "--queries", "1,3", "-k", "10", "--shares", "1,0.2", "--device", "cpu")
+    shown = tigon("retrieve", "bench", *size, "--each", "--output", tmp_path).ok()
+    (path,) = tmp_path.glob("*-search.json")
+    assert path.with_suffix(".png").stat().st_size > 1000
+    rows = report.load(path)["rows"]
+    ours = [row for row in rows if row["implementation"] == "tigon"]
+    assert [(row["queries"], row["filters"], row["share"]) for row in ours] == [
+        (1, "none", 1), (3, "none", 1), (1, "one", 0.2), (3, "one", 0.2), (1, "each", 0.125), (3, "each", 0.125),
+    ]  # fmt: skip
+    assert all(row["status"] == "ok" and row["equal"] > 0.99 and row["ms"] > 0 for row in ours)
+    assert {row["implementation"] for row in rows} == {"tigon", "torch", "torch-gather"}
+    assert "× floor" in shown.out
+    tigon("retrieve", "bench", "--shares", "0,1").problem("--shares must be up to 16 numbers above 0", "got 0,1")
+    tigon("retrieve", "bench", "-k", "4000").problem("-k must be integers from 1 to 2,048", "got 4000")
+    tigon("retrieve", "bench", "--items", 9, "-k", "10").problem("-k must be at most --items, 9, got 10")
+
+
 def test_the_group_says_what_it_has(tigon):
     shown = tigon("retrieve").ok().out
-    assert all(command in shown for command in ("build", "search", "evaluate"))
+    assert all(command in shown for command in ("build", "search", "evaluate", "bench"))

@@ -26,6 +26,7 @@ COLOURS = {
     "compile": "#7a7a7a",
     "eager": "#b5b5b5",
     "torch": "#d0b070",
+    "torch-gather": "#b58a6a",
     "hf": "#b5b5b5",
     "cce": "#6a9c78",
     "quack": "#8d7ab5",
@@ -311,6 +312,39 @@ def _architectures(content: dict[str, Any], plt: Any, across: int) -> Any:
     return figure
 
 
+def _search(content: dict[str, Any], plt: Any, across: int) -> Any:
+    """Time over the share of the rows that pass, a panel for each number of queries, with the floor below."""
+    rows = [row for row in content["rows"] if row["status"] == "ok" and row["filters"] != "each"]
+    first = rows[0]["k"] if rows else 0
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["k"] == first:
+            name = "one query" if row["queries"] == 1 else f"{row['queries']:,} queries"
+            groups.setdefault(f"{name}, k = {first}", []).append(row)
+    columns = max(1, min(across + 1, len(groups)))
+    lines = max(1, math.ceil(len(groups) / columns))
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False, layout="constrained"
+    )
+    for axis, (title, own) in zip(axes.flat, groups.items(), strict=False):
+        for name in dict.fromkeys(row["implementation"] for row in own):
+            points = sorted(
+                (row["share"], row["graph_ms"] or row["ms"]) for row in own if row["implementation"] == name
+            )
+            axis.plot(*zip(*points, strict=True), marker="o", color=COLOURS.get(name, OTHER), label=name)
+        floor = sorted({(row["share"], row["floor_ms"]) for row in own})
+        axis.plot(*zip(*floor, strict=True), linestyle="--", color=plt.rcParams["text.color"], label="floor")
+        for scale, line in ((axis.set_xscale, axis.xaxis), (axis.set_yscale, axis.yaxis)):
+            scale("log")
+            line.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(title, fontsize=12, loc="left")
+        axis.set_xlabel("share of the rows that pass", fontsize=11)
+        axis.set_ylabel("ms", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=10, frameon=False)
+    return figure
+
+
 KINDS = {
     "ops": _operators,
     "host": _host,
@@ -319,4 +353,5 @@ KINDS = {
     "sequence": _sequence,
     "memory": _memory,
     "architecture": _architectures,
+    "search": _search,
 }

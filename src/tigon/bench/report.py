@@ -25,9 +25,9 @@ import torch
 # Raise this when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # sweep.SweepRow for "sweep", models.Side for "model" and "sequence" (memory over the length), Side of
 # benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
-# benchmarks/hpz.py for "hpz", Row of benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what
-# tests/distributed record for "composition". The studies in benchmarks/studies add the columns of their kinds to
-# COLUMNS; without them a row is shown as it is.
+# benchmarks/hpz.py for "hpz", search.SearchRow for "search", Row of benchmarks/vocabulary_parallel.py for
+# "vocabulary-parallel", what tests/distributed record for "composition". The studies in benchmarks/studies add the
+# columns of their kinds to COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -425,13 +425,27 @@ COLUMNS["vocabulary-parallel"] = {
     "of dW": lambda r: _number(r["errors"].get("dw")),
     "remark": _remark,
 }
+COLUMNS["search"] = {
+    "queries": lambda r: f"{r['queries']:,}",
+    "k": lambda r: f"{r['k']:,}",
+    "filter": lambda r: {"none": "none", "one": f"{r['share']:.3g} pass"}.get(r["filters"], "one each, 1/8 pass"),
+    "by": lambda r: r["implementation"],
+    "called ms": lambda r: _number(r["ms"]),
+    "graph ms": lambda r: _number(r["graph_ms"]),
+    "floor ms": lambda r: _number(r["floor_ms"]),
+    "× floor": _times_floor,
+    "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
+    "ids right": lambda r: "–" if r["equal"] is None else f"{r['equal']:.4f}",
+    "remark": _remark,
+}
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = (
     "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
+    "items", "queries", "k", "filters", "share",
 )  # fmt: skip
 _CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
+_TEXT_COLUMNS = (*_CASE_COLUMNS, "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

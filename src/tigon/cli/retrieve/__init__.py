@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-COMMANDS = ("build", "search", "evaluate")
+COMMANDS = ("build", "search", "evaluate", "bench")
 
 retrieve = typer.Typer(
     name="retrieve",

@@ -1,0 +1,95 @@
+"""`tigon retrieve bench`: how long a search takes, over queries, k and the share of the items that pass."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, check_writable, needs
+
+NAME = "retrieve bench"
+DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+ON_A_CPU = 100_000
+
+
+def bench(
+    items: Annotated[
+        int | None, typer.Option(help="Items; default: 15.5 million on a GPU, 100,000 on a CPU.", min=1)
+    ] = None,
+    dim: Annotated[int, typer.Option(help="Width of the vectors.", min=1)] = 128,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float16",
+    queries: Annotated[str, typer.Option(help="Queries of a search, separated by commas.")] = "1,16,256",
+    k: Annotated[str, typer.Option("-k", help="Items for each query, separated by commas.")] = "100",
+    shares: Annotated[
+        str, typer.Option(help="Shares of the items that pass, separated by commas; 1: no filter.")
+    ] = "1,0.11,0.01",
+    each: Annotated[bool, typer.Option("--each", help="Searches with a filter for each query, too.")] = False,
+    peers: Annotated[bool, typer.Option(help="Torch's product, mask and topk beside it.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Folder for the results and a plot.")] = None,
+) -> None:
+    """Time searches on random vectors, beside the hardware's floor and torch. Ids are compared with a sort in fp64."""
+    needs(f"tigon {NAME}", None, "torch")
+    import torch
+
+    from tigon.bench import report, search
+    from tigon.cli.screen import screen
+
+    if dtype not in DTYPES:
+        raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise Problem(f"{NAME}: --device must be auto, cpu or cuda, got {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Problem(f"{NAME}: --device cuda: PyTorch finds no CUDA or ROCm device")
+    counts, ks = _integers("--queries", queries, 65_536), _integers("-k", k, 2048)
+    parts = _shares(shares)
+    if output is not None:
+        check_writable(output, f"{NAME}: --output")
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    count = items or (15_500_032 if place.type == "cuda" else ON_A_CPU)
+    if max(ks) > count:
+        raise Problem(f"{NAME}: -k must be at most --items, {count:,}, got {max(ks):,}")
+    cases = list(search.cases_of(counts, ks, parts, each))
+    console = screen(stderr=True)
+
+    def keep(content: dict[str, Any]) -> None:
+        if output is not None:
+            report.save(output / report.file_name(content), content)
+
+    with console.status("making the items") as status:
+        content = search.run(
+            count, dim, getattr(torch, dtype), cases, place, peers=search.PEERS if peers else (), keep=keep,
+            step=lambda name: status.update(f"queries × k: {name}"),
+        )  # fmt: skip
+    print(report.to_text(content))
+    if place.type == "cpu":
+        print("On a CPU these are times of PyTorch's own operators; measure on a GPU.", file=sys.stderr)
+    if output is not None:
+        from tigon.bench.plots import plot
+
+        path = output / report.file_name(content)
+        plot(content, path.with_suffix(".png"))
+        console.print(f"{path} and .png")
+
+
+def _integers(option: str, text: str, most: int) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1 or max(values) > most:
+        raise Problem(f"{NAME}: {option} must be integers from 1 to {most:,}, separated by commas, got {text}")
+    return values
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if min(values) <= 0 or max(values) > 1 or len(values) > 16:
+        raise Problem(f"{NAME}: --shares must be up to 16 numbers above 0 and at most 1, got {text}")
+    return values
