@@ -51,7 +51,7 @@ def filtered_topk(
         k: 1 to 2048.
         attributes: (W, N) int64, W words of each row, which the filters test. Their highest bit is never used.
         where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
-            once where they are the same object.
+            once where they are the same object. Make them with `device=` where you compile the call.
         live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
         bias: (N,) fp32, added to the scores of a row.
         plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows

@@ -248,10 +248,8 @@ def tables_of(
             return 0, (None, None, None)
         where = EVERY
     if isinstance(where, RowFilter):
-        where = where.to(device)
-        if kind != "bitmaps":
-            return 1, (where.table, where.bitmaps, None)
-        return 1, (where.table, where.bitmaps, torch.zeros(B, dtype=torch.int32, device=device))
+        of_query = torch.zeros(B, dtype=torch.int32, device=device) if kind == "bitmaps" else None
+        return 1, (*_tensors(where, device), of_query)
     if torch.compiler.is_compiling():
         return _stack(where, device)[:2]
     key = (device, *map(id, where))
@@ -261,6 +259,14 @@ def tables_of(
             _stacked.clear()
         found = _stacked[key] = _stack(where, device)
     return found[:2]
+
+
+def _tensors(row_filter: RowFilter, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Its table and bitmaps on a device. A graph that is compiled remembers no moved filter: make it on the device."""
+    if torch.compiler.is_compiling():
+        return row_filter.table.to(device), row_filter.bitmaps.to(device)
+    moved = row_filter.to(device)
+    return moved.table, moved.bitmaps
 
 
 def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any, ...]:
@@ -273,7 +279,7 @@ def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any
         if at == len(distinct):
             distinct.append(f)
         which.append(at)
-    moved = [f.to(device) for f in distinct]
-    table, bitmaps = torch.cat([f.table for f in moved]), torch.cat([f.bitmaps for f in moved])
+    tables, bits = zip(*(_tensors(f, device) for f in distinct), strict=True)
+    table, bitmaps = torch.cat(tables), torch.cat(bits)
     of_query = _copied(torch.tensor(which, dtype=torch.int32, device="cpu"), device)
     return len(distinct), (table, bitmaps, of_query), tuple(where)
