@@ -16,6 +16,7 @@ from tigon.linear.head import Head as Head
 from tigon.linear.lora import LoRA as LoRA
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
+from tigon.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy as cross_entropy
 from tigon.ops.dequantize_4bit import FourBit as FourBit
 from tigon.ops.dequantize_4bit import NestedAbsmax as NestedAbsmax
@@ -42,7 +43,6 @@ from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention
 from tigon.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from tigon.ops.relu2 import relu2 as relu2
-from tigon.ops.rms_norm import add_rms_norm as add_rms_norm
 from tigon.ops.rms_norm import rms_norm as rms_norm
 from tigon.ops.rope import Rope as Rope
 from tigon.ops.rope import rope as rope

@@ -5,8 +5,9 @@ import torch
 from numerics import check
 
 import tigon
-from tigon.ops import softmax as softmax_module
-from tigon.ops.softmax import PART, _mask_layout, _parts, softmax_reference
+from tigon.ops.softmax import launches as softmax_launches
+from tigon.ops.softmax import softmax_reference
+from tigon.ops.softmax.launches import PART, _mask_layout, _parts
 
 WIDTHS = [24, 20000, 40000]  # rows that share a tile, one tile, beyond one
 
@@ -90,7 +91,7 @@ def test_masks_broadcast(shape, backend, device):
 @pytest.fixture
 def parts(monkeypatch):
     """Wide rows are cut into parts, as few of them are on a large device."""
-    monkeypatch.setattr(softmax_module, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(softmax_launches, "multiprocessors", lambda _: 12)
 
 
 @pytest.mark.parametrize("options", [{}, {"scale": -0.5}, {"causal": True}, {"scale": 2.0, "causal": True}], ids=str)

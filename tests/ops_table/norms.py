@@ -6,7 +6,8 @@ import torch
 
 import tigon
 from ops_table.row import Bad, Case, Op, randn
-from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tigon.ops.add_rms_norm import add_rms_norm_reference
+from tigon.ops.rms_norm import rms_norm_reference
 
 
 def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, around=1.0, view=None):

@@ -1,6 +1,7 @@
 # The modules of the operators, whose functions are `tigon.NAME`: the one place that declares them (see tigon/lazy.py).
 from tigon.ops import acts as acts
 from tigon.ops import adapted_sum as adapted_sum
+from tigon.ops import add_rms_norm as add_rms_norm
 from tigon.ops import cast_together as cast_together
 from tigon.ops import cross_entropy as cross_entropy
 from tigon.ops import dequantize_4bit as dequantize_4bit

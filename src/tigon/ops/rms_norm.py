@@ -1,6 +1,8 @@
-"""Root-mean-square normalisation, of x or of a sum: y = x / sqrt(mean(x²) + eps) · (offset + weight).
+"""Root-mean-square normalisation: y = x / sqrt(mean(x²) + eps) · (offset + weight).
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
+
+`add_rms_norm`, of a sum, runs the same kernels: r_ptr is the residual then, s_ptr the sum.
 """
 
 from __future__ import annotations
@@ -72,41 +74,6 @@ def rms_norm(
     return _rms_norm(x, weight, eps, offset, cast)
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast: Cast = "llama",
-) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and norm the sum, in one pass; the backward takes both gradients in one pass.
-
-    Args:
-        x: (..., N), a layer's output. residual: (..., N), the stream it is added to; any float dtypes and strides.
-        weight, eps, offset, cast: as for `rms_norm`, of the sum.
-    Returns: (norm, sum), both in the order of residual's memory. The sum is rounded to the promoted dtype of x and
-        residual, and the norm is taken of the rounded sum: the same numbers as from the two steps.
-    Raises: ValueError as `rms_norm`, and where residual and x differ in shape.
-
-    Replaces::
-
-        residual = residual + x
-        y = rms_norm(residual, weight)
-    """
-    _check("add_rms_norm", x, weight, cast)
-    if residual.shape != x.shape or not residual.dtype.is_floating_point:
-        raise ValueError(
-            f"add_rms_norm: residual must have x's shape {tuple(x.shape)} and a float dtype, "
-            f"got {tuple(residual.shape)} {residual.dtype}."
-        )
-    if not use_triton(x, residual, weight):
-        return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, cast=cast)
-    result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, offset, cast)
-    return result
-
-
 def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name}: x must have a float dtype, got {x.dtype}.")
@@ -138,21 +105,6 @@ def rms_norm_reference(
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
     return y.to(_out_dtype(x.dtype, weight, cast))
-
-
-def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast: str = "llama",
-) -> tuple[Tensor, Tensor]:
-    # torch's sum rounds to the promoted dtype; the norm is taken of the rounded sum, as the model's own two steps have
-    # it.
-    total = residual + x
-    return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
 
 
 def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:
@@ -455,26 +407,6 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float, c
     return y, rstd
 
 
-def _add_rms_norm_fwd_fake(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    # In the order of the residual's memory, as residual + x.
-    return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
-
-
-@launcher(
-    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor, Tensor)",
-    _add_rms_norm_fwd_fake,
-)
-def _add_rms_norm_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, total, rstd = _add_rms_norm_fwd_fake(x, residual, weight, eps, offset, cast)
-    _forward(x, residual, weight, y, total, rstd, eps, offset, cast)
-    return y, total, rstd
-
-
 def _forward(
     x: Tensor, r: Tensor | None, weight: Tensor | None, y: Tensor, total: Tensor | None, rstd: Tensor, eps: float,
     offset: float, cast: str,
@@ -601,24 +533,4 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
-def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, *ctx.options = inputs
-    # The sum alone: x and residual enter the gradient through it, and their dtypes are all that is kept of them.
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.dtypes = x.dtype, residual.dtype
-
-
-def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    need_x, need_r, need_dw, *_ = ctx.needs_input_grad
-    # Where the norm was not used, the gradient of the sum passes on unchanged.
-    d, dw = ds, None
-    if dy is not None:
-        d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
-    # One tensor serves both: x and residual enter the sum with slope 1.
-    dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
-    dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
-    return dx, dresidual, dw if need_dw else None, None, None, None
-
-
 _rms_norm = differentiable(_rms_norm_fwd, _setup_context, _backward)
-_add_rms_norm = differentiable(_add_rms_norm_fwd, _add_setup_context, _add_backward, outputs=2)

@@ -47,8 +47,9 @@ from tigon.fusion.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 from tigon.fusion.site import Site
 from tigon.fusion.source import bodies, compiled, function_of, may_rebuild, tree_of
 from tigon.logits.recipe import DTYPES
+from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.forked_rms_norm import forked_rms_norm
-from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.ops.rms_norm import rms_norm
 from tigon.parts.norm import is_rms_norm, norm_fits
 from tigon.parts.sharded_rows import is_dtensor
 

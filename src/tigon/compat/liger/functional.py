@@ -19,13 +19,14 @@ from tigon.compat.liger.divergences import (
 )
 from tigon.compat.liger.rotary import liger_qwen2vl_mrope, liger_rope
 from tigon.compat.liger.scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp
+from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.dyt import dyt
 from tigon.ops.gated import geglu, swiglu
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.poly_norm import poly_norm
 from tigon.ops.relu2 import relu2
-from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.ops.rms_norm import rms_norm
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
 

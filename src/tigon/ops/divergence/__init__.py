@@ -1,0 +1,195 @@
+"""How far a student's distribution Q (the input) is from a teacher's P (the target), one number a row:
+
+    kl_div   KL(P ‖ Q) = Σ p · log(p / q)
+    jsd      β · KL(P ‖ M) + (1 − β) · KL(Q ‖ M), M = β · P + (1 − β) · Q;  KL(P ‖ Q) for β = 0, KL(Q ‖ P) for β = 1
+    tvd      ½ · Σ |p − q|
+
+Source: generalised JSD for distillation, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, with β as in TRL's
+`GKDTrainer.generalized_jsd_loss` and Liger's `LigerJSD`.
+
+The loss is read from the inputs, and so is its gradient, in the backward pass: nothing as wide as a row is kept besides
+them. Given logits, neither side's log-probabilities are ever made: a row keeps five numbers.
+
+The operator in the usual order: here the promise and the reference, then kernels.py, launches.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from tigon.ops.divergence.launches import divergence_rows as _rows
+from tigon.runtime import unknown_keyword, use_triton
+
+__all__ = ["HOMES", "REDUCTIONS", "divergence_reference", "jsd", "kl_div", "tvd"]
+
+Reduction = Literal["batchmean", "mean", "sum", "rows"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+HOMES = {
+    "logits": "temperature=1.0, since with any temperature both sides are logits",
+    "labels": "mask=labels != ignore_index",
+    "ignore_index": "mask=labels != ignore_index",
+}
+
+
+def kl_div(
+    input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", log_target: bool = True,
+    temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
+    """KL(P ‖ Q) of each row: the target's P against the input's Q.
+
+    Args:
+        input: (..., V) log-probabilities, or logits; any float dtype.
+        target: (..., V), of input's shape: log-probabilities, probabilities or logits. It gets no gradient.
+        reduction: "batchmean" divides the sum by the number of rows that count (`F.kl_div` by the first dimension,
+            which is the same for (M, V)), "mean" by the number of their elements, "sum" does not divide, "rows" gives
+            one value a row.
+        log_target: False for a target of probabilities. `F.kl_div` has the other default.
+        temperature: both sides are logits, softmaxed here: divides them first, so 1.0 takes them as they are. The loss
+            is not multiplied by its square. None: input holds log-probabilities.
+        mask: (...), booleans, such as `labels != -100`: False for rows that give 0, no gradient, and do not count.
+    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0. The
+        means over no row are 0, with a gradient of 0.
+    Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
+
+    Replaces (given a temperature, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
+
+        log_q = F.log_softmax(input.float() / temperature, dim=-1)
+        log_p = F.log_softmax(target.float() / temperature, dim=-1)
+        loss = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    """
+    if unknown:
+        raise unknown_keyword("kl_div", unknown, HOMES)
+    if temperature is not None and not log_target:
+        raise ValueError("kl_div: log_target must be True with a temperature, which softmaxes both sides, got False.")
+    form = "logits" if temperature is not None else "log" if log_target else "probabilities"
+    return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, mask)
+
+
+def jsd(
+    input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: Reduction = "batchmean",
+    temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
+    """Generalised Jensen-Shannon divergence of each row, as in on-policy distillation.
+
+    Args:
+        input, target: (..., V) log-probabilities, or logits; any float dtypes. The target gets no gradient.
+        beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
+        reduction, temperature, mask: as for `kl_div`.
+    Returns: as `kl_div`.
+    Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
+
+    Replaces (0 < beta < 1)::
+
+        log_m = torch.logsumexp(torch.stack([log_q + math.log(1 - beta), log_p + math.log(beta)]), dim=0)
+        to_p = F.kl_div(log_m, log_p, reduction="batchmean", log_target=True)
+        to_q = F.kl_div(log_m, log_q, reduction="batchmean", log_target=True)
+        loss = beta * to_p + (1 - beta) * to_q
+    """
+    if unknown:
+        raise unknown_keyword("jsd", unknown, HOMES)
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"jsd: beta must lie in [0, 1], got {beta}.")
+    kind = "kl" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
+    form = "log" if temperature is None else "logits"
+    return _divergence("jsd", kind, form, input, target, reduction, beta, temperature, mask)
+
+
+def tvd(
+    input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", temperature: float | None = None,
+    mask: Tensor | None = None, **unknown: NoReturn,
+) -> Tensor:  # fmt: skip
+    """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
+
+    Args:
+        input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
+        reduction, mask: as for `kl_div`.
+        temperature: as for `kl_div`; None: both sides are probabilities.
+    Returns: as `kl_div`.
+    Raises: ValueError as `kl_div`.
+
+    Replaces::
+
+        loss = 0.5 * (input - target).abs().sum(-1).mean()
+    """
+    if unknown:
+        raise unknown_keyword("tvd", unknown, HOMES)
+    form = "probabilities" if temperature is None else "logits"
+    return _divergence("tvd", "tvd", form, input, target, reduction, 0.0, temperature, mask)
+
+
+def _divergence(
+    name: str, kind: str, form: str, input: Tensor, target: Tensor, reduction: str, beta: float,
+    temperature: float | None, mask: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if reduction not in REDUCTIONS:
+        more = " For one value an element there is torch.nn.functional.kl_div." if reduction == "none" else ""
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.{more}")
+    if not input.dtype.is_floating_point or input.dim() == 0:
+        raise ValueError(f"{name}: input must be (..., V) floats, got {tuple(input.shape)} {input.dtype}.")
+    if target.shape != input.shape or not target.dtype.is_floating_point or target.device != input.device:
+        raise ValueError(
+            f"{name}: target must be floats of input's shape {tuple(input.shape)} on {input.device}, "
+            f"got {tuple(target.shape)} {target.dtype} on {target.device}."
+        )
+    if target.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: target must not require a gradient, as it gets none, got one that does: detach it.")
+    if temperature is None:
+        temperature = 1.0
+    elif not temperature > 0:
+        raise ValueError(f"{name}: temperature must be positive or None, got {temperature}.")
+    if mask is not None and (mask.shape != input.shape[:-1] or mask.dtype != torch.bool or mask.device != input.device):
+        raise ValueError(
+            f"{name}: mask must be booleans on {input.device}, one a row, {tuple(input.shape[:-1])}, "
+            f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
+        )
+    options = (kind, form, beta, temperature)
+    # One value a row comes from either path. What reduces them is plain PyTorch, whose autograd gives each its upstream
+    # gradient.
+    rows = _rows(input, target, mask, *options) if use_triton(input, target) else None
+    if rows is None:
+        rows = divergence_reference(input, target, mask, *options)
+    if reduction == "rows":
+        return rows
+    if mask is None:
+        # The mean of no row would be NaN: the sum of none is 0.
+        total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
+    else:
+        total = rows.sum()
+        # Ignored rows are 0 in the sum. The number of the others stays on the device: nothing waits for it.
+        if reduction != "sum":
+            total = total / mask.sum().clamp(min=1)  # the mean over no row is 0
+    return total / max(1, input.shape[-1]) if reduction == "mean" else total
+
+
+def divergence_reference(
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> Tensor:
+    """One value a row, (...)."""
+    # At least fp32, and fp64 if either side is.
+    acc = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
+    a, b = input.to(acc), target.to(acc)
+    if form == "logits":
+        a, b = torch.log_softmax(a / temperature, -1), torch.log_softmax(b / temperature, -1)
+    if kind == "tvd":
+        q, p = (a.exp(), b.exp()) if form == "logits" else (a, b)
+        terms = 0.5 * (p - q).abs()
+    elif kind == "kl":
+        p = b if form == "probabilities" else b.exp()
+        # The log of a probability of 0 is -inf, which the select below leaves out.
+        log_p = torch.log(p) if form == "probabilities" else b
+        terms = p * torch.where(p == 0, 0.0, log_p - a)
+    elif kind == "reverse":
+        q = a.exp()
+        terms = q * torch.where(q == 0, 0.0, a - b)
+    elif kind == "jsd":
+        q, p = a.exp(), b.exp()
+        m = beta * p + (1 - beta) * q
+        log_m = torch.where(m == 0, 1.0, m).log()  # the gradient of log 0 would be NaN, whatever it is masked by
+        terms = beta * p * torch.where(p == 0, 0.0, b - log_m) + (1 - beta) * q * torch.where(q == 0, 0.0, a - log_m)
+    else:
+        raise NotImplementedError(f"divergence_reference: {kind!r} has no formula.")
+    rows = terms.sum(-1)
+    return rows if mask is None else torch.where(mask, rows, 0.0)

@@ -1,0 +1,136 @@
+"""The launches of the divergences, their tiles, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.divergence.kernels import _divergence_bwd_kernel, _divergence_fwd_kernel
+from tigon.runtime import (
+    Plan,
+    cdiv,
+    differentiable,
+    launch,
+    launcher,
+    next_power_of_2,
+    rows_of,
+    uneven,
+)
+from tigon.tiles.constants import LOG2E
+
+
+def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
+    """Blocks folded at a time, columns of a block, and warps. Many warps read a wide row that is read twice: fewer rows
+    are then between their readings, and the cache serves more of the second reading."""
+    # JSD of log-probabilities keeps both sides, their ratio and a logarithm of every element: depth 1. A block is 8
+    # numbers a thread.
+    twice = form == "logits" and kind != "kl"
+    warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
+    block = min(next_power_of_2(v), warps * 32 * 8)
+    return max(1, min(depth, next_power_of_2(v) // block)), block, warps
+
+
+def _bwd_tile(v: int) -> tuple[int, int]:
+    # 16 numbers a thread. No sum joins the threads of a row.
+    return min(2048, next_power_of_2(v)), 4
+
+
+def _divergence_fwd_fake(
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    # fp32 from 16-bit inputs too: whoever sums the rows rounds once, after that.
+    rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return rows, input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
+
+
+@launcher(
+    "(Tensor input, Tensor target, Tensor? mask, str kind, str form, float beta, float temperature)"
+    " -> (Tensor, Tensor)",
+    _divergence_fwd_fake,
+)
+def _divergence_fwd(
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    rows, stats = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature)
+    if input.numel() == 0:
+        return rows.zero_(), stats
+    # Each side has a row stride of its own: slices of wider rows are read where they lie.
+    a, b = rows_of(input), rows_of(target)
+    M, V = a.shape
+    arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form, uneven(a, b))
+    tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
+    # `uneven`, which addresses decide, is among the arguments.
+    key = (M, arguments, a.dtype, b.dtype, mask is None)
+
+    def plan() -> Plan:
+        depth, block, warps = _fwd_tile(V, kind, form)
+        return M, (*arguments, depth, block), {"num_warps": warps}
+
+    launch(_divergence_fwd_kernel, key, tensors, plan)
+    return rows, stats
+
+
+def _divergence_bwd_fake(
+    drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return target.new_empty(target.shape, dtype=dtype)
+
+
+@launcher(
+    "(Tensor drows, Tensor? input, Tensor target, Tensor? mask, Tensor stats, str kind, str form, float beta,"
+    " float temperature, ScalarType dtype) -> Tensor",
+    _divergence_bwd_fake,
+)
+def _divergence_bwd(
+    drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
+    beta: float, temperature: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    # In the input's dtype, which is an argument: the input itself may not have been saved.
+    dinput = target.new_empty(target.shape, dtype=dtype)
+    if target.numel() == 0:
+        return dinput
+    # A reduced loss gives all rows one upstream gradient, a tensor of stride 0, which is read without a copy.
+    same = drows.numel() > 1 and not any(drows.stride())
+    g = drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
+    a, b = None if input is None else rows_of(input), rows_of(target)
+    M, V = b.shape
+    # Without an input its stride is 0: the kernel's arguments are the same in number.
+    strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
+    apart = uneven(b, dinput.view(M, V), *(() if a is None else (a,)))
+    arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form, apart)
+    tensors = (g, a, b, None if mask is None else mask.contiguous(), stats, dinput)
+    key = (M, arguments, None if a is None else a.dtype, b.dtype, dtype, mask is None)
+
+    def plan() -> Plan:
+        block, warps = _bwd_tile(V)
+        # The edges of a row are its first program's: the others share what is left of it.
+        return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
+
+    launch(_divergence_bwd_kernel, key, tensors, plan)
+    return dinput
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, target, mask, *ctx.options = inputs
+    # The gradient is computed in the backward pass, where the upstream gradient is known: loss scaling reaches it
+    # before it is rounded. An evaluation that goes no further pays for none.
+    ctx.dtype = input.dtype
+    # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
+    linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"
+    ctx.save_for_backward(None if linear else input, target, mask, output[1])
+
+
+def _backward(ctx: Any, drows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dinput = None
+    if drows is not None and ctx.needs_input_grad[0]:
+        dinput = _divergence_bwd(drows, *ctx.saved_tensors, *ctx.options, ctx.dtype)
+    return dinput, None, None, *(None for _ in ctx.options)
+
+
+divergence_rows = differentiable(_divergence_fwd, _setup_context, _backward)

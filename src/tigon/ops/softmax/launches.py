@@ -1,0 +1,214 @@
+"""The launches of softmax, their tiles, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.softmax.kernels import (
+    _softmax_bwd_kernel,
+    _softmax_fwd_kernel,
+    _softmax_wide_bwd_kernel,
+    _softmax_wide_fwd_kernel,
+)
+from tigon.runtime import (
+    Plan,
+    cdiv,
+    differentiable,
+    is_hopper,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    shared_memory,
+    uneven,
+)
+
+# A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
+# 32768 columns in a tile of 32 warps are 32 numbers a thread.
+MAX_TILE = 32768
+# Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
+# are so many programs for each multiprocessor. 0: never.
+PART, PARTED = 4096, 8
+
+
+def _tile(n: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
+    # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
+    block_n = next_power_of_2(n)
+    warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
+    return max(1, 2048 // block_n), block_n, warps
+
+
+def _prefetch(row_bytes: int, x: Tensor) -> int:
+    """Stages of the forward pass. A row of 64 KiB has a multiprocessor to itself; its next two rows are on their way
+    into shared memory, if they fit. The backward pass, which loads two such rows, is faster without prefetch."""
+    return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
+
+
+def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
+    """How many parts each of M wide rows has, and a part's columns: 1, N if the rows alone are programs enough."""
+    # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
+    # statistics.
+    programs = multiprocessors(device)
+    # The lesser of two counts: what gives each multiprocessor PARTED programs, and what leaves a part PART columns.
+    parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
+    if parts < 2:
+        return 1, N
+    # Whole blocks, shared out evenly: rounding up may leave fewer parts than were asked for, and none is empty.
+    width = cdiv(cdiv(N, PART), parts) * PART
+    return cdiv(N, width), width
+
+
+def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
+    """Columns that a program of a whole row takes at a time, and Triton's options.
+
+    Narrower rows than MAX_TILE are read twice as well if their edges would not fit into the tile that holds the rest.
+    Rows of up to 64 KiB come from the L1 cache the second time: the wider the row, the fewer share a multiprocessor.
+    """
+    warps = 32 if N > 16384 else 16 if N > 8192 else 8 if N > 2048 else 4
+    options = {"num_warps": warps}
+    # 65,536 registers of a multiprocessor for 2 · 1024 threads are 32 a thread.
+    # The edges take a few registers more than leave room for two programs of 32 warps. The compiler, asked, saves them.
+    if edges and is_hopper(device):
+        options["maxnreg"] = 32
+    return warps * 256, options
+
+
+def _launch_wide(
+    kernel: Any, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], M: int, N: int,
+    numbers: int, edges: bool,
+) -> None:  # fmt: skip
+    """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
+    # The key names `edges`, which an address decides: rows of one shape and stride may begin anywhere.
+    device = tensors[-1].device  # type: ignore[union-attr]
+    parts, width = _parts(M, N, device) if N > MAX_TILE else (1, N)
+    if parts == 1:
+        block, options = _wide_tile(N, edges, device)
+        whole = M, (*arguments, 1, N, 0, edges, block, 1), options
+        launch(kernel, (*key, edges), (*tensors, None), lambda: whole)
+        return
+    # Never read before it is written: step 1 stores every part, also parts without a visible column.
+    partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
+    # A power of 2 that bounds the number of parts. It follows from N alone, lest another number of rows compile a
+    # kernel.
+    block_p = next_power_of_2(cdiv(N, PART))
+    for step in (1, 2):
+
+        def plan(step: int = step) -> Plan:
+            return M * parts, (*arguments, parts, width, step, edges, PART, block_p), {"num_warps": 8}
+
+        launch(kernel, (*key, step, edges), (*tensors, partial), plan)
+
+
+def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
+    """The mask as the kernels walk it: the sizes of its last two row dimensions, three row strides, the column stride.
+
+    Dimensions that one stride describes are merged: for (B, H, T, S), a mask (B, 1, T, S) has three, (T, S) two.
+    """
+    mask = mask.expand(shape)
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape[:-1], mask.stride()[:-1], strict=True):
+        # A dimension of 1 has any stride, and would only keep its neighbours from being merged.
+        if size == 1:
+            continue
+        # True of dense neighbours, and of two that are both broadcast, with strides of 0.
+        if dims and dims[-1][1] == stride * size:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:  # broadcast in every other dimension of a tensor with five and more
+        return _mask_layout(mask.contiguous(), shape)
+    (_, s0), (d1, s1), (d2, s2) = [(1, 0)] * (3 - len(dims)) + dims
+    return mask, (d1, d2, s0, s1, s2, mask.stride(-1))
+
+
+def _softmax_fwd_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor", _softmax_fwd_fake)
+def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    y = _softmax_fwd_fake(x, mask, scale, causal)
+    if x.numel() == 0:
+        return y
+    layout: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
+    if mask is not None:
+        mask, layout = _mask_layout(mask, x.shape)
+    # T counts a query's row within its head: only the causal mask asks.
+    T = x.shape[-2] if causal else 1
+    x = rows_of(x)
+    M, N = x.shape
+    arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
+    key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
+    # A mask's rows lie elsewhere than x's, and would have edges of their own: with a mask, odd rows are moved number by
+    # number.
+    edges = mask is None and uneven(x, y.view(M, N))
+    if N > MAX_TILE or edges:
+        _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
+    else:
+
+        def tiled() -> Plan:
+            block_m, block_n, warps = _tile(N)
+            tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
+            # Persistent only with a prefetch: otherwise one program a tile lets the hardware balance the load.
+            grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
+            return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
+
+        launch(_softmax_fwd_kernel, key, (x, mask, y), tiled)
+    return y
+
+
+def _softmax_bwd_fake(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@launcher("(Tensor dy, Tensor y, float scale, bool causal) -> Tensor", _softmax_bwd_fake)
+def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
+    dx = _softmax_bwd_fake(dy, y, scale, causal)
+    if y.numel() == 0:
+        return dx
+    # T counts a query's row within its head: only the causal mask asks.
+    T = y.shape[-2] if causal else 1
+    dy, y = rows_of(dy), rows_of(y)
+    M, N = y.shape
+    arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
+    key = (M, arguments, dy.dtype, y.dtype)
+    edges = uneven(dy, y, dx.view(M, N))
+    if N > MAX_TILE or edges:
+        _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1, edges)
+    else:
+
+        def tiled() -> Plan:
+            block_m, block_n, warps = _tile(N)
+            # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as it is loaded, in half as
+            # many.
+            reload = block_n > 16384 and y.dtype != torch.bfloat16
+            if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32 do
+                warps = 16
+            return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
+
+        launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)
+    return dx
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.scale, ctx.causal = inputs
+    # Only the result: scores can be freed, and usually are.
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None or not ctx.needs_input_grad[0]:
+        return None, None, None, None
+    (y,) = ctx.saved_tensors
+    return _softmax_bwd(dy, y, ctx.scale, ctx.causal), None, None, None
+
+
+softmax_of_last = differentiable(_softmax_fwd, _setup_context, _backward)
