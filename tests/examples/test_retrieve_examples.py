@@ -21,3 +21,16 @@ def test_from_a_parquet_file_to_filtered_hits(example):
         assert salary == "NaN" or float(salary) >= 100_000
         assert posted >= "2026-02-01"
     assert re.search(r"best now: \['job-new', 'job-\d+'\] \[1.0, 0\.\d+\]", said)
+
+
+def test_passages_for_a_question_under_filters(example):
+    said = example(EXAMPLES / "retrieve_rag.py")
+    first, second, third = re.findall(r"\?\n((?:  \[kb-.*\n)+)", said)
+    assert re.findall(r"kb-\d+", first)[0] == "kb-1"
+    assert set(re.findall(r"kb-\d+", second)) <= {"kb-4", "kb-5", "kb-7"}
+    assert re.findall(r"kb-\d+", second)[0] == "kb-5"
+    assert re.findall(r"kb-\d+", third)[0] == "kb-10"
+    assert "kb-3" not in said  # internal
+    (updated,) = re.findall(r"after an update: \[(.*)\]", said)
+    assert "kb-11" in updated
+    assert "kb-1'" not in updated

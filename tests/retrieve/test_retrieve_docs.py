@@ -29,6 +29,17 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
         assert said == "2\n"
 
 
+def test_the_code_for_those_who_come_from_faiss_runs():
+    page = DOCS.parent / "how-to" / "from-faiss.md"
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert names["D"].shape == names["I"].shape == (5, 10)
+    best = (names["xq"] @ names["xb"].T).argmax(1)
+    assert names["I"][:, 0].tolist() == best.tolist()
+    assert (names["hits"].ids >= 0).all()
+
+
 def test_the_table_of_columns_says_what_the_columns_have():
     from tigon.retrieve import Category, Number, Tags, Timestamp
 

@@ -1,0 +1,119 @@
+"""Passages for a question, by meaning and with hard filters: the retrieval half of RAG, tigon.retrieve.
+
+    python examples/retrieve_rag.py
+
+Vectors come from latent semantic analysis of the passages themselves, so that the example needs no model. Put your
+encoder's `encode` in the place of `Encoder`. Needs the extra retrieve: pip install ".[retrieve]".
+"""
+
+import math
+import re
+from collections import Counter
+
+import torch
+
+from tigon import retrieve
+from tigon.retrieve import col
+
+PASSAGES = [
+    # id, product, year, public, text
+    ("kb-1", "router", 2024, True, "To reset the router hold the reset button for ten seconds until the light blinks."),
+    ("kb-2", "router", 2026, True, "The router updates its firmware at night. A reset keeps the new firmware."),
+    (
+        "kb-3",
+        "router",
+        2026,
+        False,
+        "Internal: a reset of the router from the service console needs the engineer's key.",
+    ),
+    (
+        "kb-4",
+        "camera",
+        2025,
+        True,
+        "The camera stores its videos on a card. A full card stops the recording of videos.",
+    ),
+    ("kb-5", "camera", 2026, True, "To reset the camera take out the battery and the card, then press the button."),
+    (
+        "kb-6",
+        "router",
+        2025,
+        True,
+        "A wireless network with a weak signal is slow. Place the router higher, away from walls.",
+    ),
+    ("kb-7", "camera", 2024, True, "The battery of the camera lasts a week. Cold weather empties the battery sooner."),
+    (
+        "kb-8",
+        "printer",
+        2026,
+        True,
+        "Paper jams in the printer are cleared from the back. Open the lid and pull the paper.",
+    ),
+    (
+        "kb-9",
+        "printer",
+        2025,
+        True,
+        "The printer joins the wireless network by its menu. The network needs a password.",
+    ),
+    ("kb-10", "router", 2023, True, "The password of the wireless network is printed on the back of the router."),
+]
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Encoder:
+    """Latent semantic analysis: TF-IDF of words, and its largest singular vectors."""
+
+    def __init__(self, texts, dim):
+        self.words = {word: i for i, word in enumerate(sorted({w for text in texts for w in self.split(text)}))}
+        seen = Counter(word for text in texts for word in set(self.split(text)))
+        self.rarity = torch.tensor([math.log((1 + len(texts)) / (1 + seen[word])) + 1 for word in self.words])
+        self.basis = torch.linalg.svd(self.counts(texts), full_matrices=False).Vh[:dim].T
+
+    def split(self, text):
+        return [word[:6] for word in re.findall(r"[a-z]{3,}", text.lower())]  # a stem, nearly
+
+    def counts(self, texts):
+        rows = torch.zeros(len(texts), len(self.words))
+        for row, text in zip(rows, texts, strict=True):
+            for word in self.split(text):
+                if word in self.words:
+                    row[self.words[word]] += 1
+        return rows * self.rarity
+
+    def encode(self, texts):
+        return self.counts(texts) @ self.basis
+
+
+ids, products, years, public, texts = map(list, zip(*PASSAGES, strict=True))
+encoder = Encoder(texts, dim=8)
+index = retrieve.Index(
+    dim=8, capacity=1000, metric="cosine", dtype="float32", device=device,
+    schema=retrieve.Schema(product=retrieve.Category(), year=retrieve.Number(), public=retrieve.Category()),
+)  # fmt: skip
+index.upsert(ids, encoder.encode(texts), {"product": products, "year": years, "public": public})
+
+
+def context(question, where, k=2):
+    """The passages that go into the prompt, the best first."""
+    hits = index.search(encoder.encode([question]), k=k, where=where)
+    found = [id for id in hits.ids[0] if id is not None]
+    return [(id, texts[ids.index(id)]) for id in found]
+
+
+allowed = col("public") == 1  # what this reader may see, whatever the question is
+for question, where in (
+    ("How do I reset the router?", allowed & (col("product") == "router") & (col("year") >= 2024)),
+    ("How do I reset it?", allowed & (col("product") == "camera")),
+    ("Where is the password of the network?", allowed),
+):
+    print(question)
+    for id, text in context(question, where):
+        print(f"  [{id}] {text}")
+
+# A passage is found from the moment it is written, and not any more once it is deleted.
+new = "To reset the router open its page and choose restart. The button is gone in new models."
+ids, texts = [*ids, "kb-11"], [*texts, new]
+index.upsert(["kb-11"], encoder.encode([new]), {"product": ["router"], "year": [2026], "public": [True]})
+index.delete(["kb-1"])
+print("after an update:", [id for id, _ in context("How do I reset the router?", allowed)])
