@@ -399,7 +399,7 @@ def test_the_mlp_adds_to_the_stream(obstacle, monkeypatch, triton_backend, devic
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     with tigon.use_backend("auto"):
-        expected, theirs = step(plain, batch(), device=device)
+        expected, theirs = step(plain, batch(rows=1, length=9), device=device)
     tigon.fuse(model, recompute="mlp" if obstacle == "mlp" else "cheap")
     layers = model.get_base_model().model.layers
     if obstacle == "hook":
@@ -407,7 +407,7 @@ def test_the_mlp_adds_to_the_stream(obstacle, monkeypatch, triton_backend, devic
     if obstacle == "bias":
         for layer in layers:
             layer.mlp.down_proj.base_layer.bias = nn.Parameter(torch.zeros(32, device=device).bfloat16(), False)
-    loss, grads = step(model, batch(), device=device)
+    loss, grads = step(model, batch(rows=1, length=9), device=device)
     assert len(calls) == {None: 2, "checkpoint": 2, "hook": 1, "mlp": 0, "bias": 0}[obstacle]
     assert len(seen) == (obstacle == "hook")
     torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
