@@ -20,8 +20,8 @@ from tigon.runtime import cdiv, launch, launcher, next_power_of_2
 from tigon.runtime import device as facts
 
 # Rows of a program that writes words, and of one step of a program that writes a strip's list.
-WORDS_BLOCK, WORDS_WARPS = 1024, 4
-LIST_BLOCK, LIST_WARPS = 4096, 8
+WORDS_BLOCK, WORDS_WARPS = 256, 4
+LIST_BLOCK, LIST_WARPS = 512, 4
 # Rows of one step of a scan that lists the rows of its strip itself, which hides the filter behind the reading of other
 # strips. Not where several blocks of queries read a list, nor where a tile leaves room for one program alone.
 LISTING = 1024

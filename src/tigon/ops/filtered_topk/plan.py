@@ -110,7 +110,7 @@ TILES = {
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 5)),
     64: (Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
     128: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
-    256: (Tile(256, 64, 128, 8, 3), Tile(256, 64, 128, 8, 5)),
+    256: (Tile(256, 64, 128, 8, 3), Tile(256, 64, 128, 8, 3)),
 }
 # With columns for filters, whose products take registers.
 TILES_FILTERED = {
