@@ -81,10 +81,10 @@ PREFIX_ATTENTION = Op(
     models=(
         _model("a ranker of width 512", 512, (1,) * 512, 2, (8, 8, 64)),
         _model("its last layer", 512, (1,) * 512, 2, (8, 8, 64), across="suffixes"),
-        _model("a ranker of few candidates", 512, (1,) * 30, 2, (8, 8, 64)),
-        _model("Qwen3-8B, short answers", 4096, (1, 3, 2), 2, (32, 8, 128)),
         _model("Qwen3-8B, completions", 4096, (512,) * 8, 2, (32, 8, 128)),
         _model("gpt-oss-20b with a softcap", 4096, (512, 1, 300), 2, (64, 8, 64), softcap=50.0, window=128),
+        _model("a ranker of few candidates", 512, (1,) * 30, 2, (8, 8, 64)),
+        _model("Qwen3-8B, short answers", 4096, (1, 3, 2), 2, (32, 8, 128)),
     ),
     # The rows' statistics and the tables of tiles are read a number at a time.
     wide_loads=False,
