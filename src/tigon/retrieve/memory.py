@@ -56,7 +56,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of an index, computed without taking any.
 
-    A search takes up to 1 GiB more, whatever the index.
+    A search takes up to 1.25 GiB more, whatever the index.
 
     Args:
         items: the capacity of the index.
