@@ -149,6 +149,8 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
         (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "there is no vector")),
         (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),
         (("build", "{queries}", "-o", "x", "--vectors", "{npy}"), ("a row for each of the 20 items, got 3",)),
+        (("build", "{items}", "-o", "x", "--capacity", "10"), ("at least the 300 rows of", "got 10")),
+        (("build", "{items}", "-o", "x", "--vectors", "{npy}", "--vector", "a"), ("exclude each other",)),
         (("build", "{npy}", "-o", "x"), ("a file must end in .parquet",)),
         (("search", "{index}"), ("one of --vector, --vectors and --like must be given, got none",)),
         (("search", "{index}", "--vector", "1, 2"), ("must have 8 numbers", "got 2")),

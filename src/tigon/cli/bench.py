@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, needs, one_line
+from tigon.cli.problem import Problem, check_writable, device_of, needs, one_line
 
 
 def bench(
@@ -99,7 +99,7 @@ def bench(
     if sweep is not None and (model is not None or host or shape or plot):
         raise Problem("bench: --sweep takes no --model, no --host, no --shape and no --plot")
     names = None if peers is None else _words(peers)
-    where = _device(device)
+    where = device_of(device, "bench")
 
     def keep(content: dict[str, Any]) -> None:  # after every case: a run that is stopped loses only the current case
         from tigon.bench.report import save
@@ -373,16 +373,6 @@ def _check_output(path: Path | None, option: str) -> None:
         raise Problem(f"bench: {option} must be a file, {path} is a directory")
     check_writable(path.parent, f"bench: {option}")
     path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    if name not in ("auto", "cuda", "cpu"):
-        raise Problem(f"bench: --device must be auto, cuda or cpu, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise Problem("bench: --device is cuda, but torch sees no CUDA device; `tigon doctor` says more")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

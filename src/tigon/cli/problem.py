@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tigon.install import install
 
@@ -49,6 +50,21 @@ def check_writable(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise Problem(f"{option} {folder}: cannot be written to ({error.strerror})") from error
+
+
+def device_of(name: str, command: str | None = None) -> Any:
+    """The torch.device that --device names: a GPU for auto, where there is one.
+
+    Raises: Problem for another word, or for cuda without a GPU.
+    """
+    import torch
+
+    said = f"{command}: --device" if command else "--device"
+    if name not in ("auto", "cpu", "cuda"):
+        raise Problem(f"{said} must be auto, cpu or cuda, got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Problem(f"{said} cuda: PyTorch finds no CUDA or ROCm device; `tigon doctor` says more")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

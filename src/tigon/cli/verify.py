@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tigon.cli.options import SEEDS
-from tigon.cli.problem import Problem, needs
+from tigon.cli.problem import Problem, device_of, needs
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +66,7 @@ def verify(
     needs("tigon verify", "train", "torch", "transformers")
     if dtype not in DTYPES:
         raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    if device not in ("auto", "cpu", "cuda"):
-        raise Problem(f"--device must be auto, cpu or cuda, got {device}")
+    place = device_of(device)
     from tigon.cli.adapters import adapted, find_adapted, new_adapters
     from tigon.cli.inspect import BOTH
     from tigon.cli.model import quiet_transformers
@@ -82,12 +81,9 @@ def verify(
         found_adapters = new_adapters(lora, lora_targets, 0.0)
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
     quiet_transformers()
     from tigon import fuse
 
-    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     console = screen(quiet=json)
     torch.manual_seed(seed)
     with console.status("building the model"):
@@ -112,7 +108,7 @@ def verify(
         found: dict[str, object] = {
             "model": source.name,
             "dtype": dtype,
-            "device": place,
+            "device": place.type,
             "adapters": None if found_adapters is None else str(found_adapters),
             "rows": rows,
             "report": report.to_dict(),

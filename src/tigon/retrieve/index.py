@@ -390,7 +390,7 @@ class Index(nn.Module):
                 torch.cuda.synchronize(self.device)
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
             if self.bias is not None:  # half() is meant for the vectors
-                self.bias = -self.embeddings.float().square().sum(1)
+                self.bias = writing.distance_bias(self.embeddings)
         return self
 
 

@@ -15,7 +15,7 @@ from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
-from tigon.retrieve.writing import moved
+from tigon.retrieve.writing import distance_bias, moved
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -189,8 +189,7 @@ def _bias(index: Index, items: Tensor) -> Tensor | None:
         return None
     if index.bias is not None:
         return index.bias[: len(items)]
-    # Over a parameter, which may have changed since: by pieces, so that no copy in fp32 is made of all.
-    return torch.cat([-piece.float().square().sum(1) for piece in items.split(1 << 20)])
+    return distance_bias(items)  # over a parameter, which may have changed since
 
 
 # ------------------------------------------------------------------------------------------------------------ explain

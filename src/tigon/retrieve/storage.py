@@ -24,6 +24,7 @@ from tigon.retrieve import disk
 from tigon.retrieve.ids import KINDS, StringIds
 from tigon.retrieve.journal import Journal, repair, replay
 from tigon.retrieve.schema import Schema
+from tigon.retrieve.writing import distance_bias
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -209,10 +210,10 @@ def _fill(index: Index, path: Path, about: dict[str, Any]) -> None:
                 piece = part[start : min(start + rows, items)].to(buffer.device)
                 buffer[start : start + len(piece)] = piece
                 if name == "embeddings" and index.bias is not None:
-                    index.bias[start : start + len(piece)] = -piece.float().square().sum(1)
-        texts = ()
+                    index.bias[start : start + len(piece)] = distance_bias(piece)
+        texts: tuple[Any, ...] = ()
         if about["ids"] == "str":
-            texts = (file.get_tensor("id_bytes").numpy().tobytes(), file.get_tensor("id_ends").numpy())  # type: ignore[assignment]
+            texts = (file.get_tensor("id_bytes").numpy().tobytes(), file.get_tensor("id_ends").numpy())
     index.ids = KINDS[about["ids"]](*texts) if about["ids"] else None
     index.live.copy_(_live(items, len(index.live)))
     index._restart()

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, needs
+from tigon.cli.problem import Problem, check_writable, device_of, needs
 
 NAME = "retrieve bench"
-DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")  # of retrieve.Index
 ON_A_CPU = 100_000
 
 
@@ -40,15 +40,11 @@ def bench(
 
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    if device not in ("auto", "cpu", "cuda"):
-        raise Problem(f"{NAME}: --device must be auto, cpu or cuda, got {device}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Problem(f"{NAME}: --device cuda: PyTorch finds no CUDA or ROCm device")
+    place = device_of(device, NAME)
     counts, ks = _integers("--queries", queries, 65_536), _integers("-k", k, 2048)
     parts = _shares(shares)
     if output is not None:
         check_writable(output, f"{NAME}: --output")
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     count = items or (15_500_032 if place.type == "cuda" else ON_A_CPU)
     if max(ks) > count:
         raise Problem(f"{NAME}: -k must be at most --items, {count:,}, got {max(ks):,}")

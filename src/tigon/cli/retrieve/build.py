@@ -54,6 +54,8 @@ def build(
         raise Problem(f"{NAME}: --metric must be one of {', '.join(METRICS)}, got {metric}")
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if vector is not None and vectors is not None:
+        raise Problem(f"{NAME}: --vector and --vectors exclude each other")
     if schema is not None and columns is not None:
         raise Problem(f"{NAME}: --columns is for a schema that is found; with --schema leave it out")
     if output.is_dir() and any(output.iterdir()) and not force:
@@ -64,11 +66,12 @@ def build(
     from tigon.cli.screen import screen
     from tigon.retrieve import Index, Schema
 
+    chosen: Any = metric
     console = screen(stderr=True)
     began = time.monotonic()
     found = source(NAME, items)
-    if vector is not None and vectors is not None:
-        raise Problem(f"{NAME}: --vector and --vectors exclude each other")
+    if capacity is not None and capacity < found.rows:
+        raise Problem(f"{NAME}: --capacity must be at least the {found.rows:,} rows of {found}, got {capacity:,}")
     stored = None if vectors is None else _stored(vectors, found.rows)
     from_column = None if stored is not None else vector_column(NAME, found, vector)
     ids = next((name for name in IDS if name in found.names), None) if id is None else named(NAME, found, "--id", id)
@@ -87,7 +90,7 @@ def build(
         for names, matrix, table in parts:
             if index is None:
                 dim = matrix.shape[1]
-                index = Index(dim, max(capacity or 0, found.rows), dtype, metric, Schema(**described))  # type: ignore[arg-type]
+                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described))
             try:
                 if matrix.shape[1] != dim:
                     raise ValueError(f"every vector must have {dim} numbers, as the first has, got {matrix.shape[1]}")

@@ -34,7 +34,7 @@ def evaluate(
     import numpy as np
 
     from tigon.cli.retrieve.files import named, source, vector_column, vectors_of
-    from tigon.cli.retrieve.opened import load
+    from tigon.cli.retrieve.opened import ids_of, load
     from tigon.cli.screen import screen
     from tigon.retrieve import metrics
 
@@ -60,7 +60,7 @@ def evaluate(
                 exhaustive.append(_exhaustive(opened, part, max(cuts), where))
             except ValueError as error:
                 raise Problem(f"{NAME}: {one_line(error).removeprefix('Index.search: ')}") from error
-            names.append(hits.ids.cpu().numpy() if hasattr(hits.ids, "cpu") else hits.ids)
+            names.append(ids_of(hits))
     ids, all_of_them = np.concatenate(names), np.concatenate(exhaustive)
     rows = []
     for cut in cuts:
@@ -96,11 +96,11 @@ def _right(found: Any, name: str) -> list[set[Any]]:
 
 def _exhaustive(index: Any, queries: Any, k: int, where: str | None) -> Any:
     """The ids that a product of all vectors in fp32 puts first, by the reference of the operator."""
+    from tigon.cli.retrieve.opened import ids_of
     from tigon.runtime import use_backend
 
     with use_backend("torch"):
-        ids = index.search(queries, k, where).ids
-    return ids.cpu().numpy() if hasattr(ids, "cpu") else ids
+        return ids_of(index.search(queries, k, where))
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

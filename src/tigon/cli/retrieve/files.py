@@ -90,17 +90,24 @@ def vector_column(command: str, found: Source, given: str | None) -> str:
     """The column of vectors: the one that was named, or the only one that holds lists of floats."""
     if given is not None:
         return named(command, found, "--vector", given)
-    import pyarrow.types as types
-
-    def holds_floats(kind: Any) -> bool:
-        lists = types.is_list(kind) or types.is_fixed_size_list(kind) or types.is_large_list(kind)
-        return bool(lists and types.is_floating(kind.value_type))
-
     candidates: list[str] = [field.name for field in found.data.schema if holds_floats(field.type)]
     if len(candidates) != 1:
         said = f"there are {', '.join(candidates)}" if candidates else "no column holds lists of floats"
         raise Problem(f"{command}: --vector must name the column of vectors in {found}: {said}")
     return candidates[0]
+
+
+def holds_floats(kind: Any) -> bool:
+    """Whether a pyarrow type is of lists of floats, as vectors are."""
+    import pyarrow.types as types
+
+    return bool(is_list(kind) and types.is_floating(kind.value_type))
+
+
+def is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def named(command: str, found: Source, option: str, name: str) -> str:
@@ -122,8 +129,8 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     if isinstance(column, pa.ChunkedArray):  # of no chunk
         column = pa.array([], type=column.type)
     if types.is_string(column.type) or types.is_large_string(column.type):
-        column = pa.array([_numbers(text) for text in column.to_pylist()], type=pa.list_(pa.float32()))
-    if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
+        column = pa.array([numbers(text) for text in column.to_pylist()], type=pa.list_(pa.float32()))
+    if not is_list(column.type):
         raise Problem(f"{command}: column {name!r} must hold lists of numbers, got {column.type}")
     if column.null_count:
         at = column.is_null().to_pylist().index(True)
@@ -142,7 +149,8 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     return np.require(flat, requirements="W").reshape(len(column), -1)  # torch warns of what cannot be written
 
 
-def _numbers(text: str | None) -> list[float] | None:
+def numbers(text: str | None) -> list[float] | None:
+    """The numbers of a text such as "[0.1, 0.2]"; None if it holds anything else."""
     if text is None:
         return None
     try:

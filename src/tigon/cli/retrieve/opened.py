@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.problem import Problem, device_of, one_line
+from tigon.cli.retrieve.files import numbers
 
 if TYPE_CHECKING:
-    from tigon.retrieve import Index
+    from tigon.retrieve import Hits, Index
 
 
 def load(command: str, path: Path, device: str) -> Index:
@@ -16,21 +17,21 @@ def load(command: str, path: Path, device: str) -> Index:
 
     Raises: Problem if there is none, if it is damaged, or if there is no such device.
     """
-    import torch
-
     from tigon.retrieve import Index
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise Problem(f"{command}: --device must be auto, cpu or cuda, got {device}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Problem(f"{command}: --device cuda: PyTorch finds no CUDA or ROCm device")
-    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+    place = device_of(device, command)
     if not path.is_dir():
         raise Problem(f"{command}: there is no index {path}; tigon retrieve build makes one")
     try:
         return Index.load(path, device=place)
     except (OSError, ValueError) as error:
         raise Problem(f"{command}: {one_line(error)}") from error
+
+
+def ids_of(hits: Hits) -> Any:
+    """(queries, k) of numpy, -1 or None where there is no item."""
+    ids = hits.ids
+    return ids.cpu().numpy() if hasattr(ids, "cpu") else ids
 
 
 def query(command: str, index: Index, text: str | None, file: Path | None, like: str | None) -> Any:
@@ -46,11 +47,10 @@ def query(command: str, index: Index, text: str | None, file: Path | None, like:
     if like is not None:
         return _of_item(command, index, like)
     if text is not None:
-        try:
-            numbers = [float(part) for part in text.strip().strip("[]()").replace(",", " ").split()]
-        except ValueError:
-            raise Problem(f"{command}: --vector must be numbers separated by commas, got {text[:60]!r}") from None
-        matrix = np.array([numbers], dtype=np.float32)
+        values = numbers(text)
+        if values is None:
+            raise Problem(f"{command}: --vector must be numbers separated by commas, got {text[:60]!r}")
+        matrix = np.array([values], dtype=np.float32)
     else:
         assert file is not None
         try:

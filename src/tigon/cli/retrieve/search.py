@@ -40,7 +40,7 @@ def search(
 ) -> None:
     """Search an index. Every item that passes the filter is scored: the answer is exact."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
-    from tigon.cli.retrieve.opened import load, query
+    from tigon.cli.retrieve.opened import ids_of, load, query
     from tigon.cli.screen import screen
 
     if table is None and (id is not None or columns is not None):
@@ -58,7 +58,7 @@ def search(
         took = time.perf_counter() - began
     except ValueError as error:
         raise Problem(f"{NAME}: {one_line(error).removeprefix('Index.search: ')}") from error
-    names = hits.ids.cpu().tolist() if hasattr(hits.ids, "cpu") else hits.ids.tolist()
+    names = ids_of(hits).tolist()
     known = {} if table is None else _rows_of(table, id, columns, {name for row in names for name in row})
     rows = [
         {"query": q, "rank": rank, "id": name, "score": score, **known.get(name, {})}
@@ -78,19 +78,16 @@ def search(
 def _rows_of(paths: list[Path], id: str | None, columns: str | None, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
     """The rows of files by their ids, of those that are wanted."""
     import pyarrow as pa
-    import pyarrow.types as types
 
-    from tigon.cli.retrieve.files import IDS, named, source
+    from tigon.cli.retrieve.files import IDS, holds_floats, named, source
 
     found = source(NAME, paths)
     key = next((name for name in IDS if name in found.names), None) if id is None else named(NAME, found, "--id", id)
     if columns is not None:
         shown = [named(NAME, found, "--columns", name.strip()) for name in columns.split(",") if name.strip()]
     else:
-        lists = {
-            f.name for f in found.data.schema if types.is_nested(f.type) and types.is_floating(f.type.field(0).type)
-        }
-        shown = [name for name in found.names if name != key and name not in lists]
+        vectors = {field.name for field in found.data.schema if holds_floats(field.type)}
+        shown = [name for name in found.names if name != key and name not in vectors]
     rows: dict[Any, dict[str, Any]] = {}
     first = 0
     for piece in found.pieces(shown + ([key] if key else []), 65_536):

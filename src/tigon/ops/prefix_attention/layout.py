@@ -98,7 +98,6 @@ class PrefixLayout:
         self._first, self._stop, self._position, self._of_row = moved[3:7]
         self._on_device = {name: t.view(-1, 4) for name, t in zip(SEQUENCES, moved[7:], strict=True)}
         self._tiles: dict[tuple[str, int], Tensor] = {}
-        self._tokens = [sum(own) for own in self.suffix_lengths]  # of the suffixes of each request
         self._short: dict[int, bool] = {}
 
     def tiles(self, kind: str, size: int) -> Tensor:
@@ -123,7 +122,8 @@ class PrefixLayout:
             return False  # the graph holds for every layout
         found = self._short.get(heads)
         if found is None:
-            small, large = (sum(-(-n * heads // rows) * rows for n in self._tokens) for rows in (64, 128))
+            tokens = [sum(own) for own in self.suffix_lengths]
+            small, large = (sum(-(-n * heads // rows) * rows for n in tokens) for rows in (64, 128))
             # Full tiles of 128 rows read each key half as often.
             found = self._short[heads] = large > 1.3 * small
         return found
