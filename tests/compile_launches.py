@@ -230,6 +230,10 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     return list(launches.values())
 
 
+# Each kernel that bits have of their own.
+ONCE_BITS = "bits of one, 1 queries", "bits of one, 256 queries"
+
+
 def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
     """What is compiled of filtered_topk: 15.5 million rows, every plan, batches of each tile; few: each kernel once."""
     literal = tigon.RowFilter.Literal
@@ -242,7 +246,10 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
     cases = [(f"dense, {B} queries", half, half, B, 128, 100, {}) for B in batches]
     cases += [(f"a list, {B} queries", half, half, B, 128, 100, {"where": one}) for B in batches]
     cases += [(f"{n} filters", half, half, n, 128, 100, {"where": [one, other] * (n // 2)}) for n in (16, 256)]
+    cases += [(f"bits of one, {B} queries", half, half, B, 128, 100, {"bits": 1}) for B in (1, 256)]
+    cases += [(f"bits of 32, {B} queries", half, half, B, 128, 100, {"bits": 32, "live": True}) for B in (16, 256)]
     cases += [
+        ("bits of 33", half, half, 256, 128, 100, {"bits": 33}),
         ("33 filters", half, half, 33, 128, 100, {"where": many}),
         ("dense with a filter", half, half, 16, 128, 100, {"where": one, "plan": "dense", "bias": True}),
         ("dense with live rows", half, half, 16, 128, 100, {"live": True, "bias": True}),
@@ -257,7 +264,7 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
         ("fp16", torch.float16, torch.float16, 256, 128, 100, {}),
         ("more rows", half, half, 1, 128, 10, {"times": 8}),
     ]
-    once = "a list, 1 queries", "a list, 17 queries", "16 filters", "two terms", "more rows"
+    once = "a list, 1 queries", "a list, 17 queries", "16 filters", "two terms", "more rows", *ONCE_BITS
     for why, dtype, stored, B, D, k, options in cases:
         if few and why not in once:
             continue
@@ -266,6 +273,11 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
             given = {name: value for name, value in options.items() if name in ("where", "plan")}
             if "where" in options:
                 given["attributes"] = beside["attributes"]
+            if "bits" in options:
+                one.bits(beside["attributes"])
+                bits = torch.empty(options["bits"], rows // 32, dtype=torch.int32)
+                which = None if len(bits) == 1 else torch.empty(B, dtype=torch.int32)
+                given["where"] = tigon.RowBits(bits, which)
             if "live" in options:
                 given["live"] = beside["live"]
             if "bias" in options:

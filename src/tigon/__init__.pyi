@@ -29,6 +29,7 @@ from tigon.ops.embedding import embedding as embedding
 from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.filtered_topk import filtered_topk as filtered_topk
+from tigon.ops.filtered_topk.bits import RowBits as RowBits
 from tigon.ops.filtered_topk.filters import RowFilter as RowFilter
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu

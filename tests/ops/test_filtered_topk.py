@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.ops.filtered_topk import filtered_topk_reference, launches, plan, reference
+from tigon.ops.filtered_topk import bits, filtered_topk_reference, launches, plan, reference
 
 Literal = tigon.RowFilter.Literal
 
@@ -133,6 +133,67 @@ def test_a_filter_for_each_query(backend, device):
     where = [SOME, None, RANGE, SOME, NONE]
     options = {"attributes": words(700, device), "where": where, "live": live_bits(700, device)}
     agree(integers(5, 16, device=device), integers(700, 16, device=device, seed=1), 5, **options)
+
+
+@pytest.mark.parametrize("n", [63, 64, 700, 4200])  # beside a word of 32 rows, and beyond a strip
+@pytest.mark.parametrize("with_live", [False, True])
+def test_bits_in_place_of_a_filter(n, with_live, backend, device):
+    """The same answer from bits, in every plan, where the memory has further numbers behind those of the rows."""
+    attributes = words(n + 100, device)
+    bits = RANGE.bits(attributes)
+    assert torch.equal(unpacked(bits, n + 100), RANGE.mask(attributes))
+    given = tigon.RowBits(bits[None, : -(-n // 32)])
+    query, items = integers(2, 16, device=device), integers(n, 16, device=device, seed=1)
+    live = live_bits(n, device) if with_live else None
+    want = expected(query, items, 70, attributes[:, :n], RANGE, live)
+    for p in PLANS:
+        scores, rows = tigon.filtered_topk(query, items, 70, where=given, live=live, plan=p)
+        assert torch.equal(scores.double(), want[0])
+        assert torch.equal(rows, want[1])
+
+
+def unpacked(bits, n):
+    i = torch.arange(n, device=bits.device)
+    return ((bits[i >> 5] >> (i & 31)) & 1) != 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_bits_of_a_filter_for_each_query(many, backend, device, monkeypatch):
+    monkeypatch.setattr(plan, "SPARE", 0)  # fewer programs for the interpreter
+    N, B = 145, 35 if many else 5
+    filters = [tigon.RowFilter([[Literal(0, 1 << n)]]) for n in range(33 if many else 4)]
+    attributes, live = words(N, device), live_bits(N, device)
+    # Their places in the memory are in another order, and there are further ones.
+    bits = torch.stack([f.bits(attributes) for f in reversed([NONE, *filters])])
+    starts = torch.arange(len(filters) - 1, -1, -1, device=device) * bits.stride(0)
+    of_query = [(3 * b) % len(filters) for b in range(B)]
+    given = tigon.RowBits(bits, torch.tensor(of_query, dtype=torch.int32, device=device), starts)
+    assert given.filters == len(filters)
+    query, items = integers(B, 8, device=device), integers(N, 8, device=device, seed=1)
+    for alive in (None, live):
+        want = expected(query, items, 3, attributes, [filters[f] for f in of_query], alive)
+        for got, one in zip(tigon.filtered_topk(query, items, 3, where=given, live=alive), want, strict=True):
+            assert torch.equal(got.to(one.dtype), one)
+    every = tigon.RowBits(bits, given.which)  # without starts, filters are the rows of the memory
+    want = expected(query, items, 3, attributes, [[*reversed([NONE, *filters])][f] for f in of_query])
+    assert torch.equal(tigon.filtered_topk(query, items, 3, where=every)[1], want[1])
+
+
+def test_words_written_again_alone(backend, device):
+    attributes, filters = words(1000, device), [HALF, RANGE, SOME]
+    memory = torch.zeros(4, 40, dtype=torch.int32, device=device)
+    starts = torch.tensor([40, 120, 0], device=device)
+    bits.write_bits(filters, attributes, memory, starts)
+    assert (memory[2] == 0).all()
+    assert (memory[:, 32:] == 0).all()
+    attributes[:, 500:530], before = words(30, device, seed=7), memory.clone()
+    bits.write_bits(filters, attributes, memory, starts, torch.tensor([15, 16], device=device))
+    changed = memory != before
+    assert changed[:, [15, 16]].any()
+    changed[:, [15, 16]] = False
+    assert not changed.any()
+    for f, place in zip(filters, (1, 3, 0), strict=True):
+        assert torch.equal(unpacked(memory[place], 1000), f.mask(attributes))
 
 
 def test_more_filters_than_a_word_has_bits(backend, device, monkeypatch):
@@ -277,6 +338,7 @@ def test_inputs_are_as_they_were(backend, device):
 
 Q, X = torch.ones(2, 4), torch.ones(5, 4)
 W = torch.zeros(1, 5, dtype=torch.int64)
+B1, EACH, Bits = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), tigon.RowBits
 
 
 @pytest.mark.parametrize(
@@ -303,6 +365,14 @@ W = torch.zeros(1, 5, dtype=torch.int64)
         (lambda f: f(Q, X, 3, where=[HALF], attributes=W), r"where must have a filter for each of 2 queries, got 1"),
         (lambda f: f(Q, X, 3, where=[HALF, 3], attributes=W), r"where must hold tigon.RowFilters or None, got int"),
         (lambda f: f(Q, X, 3, where=W, attributes=W), r"where must be a tigon.RowFilter or .* got Tensor"),
+        (lambda f: f(Q, X, 3, where=Bits(W)), r"where.bits must be \(filters, 1\) int32.* got \(1, 5\) torch.int64"),
+        (lambda f: f(Q, X, 3, where=Bits(B1, B1)), r"where.which must be \(2,\) int32, got \(1, 1\) torch.int32"),
+        (lambda f: f(Q, X, 3, where=Bits(B1, EACH, B1[0])), r"where.starts must be \(filters,\) int64"),
+        (lambda f: f(Q, X, 3, where=Bits(B1.to("meta"))), r"where.bits must be on cpu, as query is, got meta"),
+        (
+            lambda f: f(Q, X, 3, where=Bits(B1, EACH), plan="dense"),
+            r"plan must be 'bitmaps' or 'auto' where each query has a filter, got 'dense'",
+        ),
         (
             lambda f: f(Q, X, 3, where=[HALF, None], attributes=W, plan="compact"),
             r"plan must be 'bitmaps' or 'auto' where each query has a filter, got 'compact'",
@@ -338,6 +408,24 @@ def test_compiles_whole(where, backend, device):
     for n in (90, 77):
         given = query, items[:n], attributes[:, :n]
         for a, b in zip(compiled(*given), f(*given), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_bits_compile_whole(each, backend, device):
+    torch._dynamo.reset()
+    query, items = integers(3, 16, device=device), integers(90, 16, device=device, seed=1)
+    attributes = words(90, device)
+    given = torch.stack([HALF.bits(attributes), SOME.bits(attributes)])
+    which = torch.tensor([1, 0, 1], dtype=torch.int32, device=device) if each else None
+
+    def f(query, items, bits):
+        return tigon.filtered_topk(query, items, 5, where=tigon.RowBits(bits, which))
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (90, 77):
+        given_n = query, items[:n], given[:, : -(-n // 32)]
+        for a, b in zip(compiled(*given_n), f(*given_n), strict=True):
             assert torch.equal(a, b)
 
 

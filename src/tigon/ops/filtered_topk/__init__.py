@@ -16,16 +16,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tigon.ops.filtered_topk.bits import RowBits
 from tigon.ops.filtered_topk.filters import RowFilter, tables_of
 from tigon.ops.filtered_topk.launches import _filtered_topk
 from tigon.ops.filtered_topk.plan import kind_of
 from tigon.ops.filtered_topk.reference import filtered_topk_reference
 from tigon.runtime import check_tensors, use_triton
 
-__all__ = ["RowFilter", "filtered_topk", "filtered_topk_reference"]
+__all__ = ["RowBits", "RowFilter", "filtered_topk", "filtered_topk_reference"]
 
 Plan = Literal["auto", "dense", "compact", "bitmaps"]
-Where = RowFilter | Sequence[RowFilter | None]
+Where = RowFilter | Sequence[RowFilter | None] | RowBits
 # Beyond that the groups of a query no longer fit the programs that select among them.
 MOST = 2048
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -37,7 +38,7 @@ def filtered_topk(
     k: int,
     *,
     attributes: Tensor | None = None,
-    where: RowFilter | Sequence[RowFilter | None] | None = None,
+    where: RowFilter | Sequence[RowFilter | None] | RowBits | None = None,
     live: Tensor | None = None,
     bias: Tensor | None = None,
     plan: Plan = "auto",
@@ -51,7 +52,8 @@ def filtered_topk(
         k: 1 to 2048.
         attributes: (W, N) int64, W words of each row, which the filters test. Their highest bit is never used.
         where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
-            once where they are the same object. Make them with `device=` where you compile the call.
+            once where they are the same object. Make them with `device=` where you compile the call. A `tigon.RowBits`
+            instead of filters that were tested before: a search then reads N/8 bytes of each, and no attributes.
         live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
         bias: (N,) fp32, added to the scores of a row.
         plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows
@@ -75,10 +77,16 @@ def filtered_topk(
     """
     _check(query, items, k, plan, share)
     _check_rows(query, items, attributes, live, bias)
-    where = _checked_filters(query, attributes, where, plan)
+    where = _checked_filters(query, items.shape[0], attributes, where, plan)
     # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
     if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
         return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
+    if isinstance(where, RowBits):
+        kind = kind_of(where.filters if where.which is None else 2, share, plan)
+        which, starts = (where.which, where.beginnings()) if kind == "bitmaps" else (None, None)
+        if kind == "bitmaps" and which is None:
+            which = query.new_zeros(query.shape[0], dtype=torch.int32)
+        return _filtered_topk(query, items, k, None, starts, where.bits, which, where.filters, live, bias, kind)
     kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
     filters, tables = tables_of(where, kind, query.device, query.shape[0])
     return _filtered_topk(query, items, k, attributes, *tables, filters, live, bias, kind)
@@ -142,14 +150,18 @@ def _check_rows(
                 )
 
 
-def _checked_filters(query: Tensor, attributes: Tensor | None, where: Where | None, plan: str) -> Where | None:
+def _checked_filters(
+    query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str
+) -> Where | None:
     """The filter of all queries, or a list of one for each; None where all rows pass."""
     if where is None:
         return None
+    if isinstance(where, RowBits):
+        return _checked_bits(query, rows, where, plan)
     if isinstance(where, RowFilter):
         given: Sequence[RowFilter | None] = [where]
     else:
-        if isinstance(where, (str, Tensor)) or not isinstance(where, Sequence):
+        if isinstance(where, (str, Tensor, RowBits)) or not isinstance(where, Sequence):
             raise ValueError(
                 f"filtered_topk: where must be a tigon.RowFilter or a sequence of them, got {type(where).__name__}."
             )
@@ -180,3 +192,31 @@ def _checked_filters(query: Tensor, attributes: Tensor | None, where: Where | No
             f"filtered_topk: plan must be 'bitmaps' or 'auto' where each query has a filter, got {plan!r}."
         )
     return given
+
+
+def _checked_bits(query: Tensor, rows: int, where: RowBits, plan: str) -> RowBits:
+    check_tensors("filtered_topk", bits=where.bits, which=where.which, starts=where.starts)
+    bits, words, B = where.bits, (rows + 31) // 32, query.shape[0]
+    if bits.dim() != 2 or bits.shape[1] != words or not len(bits) or bits.dtype != torch.int32:
+        raise ValueError(
+            f"filtered_topk: where.bits must be (filters, {words}) int32, a bit for each of {rows} rows, got "
+            f"{tuple(bits.shape)} {bits.dtype}."
+        )
+    if bits.stride(1) != 1 and words > 1:
+        raise ValueError(
+            f"filtered_topk: where.bits must have its numbers one behind the other, got strides {bits.stride()}."
+        )
+    for name, t, dtype, size in (("which", where.which, torch.int32, B), ("starts", where.starts, torch.int64, None)):
+        if t is not None and (t.dim() != 1 or t.dtype != dtype or (size is not None and len(t) != size)):
+            raise ValueError(
+                f"filtered_topk: where.{name} must be ({B if size is not None else 'filters'},) {str(dtype)[6:]}, got "
+                f"{tuple(t.shape)} {t.dtype}."
+            )
+    for name, t in (("bits", bits), ("which", where.which), ("starts", where.starts)):
+        if t is not None and t.device != query.device:
+            raise ValueError(f"filtered_topk: where.{name} must be on {query.device}, as query is, got {t.device}.")
+    if where.which is not None and plan in ("dense", "compact"):
+        raise ValueError(
+            f"filtered_topk: plan must be 'bitmaps' or 'auto' where each query has a filter, got {plan!r}."
+        )
+    return where

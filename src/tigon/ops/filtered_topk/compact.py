@@ -56,6 +56,51 @@ def list_strip(
 
 
 @jit
+def live_words(bits_ptr, live_ptr, place, there, N):
+    """Numbers of 32 rows' bits, without those of rows that are not there, and of places that hold none."""
+    left = N - place * 32
+    word = tl.load(bits_ptr + place, mask=there & (left > 0), other=0)
+    word &= tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
+    if live_ptr is not None:
+        word &= tl.load(live_ptr + place, mask=there & (left > 0), other=0)
+    return word
+
+
+@jit
+def ones(word):
+    """How many bits of a number are set: of pairs, of fours, of bytes, and their sum in the highest byte."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@jit
+def list_bits(strip, bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP: tl.constexpr):
+    """As `list_strip`, from bits: one sum over the strip's words, and each row's place among those of its word."""
+    place = strip * (STRIP // 32) + tl.arange(0, STRIP // 32)
+    word = live_words(bits_ptr, live_ptr, place, place >= 0, N)
+    count = ones(word)
+    first = tl.cumsum(count, 0) - count
+    bit = tl.arange(0, 32)
+    lower = (1 << bit) - 1
+    at = first[:, None] + ones(word[:, None] & lower[None, :])
+    keep = ((word[:, None] >> bit[None, :]) & 1) != 0
+    tl.store(list_ptr + strip * STRIP + at, place[:, None] * 32 + bit[None, :], mask=keep)
+    n = tl.sum(count, 0)
+    tl.store(count_ptr + strip, n)
+    return n
+
+
+@jit
+@do_not_specialize("N")
+def _list_bits_kernel(bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP: tl.constexpr):
+    """The list of a strip from bits, where several blocks of queries read it."""
+    list_bits(tl.program_id(0), bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP)
+
+
+@jit
 @do_not_specialize("N", "stride", "literals")
 def _list_kernel(
     attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,

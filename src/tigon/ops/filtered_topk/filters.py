@@ -111,6 +111,17 @@ class RowFilter:
             passing = passing & some
         return passing
 
+    def bits(self, attributes: Tensor) -> Tensor:
+        """(⌈N/32⌉,) int32, which rows pass: bit r % 32 of number r // 32 is row r's. For `tigon.RowBits`.
+
+        attributes: (W, N) int64.
+        """
+        from tigon.ops.filtered_topk.bits import write_bits
+
+        made = attributes.new_empty((1, (attributes.shape[1] + 31) // 32), dtype=torch.int32)
+        write_bits([self], attributes, made, attributes.new_zeros(1))
+        return made[0]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowFilter):
             return NotImplemented

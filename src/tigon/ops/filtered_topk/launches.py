@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk.compact import _list_kernel, _words_kernel
+from tigon.ops.filtered_topk.compact import _list_bits_kernel, _list_kernel, _words_kernel
 from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_of
 from tigon.ops.filtered_topk.rescore import _rescore_kernel
 from tigon.ops.filtered_topk.scan import _scan_kernel, _split_kernel
@@ -41,7 +41,8 @@ def _number(key: tuple[Any, ...]) -> int:
 class Rows(NamedTuple):
     """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
     filter; live bits, biases. which: the filter of each query, where there are several. listing: from what the scan
-    makes the list itself, attributes, table, bitmaps and live bits."""
+    makes the list itself, attributes, table, bitmaps and live bits, or bits and live bits. starts: where in `word` each
+    filter's bits begin, if it holds those."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -50,6 +51,7 @@ class Rows(NamedTuple):
     live: Tensor | None
     bias: Tensor | None
     listing: tuple[Tensor | None, ...] | None = None
+    starts: Tensor | None = None
 
 
 def _filtered_topk_fake(
@@ -69,7 +71,10 @@ def _filtered_topk(
     query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table."""
+    """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table.
+
+    Without attributes, bitmaps are the bits of rows for each filter, and table (F,) says where in them each begins.
+    """
     (B, D), N = query.shape, items.shape[0]
     scores = query.new_empty((B, k), dtype=torch.float32)
     rows = query.new_empty((B, k), dtype=torch.int64)
@@ -135,17 +140,30 @@ def _rows(
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
     number: int,
 ) -> Rows:  # fmt: skip
-    if table is None or attributes is None or bitmaps is None:
+    if bitmaps is None:
         return Rows(None, None, None, None, live, bias)
     N, strip = items.shape[0], plan.sizes.strip
-    tensors = attributes, table, bitmaps, live
-    sizes = N, attributes.stride(0), table.shape[0]
     if plan.kind == "compact":
         strips = cdiv(N, strip)
         # The places of a strip beyond its rows that pass are never read.
         listed = items.new_empty((strips * strip,), dtype=torch.int32)
         count = items.new_empty((strips,), dtype=torch.int32)
+    if attributes is None or table is None:
+        if plan.kind == "bitmaps":
+            return Rows(None, None, bitmaps, which, live, bias, None, table)
+        if plan.kind == "dense":  # rows that one filter lets pass are live ones
+            return Rows(None, None, None, None, bitmaps[0] if live is None else bitmaps[0] & live, bias)
+        if LISTING and B <= plan.tile.queries <= 16:
+            return Rows(listed, count, None, None, None, bias, (bitmaps, None, None, live))
 
+        def plan_bits() -> Launch:
+            return strips, (N, strip), {"num_warps": LIST_WARPS}
+
+        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_bits)
+        return Rows(listed, count, None, None, None, bias)
+    tensors = attributes, table, bitmaps, live
+    sizes = N, attributes.stride(0), table.shape[0]
+    if plan.kind == "compact":
         if LISTING and B <= plan.tile.queries <= 16:
             return Rows(listed, count, None, None, None, bias, tensors)
 
@@ -182,14 +200,16 @@ def _picked(
     maxima = q.new_empty((sum(counts), B), dtype=torch.float32)
     of_strips = plan.levels.index(sizes.strip)
     mode = 0 if rows.word is None else 1 if rows.which is None else 2 if filters <= 32 else 3
-    attributes, table, bitmaps, live = rows.listing or (None, None, None, rows.live)
+    if rows.starts is not None:
+        mode = 4 if filters <= 32 else 5
+    attributes, table, bitmaps, live = rows.listing or (None, rows.starts, None, rows.live)
     given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
     tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps)
 
     def plan_scan() -> Launch:
         tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
         middle_at = starts[of_strips + 1] if sizes.middle else 0
-        beside = (0, 0) if attributes is None or table is None else (attributes.stride(0), table.shape[0])
+        beside = (0 if attributes is None else attributes.stride(0), 0 if table is None else table.shape[0])
         arguments = (
             B, N, blocks, *beside, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips], D, sizes.group,
             sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit,
@@ -246,7 +266,7 @@ def _best(
     candidates = query.new_empty((B, K * G), dtype=torch.float32)
     of_rows = query.new_empty((B, K * G), dtype=torch.int32)
     given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
-    tensors = (query, items, *given, picks, candidates, of_rows)
+    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts)
 
     def plan_rescore() -> Launch:
         depth = max(16, min(128, next_power_of_2(D)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tigon.ops.filtered_topk.bits import RowBits
 from tigon.ops.filtered_topk.filters import RowFilter
 from tigon.runtime import is_traced
 
@@ -16,7 +17,8 @@ SCORES = 1 << 24
 
 def filtered_topk_reference(
     query: Tensor, items: Tensor, k: int, *, attributes: Tensor | None = None,
-    where: RowFilter | Sequence[RowFilter | None] | None = None, live: Tensor | None = None, bias: Tensor | None = None,
+    where: RowFilter | Sequence[RowFilter | None] | RowBits | None = None, live: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, N = query.shape[0], items.shape[0]
     wide = torch.float64 if torch.float64 in (query.dtype, items.dtype) else torch.float32
@@ -63,9 +65,11 @@ def _best(s: Tensor, k: int) -> Tensor:
 
 
 def _passing(
-    attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | None, start: int, stop: int
+    attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, start: int, stop: int
 ) -> Tensor | None:
     """(n,) or (B, n) bool, which of these rows pass; None where all do."""
+    if isinstance(where, RowBits):
+        return where.mask(start, stop)
     if where is None or attributes is None:
         return None
     words = attributes[:, start:stop]

@@ -11,13 +11,13 @@ from tigon.runtime import do_not_specialize, jit, tl
 @do_not_specialize("N", "K", "stride_q", "units_x")
 def _rescore_kernel(
     q_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, pick_ptr, candidate_ptr, row_ptr,
-    N, K, stride_q, units_x, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
+    start_ptr, N, K, stride_q, units_x, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One group of one query: the scores of its rows in fp32, -inf for what is none, and the rows.
 
     The order of the sums depends on D and G alone, and no product and sum are contracted: a query's scores have the
-    same bits in every plan and batch.
+    same bits in every plan and batch. start_ptr: where the bits of each filter begin behind word_ptr; None for words.
     """
     b = (tl.program_id(0) // K).to(tl.int64)
     r = tl.program_id(0) % K
@@ -35,8 +35,11 @@ def _rescore_kernel(
         f = 0
         if which_ptr is not None:
             f = tl.load(which_ptr + b)
-        w = tl.load(word_ptr + N.to(tl.int64) * (f // 32) + i, mask=there, other=0)
-        there = there & (((w >> (f % 32)) & 1) != 0)
+        if start_ptr is not None:
+            there = there & is_live(word_ptr + tl.load(start_ptr + f), i, there)
+        else:
+            w = tl.load(word_ptr + N.to(tl.int64) * (f // 32) + i, mask=there, other=0)
+            there = there & (((w >> (f % 32)) & 1) != 0)
     if live_ptr is not None:
         there = there & is_live(live_ptr, i, there)
     d = tl.arange(0, BLOCK_D)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tigon.ops.filtered_topk.compact import is_live, list_strip
+from tigon.ops.filtered_topk.compact import is_live, list_bits, list_strip, live_words
 from tigon.runtime import do_not_specialize, jit, tl
 
 
@@ -37,6 +37,19 @@ def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, 
 
 
 @jit
+def fail_columns(bits_ptr, known, live_ptr, place, N, BLOCK_N: tl.constexpr):
+    """(BLOCK_N, 32): 2⁶³ where the row fails the filter, or is not there. place: of the first 32 rows.
+
+    bits_ptr: (32,), where each filter's numbers begin. known: whether there is such a filter.
+    """
+    places = place + tl.arange(0, BLOCK_N // 32)
+    word = live_words(bits_ptr[None, :], live_ptr, places[:, None], known[None, :], N)
+    bit = tl.arange(0, 32)
+    passes = ((word[:, None, :] >> bit[None, :, None]) & 1) != 0
+    return tl.reshape(tl.where(passes, 0.0, 9223372036854775808.0).to(tl.bfloat16), [BLOCK_N, 32])
+
+
+@jit
 @do_not_specialize("B", "N", "blocks", "stride_a", "literals", "units_x", "middle_at", "strip_at")
 def _scan_kernel(
     q_ptr, low_ptr, scale_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, maxima_ptr,
@@ -48,8 +61,11 @@ def _scan_kernel(
     """One strip of rows, one block of queries.
 
     FILTERS: of words with a bit for each filter. 0: none. 1: one filter for all queries. 2: one for each query, at most
-    32. 3: one for each query, more. UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
+    32. 3: one for each query, more. 4 and 5: as 2 and 3, but each filter has bits of its own, of 32 rows in a number:
+    those of filter f lie behind word_ptr + table[f], and there are `literals` filters.
+    UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
     LISTING: rows of a step in which the program lists those of its strip that pass; 0 where others have, or nobody.
+    Without a table the list is made from bits, which then stand in place of the attributes.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -70,19 +86,25 @@ def _scan_kernel(
         mine = tl.load(which_ptr + b, mask=here, other=0)
         bit = tl.arange(0, 32)
         first_word, last_word = 0, 0
-        if FILTERS == 2:
+        if FILTERS == 2 or FILTERS == 4:
             chosen = tl.where(mine[:, None] == bit[None, :], -18446744073709551616.0, 0.0).to(tl.bfloat16)
         else:
             # Filters are counted in the order of the queries, so that a block's lie together.
             first_word = tl.min(tl.where(here, mine, 0x7FFFFFFF), 0) // 32
             last_word = tl.max(mine, 0) // 32
+        if FILTERS == 4:
+            known = bit < literals
+            bits_ptr = word_ptr + tl.load(table_ptr + bit, mask=known, other=0)
     P: tl.constexpr = BLOCK_N // G
     first = strip * STRIP
     if LISTING > 0:
-        n = list_strip(
-            strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
-            STRIP, LISTING,
-        )  # fmt: skip
+        if table_ptr is not None:
+            n = list_strip(
+                strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
+                STRIP, LISTING,
+            )  # fmt: skip
+        else:
+            n = list_bits(strip, attributes_ptr, live_ptr, list_ptr, count_ptr, N, STRIP)
         tl.debug_barrier()
     elif list_ptr is not None:
         n = tl.load(count_ptr + strip)
@@ -132,6 +154,16 @@ def _scan_kernel(
                 fails = tl.where(((w[:, None] >> bit[None, :]) & 1) != 0, 0.0, 9223372036854775808.0).to(tl.bfloat16)
                 of_word = tl.where((mine - v * 32)[:, None] == bit[None, :], -18446744073709551616.0, 0.0)
                 s = tl.dot(of_word.to(tl.bfloat16), tl.trans(fails), s)
+        if FILTERS == 4:
+            fails = fail_columns(bits_ptr, known, live_ptr, first // 32 + t * (BLOCK_N // 32), N, BLOCK_N)
+            s = tl.dot(chosen, tl.trans(fails), s)
+        if FILTERS == 5:
+            for v in range(first_word, last_word + 1):
+                known = v * 32 + bit < literals
+                bits_ptr = word_ptr + tl.load(table_ptr + v * 32 + bit, mask=known, other=0)
+                fails = fail_columns(bits_ptr, known, live_ptr, first // 32 + t * (BLOCK_N // 32), N, BLOCK_N)
+                of_word = tl.where((mine - v * 32)[:, None] == bit[None, :], -18446744073709551616.0, 0.0)
+                s = tl.dot(of_word.to(tl.bfloat16), tl.trans(fails), s)
         if bias_ptr is not None:
             if scale_ptr is not None:
                 s = s * scale[:, None]
@@ -139,7 +171,7 @@ def _scan_kernel(
         # Two comparisons a row, and an addition a score.
         if FILTERS == 1:
             s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
-        if live_ptr is not None and LISTING == 0:
+        if live_ptr is not None and LISTING == 0 and FILTERS < 4:
             s = s + tl.where(is_live(live_ptr, i, i >= 0), 0.0, float("-inf"))[None, :]
         # A maximum of a number and a NaN is the number.
         if P == 1:
