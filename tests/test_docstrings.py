@@ -133,6 +133,7 @@ REPLACED = [
         {"query": randn(2, 8), "items": randn(40, 8), "k": 3, "attributes": torch.arange(40)[None],
          "where": tigon.RowFilter([[tigon.RowFilter.Literal(0, 5)]])},
     ),
+    Replaced("encode_items(rows)[1:3]", "codes, scales", {"rows": randn(40, 8)}),
     Replaced(
         "prefix_attention(q, k, v, tigon.PrefixLayout(prefix_lengths, suffix_lengths))", "o",
         {"q": randn(12, 4, 8), "k": randn(12, 2, 8), "v": randn(1, 12, 2, 8)[0], "prefix_lengths": [3, 2],

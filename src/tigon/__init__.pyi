@@ -30,6 +30,8 @@ from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.filtered_topk import filtered_topk as filtered_topk
 from tigon.ops.filtered_topk.bits import RowBits as RowBits
+from tigon.ops.filtered_topk.codes import CodedItems as CodedItems
+from tigon.ops.filtered_topk.codes import encode_items as encode_items
 from tigon.ops.filtered_topk.filters import RowFilter as RowFilter
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu

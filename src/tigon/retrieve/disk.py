@@ -21,7 +21,7 @@ PIECE = 1 << 24
 # Names of safetensors for dtypes.
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import over, searching, storage, writing
+from tigon.retrieve import coded, over, searching, storage, writing
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
@@ -24,6 +24,7 @@ from tigon.retrieve.where import Expression
 
 Metric = Literal["ip", "cosine", "l2"]
 Where = Expression | str | None
+Codes = Literal["int8"] | None
 METRICS = ("ip", "cosine", "l2")
 
 
@@ -41,8 +42,10 @@ class Index(nn.Module):
             whose scores are squared distances with a minus.
         schema: the columns that items can be filtered by. The index has a copy.
         device: where the buffers are.
+        codes: "int8" keeps the vectors in 8 bits a number as well, which a search on a GPU reads first. It finds the
+            same.
 
-    Raises: ValueError for numbers that are not positive, an unknown dtype or an unknown metric.
+    Raises: ValueError for numbers that are not positive, an unknown dtype, metric or kind of codes.
     """
 
     embeddings: Tensor
@@ -50,6 +53,9 @@ class Index(nn.Module):
     live: Tensor
     item_ids: Tensor
     bias: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
+    error: Tensor | None
 
     def __init__(
         self,
@@ -59,11 +65,13 @@ class Index(nn.Module):
         metric: Metric = "ip",
         schema: Schema | None = None,
         device: torch.device | str | None = None,
+        codes: Codes = None,
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("capacity", capacity)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Index: {name} must be a positive integer, got {value!r}.")
+        self.coding = coded.checked("Index", codes)
         self._prepare(dim, capacity, metric, schema, fixed=False)
         rows = capacity + spare_rows(capacity)
         self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=dtype_of("Index", dtype), device=device))
@@ -83,6 +91,7 @@ class Index(nn.Module):
         self.journal: Journal | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
         self._over: tuple[Tensor, ...] = ()
+        self.coded_state: tuple[int, ...] | None = None  # of the parameter that the index is over, as its codes know it
         self.register_load_state_dict_post_hook(_loaded)
 
     def _buffers_of(self, rows: int, device: torch.device) -> None:
@@ -91,6 +100,7 @@ class Index(nn.Module):
         self.register_buffer("item_ids", torch.full((rows,), -1, dtype=torch.int64, device=device))
         distances = self.metric == "l2" and not self.fixed
         self.register_buffer("bias", torch.zeros(rows, device=device) if distances else None)
+        coded.begin(self, rows, device)
 
     @classmethod
     def over(
@@ -100,10 +110,12 @@ class Index(nn.Module):
         table: Any = None,
         schema: Schema | None = None,
         metric: Literal["ip", "l2"] = "ip",
+        codes: Codes = None,
     ) -> Index:
         """An index over the rows of a parameter, such as an embedding that is trained: no copy, never stale.
 
-        A search sees the weights of that moment. Optimizer steps and searches belong on one stream.
+        A search sees the weights of that moment. Optimizer steps and searches belong on one stream. From a step until
+        `refresh` a search reads the weights alone, not their codes.
 
         Args:
             parameter: (items, dim), or a torch.nn.Embedding, whose weight is meant.
@@ -111,12 +123,14 @@ class Index(nn.Module):
             table: the attributes of the rows, if there is a schema.
             schema: the columns that items can be filtered by.
             metric: "ip" or "l2".
+            codes: as of an Index.
 
         Returns: an Index whose vectors are the parameter itself; it is not among the index's own parameters.
         Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
         """
         index = cls.__new__(cls)
         nn.Module.__init__(index)
+        index.coding = coded.checked("Index.over", codes)
         over.begin(index, parameter, schema, metric)
         over.fill(index, ids, table)
         return index
@@ -145,6 +159,7 @@ class Index(nn.Module):
 
     def extra_repr(self) -> str:
         kinds = f", {self.schema!r}" if self.schema.words else ""
+        kinds += f", {self.coding} codes" if self.coding is not None else ""
         return f"{len(self):,} of {self.capacity:,} items × {self.dim}, {str(self.dtype)[6:]}, {self.metric!r}{kinds}"
 
     # ------------------------------------------------------------------------------------------------------- updates
@@ -219,6 +234,16 @@ class Index(nn.Module):
                 self.capacity = before  # or the journal would hold more items than it knows room for
                 raise
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make all codes anew from the vectors: for an index over a parameter, after steps that have changed it.
+
+        Only a search with the codes of the weights as they are reads them; a search before reads the weights, and finds
+        the same.
+        """
+        with self.turns.writing, self.turns.switch(self.device):
+            coded.renew(self)
+
     def plan(self, capacity: int | None = None) -> MemoryPlan:
         """The memory of the index, or of one like it with another capacity.
 
@@ -230,7 +255,8 @@ class Index(nn.Module):
         length = None
         if isinstance(self.ids, StringIds):
             length = len(self.ids.blob) // max(self.ids.count, 1)
-        return plan_memory(capacity or self.capacity, self.dim, self.dtype, self.metric, self.schema, length)
+        codes: Any = self.coding
+        return plan_memory(capacity or self.capacity, self.dim, self.dtype, self.metric, self.schema, length, codes)
 
     # -------------------------------------------------------------------------------------------------------- search
 
@@ -344,6 +370,7 @@ class Index(nn.Module):
         self.rows = Rows.of(live, int(self.item_ids.shape[0]))
         self.counts = Counts(self.schema)
         self.filters.clear()
+        self.coded_state = None if self._over else ()
         there = np.flatnonzero(self.rows.there())
         if isinstance(self.ids, StringIds):
             self.ids.rows.fill(-1)
@@ -388,9 +415,11 @@ class Index(nn.Module):
         with self.turns.writing, self.turns.lock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            before = self.dtype
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
             if self.bias is not None:  # half() is meant for the vectors
                 self.bias = writing.distance_bias(self.embeddings)
+            coded.applied(self, before)
         return self
 
 

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tigon.retrieve.coded import checked, code_bytes
 from tigon.retrieve.ids import slots_for
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.updates import spare_rows
@@ -22,7 +23,7 @@ class MemoryPlan(NamedTuple):
     """Bytes of an index, by what they are for. `print` shows them.
 
     Attributes:
-        items: that fit. vectors, attributes, ids, live, bias: bytes on the device.
+        items: that fit. vectors, attributes, ids, live, bias, codes: bytes on the device.
         host: bytes of the host: tables of ids, and the texts of strings.
     """
 
@@ -33,13 +34,15 @@ class MemoryPlan(NamedTuple):
     live: int
     bias: int
     host: int
+    codes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        return self.vectors + self.attributes + self.ids + self.live + self.bias
+        return self.vectors + self.attributes + self.ids + self.live + self.bias + self.codes
 
     def __str__(self) -> str:
-        parts = [(name, getattr(self, name)) for name in ("vectors", "attributes", "ids", "live", "bias")]
+        names = ("vectors", "codes", "attributes", "ids", "live", "bias")
+        parts = [(name, getattr(self, name)) for name in names]
         parts.append(("together", self.device_bytes))
         lines = [f"  {name:<11}{spoken_bytes(size):>12} on the device" for name, size in parts if size]
         host = f"  {'tables':<11}{spoken_bytes(self.host):>12} on the host"
@@ -53,6 +56,7 @@ def plan_memory(
     metric: Literal["ip", "cosine", "l2"] = "ip",
     schema: Schema | None = None,
     id_length: int | None = None,
+    codes: Literal["int8"] | None = None,
 ) -> MemoryPlan:
     """The memory of an index, computed without taking any.
 
@@ -65,9 +69,10 @@ def plan_memory(
         metric: "l2" keeps 4 bytes more an item.
         schema: whose words take 8 bytes an item each.
         id_length: the mean length of ids that are strings, in bytes; None for int64.
+        codes: "int8" keeps dim + 4 bytes more an item.
 
     Returns: a MemoryPlan.
-    Raises: ValueError if a number is not positive or the dtype is unknown.
+    Raises: ValueError if a number is not positive, or the dtype or the kind of codes is unknown.
     """
     for name, value in (("items", items), ("dim", dim)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -83,6 +88,7 @@ def plan_memory(
         (rows + 31) // 32 * 4,
         4 * rows if metric == "l2" else 0,
         host,
+        code_bytes(checked("plan_memory", codes), dim, rows),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import writing
+from tigon.retrieve import coded, writing
 from tigon.retrieve.ids import KINDS, last_of_each
 from tigon.retrieve.schema import Schema
 
@@ -35,6 +35,7 @@ def begin(index: Index, parameter: Tensor | nn.Embedding, schema: Schema | None,
     index._over = (weight,)  # in a tuple: the parameter stays the model's
     index._buffers_of(items, weight.device)
     index._restart()
+    coded.renew(index)
 
 
 def fill(index: Index, ids: Any, table: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk import RowFilter, filtered_topk
 from tigon.ops.filtered_topk.plan import Plan, plan_of
+from tigon.retrieve import coded
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.text import parse
@@ -146,11 +147,11 @@ def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
         scores = torch.full((B, search.most), -torch.inf, device=index.device)
         return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device)
     whole = index.rows.count == end
-    items = index.embeddings[:end]
+    items = coded.items(index, end)
     given: dict[str, Any] = {
         "attributes": index.attributes[:, :end] if search.filters is not None else None,
         "live": None if whole else index.live[: (end + 31) // 32],
-        "bias": _bias(index, items),
+        "bias": _bias(index, end),
         "share": search.share,
     }
     filters = search.filters
@@ -184,12 +185,12 @@ def _check_k(k: int) -> None:
     filtered_topk(one, one, k)
 
 
-def _bias(index: Index, items: Tensor) -> Tensor | None:
+def _bias(index: Index, end: int) -> Tensor | None:
     if index.metric != "l2":
         return None
     if index.bias is not None:
-        return index.bias[: len(items)]
-    return distance_bias(items)  # over a parameter, which may have changed since
+        return index.bias[:end]
+    return distance_bias(index.embeddings[:end])  # over a parameter, which may have changed since
 
 
 # ------------------------------------------------------------------------------------------------------------ explain

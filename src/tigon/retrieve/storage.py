@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.retrieve import disk
+from tigon.retrieve import coded, disk
 from tigon.retrieve.ids import KINDS, StringIds
 from tigon.retrieve.journal import Journal, repair, replay
 from tigon.retrieve.schema import Schema
@@ -100,6 +100,7 @@ def _about(index: Index) -> dict[str, Any]:
         "dtype": str(index.dtype).removeprefix("torch."),
         "metric": index.metric,
         "capacity": index.capacity,
+        "codes": index.coding,
         "items": len(index),
         "ids": index.ids.kind if index.ids is not None else None,
         "schema": json.loads(index.schema.to_json()),
@@ -114,12 +115,16 @@ def _items(index: Index) -> dict[str, Tensor | disk.Picked]:
     if len(rows) == index.rows.end:
         end = len(rows)
         found = {"embeddings": index.embeddings[:end], "attributes": index.attributes[:, :end]}
+        found |= {name: buffer[:end] for name, buffer in _codes(index).items()}
         keys = index.item_ids[:end]
     else:
         at = torch.from_numpy(rows).to(index.device)
         found = {"embeddings": disk.Picked(index.embeddings, at), "attributes": index.attributes[:, at]}
+        found |= {name: disk.Picked(buffer, at) for name, buffer in _codes(index).items()}
         keys = index.item_ids[at]
     found["item_ids"] = keys
+    if index.error is not None:
+        found["error"] = index.error
     if isinstance(index.ids, StringIds):
         texts = [index.ids.text(key).encode() for key in keys.tolist()]
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
@@ -128,6 +133,11 @@ def _items(index: Index) -> dict[str, Tensor | disk.Picked]:
         found["id_bytes"] = blob[: int(ends[-1]) if len(ends) else 0]
         found["id_ends"] = torch.from_numpy(ends)
     return found
+
+
+def _codes(index: Index) -> dict[str, Tensor]:
+    """The buffers of codes, by their names."""
+    return {name: buffer for name in coded.BUFFERS if (buffer := getattr(index, name)) is not None}
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -144,7 +154,7 @@ def load(kind: type[Index], path: Path, device: Any, journal: bool, mend: bool) 
     _check_files(name, folder, about)
     index = kind(
         about["dim"], about["capacity"], about["dtype"], about["metric"],
-        Schema.from_json(json.dumps(about["schema"])), device,
+        Schema.from_json(json.dumps(about["schema"])), device, about.get("codes"),
     )  # fmt: skip
     _fill(index, folder / ITEMS, about)
     if mend:
@@ -198,7 +208,9 @@ def _fill(index: Index, path: Path, about: dict[str, Any]) -> None:
         raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
     items = about["items"]
     with safe_open(path, framework="pt") as file:
-        for name in ("embeddings", "attributes", "item_ids"):
+        if index.error is not None:
+            index.error.copy_(file.get_tensor("error"))
+        for name in ("embeddings", "attributes", "item_ids", *_codes(index)):
             part, buffer = file.get_slice(name), getattr(index, name)
             if name == "attributes":
                 for word in range(buffer.shape[0]):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.retrieve import coded
 from tigon.retrieve.ids import KINDS, last_of_each, read_ids
 from tigon.retrieve.memory import spoken_bytes
 from tigon.retrieve.schema import named_rows
@@ -180,7 +181,9 @@ def reserve(index: Index, items: Prepared) -> None:
     """
     if index.device.type != "cuda":
         return
-    vector = index.dim * (index.embeddings.element_size() + (8 if index.bias is not None else 0))
+    # Copies in fp32: for biases, and for codes with their ratios, rounded numbers and errors.
+    copies = (8 if index.bias is not None else 0) + (24 if index.codes is not None else 0)
+    vector = index.dim * (index.embeddings.element_size() + copies)
     rows = min(len(items.ids), max(1, PIECE // max(1, vector)))
     needed = rows * (vector + 8 * (2 * index.schema.words + 3))
     try:
@@ -205,6 +208,7 @@ def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) ->
         index.attributes[:, at] = sent(words, device)
         if index.bias is not None:
             index.bias[at] = distance_bias(vectors)
+        coded.write(index, at, vectors)
     replaced = old[old >= 0]
     _forget(index, replaced)
     index.counts.add(words)
@@ -303,7 +307,7 @@ def grow(index: Index, capacity: int) -> None:
         index.capacity = capacity
 
 
-BUFFERS = ("embeddings", "attributes", "live", "item_ids", "bias")
+BUFFERS = ("embeddings", "attributes", "live", "item_ids", "bias", *coded.BUFFERS)
 
 
 def _grown(index: Index, name: str, total: int) -> Tensor | None:

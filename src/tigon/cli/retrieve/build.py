@@ -13,6 +13,7 @@ from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 NAME = "retrieve build"
 METRICS, DTYPES = ("ip", "cosine", "l2"), ("float16", "bfloat16", "float32", "float8_e4m3fn")
+CODES = ("int8",)  # of retrieve.Index
 
 
 def build(
@@ -38,6 +39,9 @@ def build(
     ] = None,
     metric: Annotated[str, typer.Option(help="ip, cosine or l2.")] = "ip",
     dtype: Annotated[str, typer.Option(help=f"Of the stored vectors: {', '.join(DTYPES)}.")] = "float16",
+    codes: Annotated[
+        str | None, typer.Option(help=f"{', '.join(CODES)}: fewer bits of each vector as well, read first on a GPU.")
+    ] = None,
     capacity: Annotated[
         int | None, typer.Option(help="Items that there is room for; default: those of the files.", min=1)
     ] = None,
@@ -54,6 +58,8 @@ def build(
         raise Problem(f"{NAME}: --metric must be one of {', '.join(METRICS)}, got {metric}")
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if codes is not None and codes not in CODES:
+        raise Problem(f"{NAME}: --codes must be one of {', '.join(CODES)}, got {codes}")
     if vector is not None and vectors is not None:
         raise Problem(f"{NAME}: --vector and --vectors exclude each other")
     if schema is not None and columns is not None:
@@ -67,6 +73,7 @@ def build(
     from tigon.retrieve import Index, Schema
 
     chosen: Any = metric
+    coding: Any = codes
     console = screen(stderr=True)
     began = time.monotonic()
     found = source(NAME, items)
@@ -90,7 +97,7 @@ def build(
         for names, matrix, table in parts:
             if index is None:
                 dim = matrix.shape[1]
-                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described))
+                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described), codes=coding)
             try:
                 if matrix.shape[1] != dim:
                     raise ValueError(f"every vector must have {dim} numbers, as the first has, got {matrix.shape[1]}")
