@@ -156,9 +156,6 @@ def _check_rows(
                 )
 
 
-def _checked_filters(
-    query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str
-) -> Where | None:
 def _check_codes(coded: CodedItems) -> None:
     (N, D), device = coded.rows.shape, coded.rows.device
     wanted = {"codes": ((N, D), torch.int8), "scales": ((N,), torch.float32), "error": ((2,), torch.float32)}
@@ -172,7 +169,9 @@ def _check_codes(coded: CodedItems) -> None:
             )
 
 
-def _checked_filters(query: Tensor, attributes: Tensor | None, where: Where | None, plan: str) -> Where | None:
+def _checked_filters(
+    query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str
+) -> Where | None:
     """The filter of all queries, or a list of one for each; None where all rows pass."""
     if where is None:
         return None
