@@ -7,18 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.retrieve import Index, Number, Schema, col, updates
+from tigon.retrieve import Category, Index, Number, Schema, col, updates
+
+SCHEMA = Schema(version=Number(), parity=Category())
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
     """Every component of a row, and its attribute, is its version: a mixture of two would have other sums."""
     dim, items, batch = 32, 200, 64
-    index = Index(dim, items if full else 4 * items, "float32", schema=Schema(version=Number()), device=device)
+    index = Index(dim, items if full else 4 * items, "float32", schema=SCHEMA, device=device)
 
     def write(numbers, version):
         x = torch.full((len(numbers), dim), float(version), device=device)
-        index.upsert(numbers, x, {"version": np.full(len(numbers), version)})
+        parity = np.full(len(numbers), ("even", "odd")[version % 2])
+        index.upsert(numbers, x, {"version": np.full(len(numbers), version), "parity": parity})
 
     write(np.arange(items), 1)
     failed, stop, versions = [], threading.Event(), [1]
@@ -34,12 +37,15 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
 
     thread = threading.Thread(target=writer)
     thread.start()
-    queries = torch.eye(dim, device=device)[[0, dim // 2, dim - 1]]
+    queries = torch.eye(dim, device=device)[[0, dim // 2, dim - 1, 1]]
     seen, searches, end = set(), 0, time.monotonic() + 1.5
     try:
         while time.monotonic() < end or searches < 20:
             threshold = versions[0] - 3
-            hits = index.search(queries, k=2 * items, where=[None, None, col("version") >= threshold])
+            # Of filters that come again the bits are kept, and written beside the searches.
+            where = [None, None, col("version") >= threshold, "parity == 'even'"]
+            hits = index.search(queries, k=2 * items, where=where)
+            alone = index.search(queries[3], k=2 * items, where=where[3])
             ids, scores = hits.ids.tolist(), hits.scores.tolist()
             for row in range(2):
                 found = [i for i in ids[row] if i >= 0]
@@ -48,6 +54,9 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
             assert first == second
             newest = {i: s for i, s in zip(ids[2], scores[2], strict=True) if i >= 0}
             assert newest == {i: s for i, s in first.items() if s >= threshold and i >= 0}
+            even = {i: s for i, s in zip(ids[3], scores[3], strict=True) if i >= 0}
+            assert even == {i: s for i, s in first.items() if s % 2 == 0}
+            assert not alone.scores[alone.scores > -torch.inf].remainder(2).any()
             seen.add(max(first.values()))
             searches += 1
     finally:
@@ -56,6 +65,7 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
     assert not failed, failed
     assert len(seen) > 3, "the writer wrote nothing while searches ran"
     assert len(index) == items
+    assert len(index.kept) > 2
 
 
 def test_rows_come_back_from_live_bits():

@@ -456,6 +456,10 @@ def test_plan_memory_is_what_the_buffers_take():
         assert index.plan().device_bytes == taken
         assert retrieve.plan_memory(capacity, D, "bfloat16", "l2", schema()).device_bytes == taken
     assert "together" in str(retrieve.plan_memory(20_000_000, 128))
+    assert "filters" not in str(retrieve.plan_memory(20_000_000, 128))
+    assert retrieve.plan_memory(20_000_000, 128, schema=schema()).filters == pytest.approx(8 * 20_000_000, rel=0.01)
+    assert retrieve.plan_memory(10**9, 128, schema=schema()).filters == 2**30
+    assert "as filters come again" in str(retrieve.plan_memory(20_000_000, 128, schema=schema()))
     assert retrieve.plan_memory(10**9, 128).vectors >= 256 * 10**9
 
 

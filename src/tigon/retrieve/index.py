@@ -16,6 +16,7 @@ from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
 from tigon.retrieve.journal import Journal
+from tigon.retrieve.kept import Kept
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
@@ -90,6 +91,7 @@ class Index(nn.Module):
         self.turns = Turns()
         self.journal: Journal | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
+        self.kept = Kept()
         self._over: tuple[Tensor, ...] = ()
         self.coded_state: tuple[int, ...] | None = None  # of the parameter that the index is over, as its codes know it
         self.register_load_state_dict_post_hook(_loaded)
@@ -244,6 +246,24 @@ class Index(nn.Module):
         with self.turns.writing, self.turns.switch(self.device):
             coded.renew(self)
 
+    def keep_filters(self, size: int | None = None) -> None:
+        """Say how much memory the bits of filters that come again may take. Those that are kept are given up.
+
+        Args:
+            size: in bytes; a filter takes an eighth of a byte a row. 0: none are kept. None: the default, what one word
+                of attributes takes, and at most 1 GiB.
+
+        Raises: ValueError if the size is negative.
+        """
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ValueError(f"Index.keep_filters: size must be a number of bytes, 0 or more, or None, got {size!r}.")
+        with self.turns.writing:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            with self.turns.lock:
+                self.kept.limit = size
+                self.kept.clear()
+
     def plan(self, capacity: int | None = None) -> MemoryPlan:
         """The memory of the index, or of one like it with another capacity.
 
@@ -276,6 +296,7 @@ class Index(nn.Module):
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
         search = searching.asked(self, query, k, where, strict)
+        self.kept.prepare(self, search.filters)
         with self.turns.search(self.device):
             scores, rows = searching.found_rows(self, search)
             ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
@@ -371,6 +392,7 @@ class Index(nn.Module):
         self.counts = Counts(self.schema)
         self.filters.clear()
         self.coded_state = None if self._over else ()
+        self.kept.clear()
         there = np.flatnonzero(self.rows.there())
         if isinstance(self.ids, StringIds):
             self.ids.rows.fill(-1)
@@ -417,6 +439,7 @@ class Index(nn.Module):
                 torch.cuda.synchronize(self.device)
             before = self.dtype
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self.kept.clear()
             if self.bias is not None:  # half() is meant for the vectors
                 self.bias = writing.distance_bias(self.embeddings)
             coded.applied(self, before)

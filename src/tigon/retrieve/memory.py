@@ -8,6 +8,7 @@ import torch
 
 from tigon.retrieve.coded import checked, code_bytes
 from tigon.retrieve.ids import slots_for
+from tigon.retrieve.kept import default_bytes
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.updates import spare_rows
 
@@ -25,6 +26,7 @@ class MemoryPlan(NamedTuple):
     Attributes:
         items: that fit. vectors, attributes, ids, live, bias, codes: bytes on the device.
         host: bytes of the host: tables of ids, and the texts of strings.
+        filters: bytes on the device that the bits of filters take at most, as they come; see `Index.keep_filters`.
     """
 
     items: int
@@ -35,16 +37,22 @@ class MemoryPlan(NamedTuple):
     bias: int
     host: int
     codes: int = 0
+    filters: int = 0
 
     @property
     def device_bytes(self) -> int:
+        """What the index takes from the beginning."""
         return self.vectors + self.attributes + self.ids + self.live + self.bias + self.codes
 
     def __str__(self) -> str:
         names = ("vectors", "codes", "attributes", "ids", "live", "bias")
         parts = [(name, getattr(self, name)) for name in names]
         parts.append(("together", self.device_bytes))
+        if self.filters:
+            parts.append(("filters", self.filters))
         lines = [f"  {name:<11}{spoken_bytes(size):>12} on the device" for name, size in parts if size]
+        if self.filters:
+            lines[-1] += ", as filters come again"
         host = f"  {'tables':<11}{spoken_bytes(self.host):>12} on the host"
         return "\n".join([f"{self.items:,} items", *lines, host])
 
@@ -89,6 +97,7 @@ def plan_memory(
         4 * rows if metric == "l2" else 0,
         host,
         code_bytes(checked("plan_memory", codes), dim, rows),
+        default_bytes(rows) if schema is not None and schema.words else 0,
     )
 
 

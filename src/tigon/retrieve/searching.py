@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowFilter, filtered_topk
+from tigon.ops.filtered_topk import RowBits, RowFilter, filtered_topk
 from tigon.ops.filtered_topk.plan import Plan, plan_of
 from tigon.retrieve import coded
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
@@ -154,7 +154,10 @@ def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
         "bias": _bias(index, end),
         "share": search.share,
     }
-    filters = search.filters
+    bits = index.kept.found(index, search.filters, end)
+    filters = search.filters if bits is None else bits
+    if bits is not None:
+        given["attributes"] = None
     try:
         return filtered_topk(search.query, items, search.most, where=filters, **given)
     except torch.OutOfMemoryError as error:
@@ -165,6 +168,8 @@ def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
     try:
         for part in (slice(half), slice(half, B)):
             own = filters[part] if isinstance(filters, list) else filters
+            if isinstance(own, RowBits) and own.which is not None:
+                own = own._replace(which=own.which[part])
             parts.append(filtered_topk(search.query[part], items, search.most, where=own, **given))
     except torch.OutOfMemoryError as error:
         raise _too_large(B - half) from error

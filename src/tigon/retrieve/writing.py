@@ -205,7 +205,9 @@ def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) ->
         vectors = moved(vectors, device)
         _put(index.embeddings, at, vectors)
         index.item_ids[at] = sent(keys, device)
-        index.attributes[:, at] = sent(words, device)
+        with index.kept.writing:
+            index.attributes[:, at] = sent(words, device)
+            index.kept.renew(index, rows)
         if index.bias is not None:
             index.bias[at] = distance_bias(vectors)
         coded.write(index, at, vectors)
@@ -222,8 +224,9 @@ def _rewrite(index: Index, rows: Ints, words: Ints) -> None:
     there = index.rows.there()[rows]
     _forget(index, rows[there])
     index.counts.add(words)
-    with index.turns.switch(index.device):
+    with index.kept.writing, index.turns.switch(index.device):
         index.attributes[:, _at(rows, index.device)] = sent(words, index.device)
+        index.kept.renew(index, rows)
     show(index, rows[~there], rows[:0])
 
 
@@ -303,6 +306,7 @@ def grow(index: Index, capacity: int) -> None:
             torch.cuda.synchronize(index.device)  # and those to come may run on any stream
         for name, new in grown.items():
             setattr(index, name, new)
+        index.kept.clear()
         index.rows.extend(total)
         index.capacity = capacity
 

@@ -11,7 +11,7 @@ Source: the filter before the scan is that of LiNR, Borisyuk et al. 2024, https:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ def _checked_filters(
             raise ValueError(
                 f"filtered_topk: where must be a tigon.RowFilter or a sequence of them, got {type(where).__name__}."
             )
-        given = where
+        given = cast(Sequence[RowFilter | None], where)
         if len(given) != query.shape[0]:
             raise ValueError(
                 f"filtered_topk: where must have a filter for each of {query.shape[0]} queries, got {len(given)}."

@@ -45,11 +45,16 @@ class RowBits(NamedTuple):
 
     def mask(self, start: int, stop: int) -> Tensor:
         """(n,) or (B, n) bool, which of these rows pass; the specification of the kernels."""
-        rows = torch.arange(start, stop, device=self.bits.device)
-        if self.which is None:
-            return ((self.bits[0, rows >> 5] >> (rows & 31)) & 1) != 0
-        at = self.beginnings()[self.which.long(), None] + (rows >> 5)
-        return ((_flat(self.bits)[at] >> (rows & 31)) & 1) != 0
+        first, past = start // 32, (stop + 31) // 32
+        words = self.bits[:1]
+        if self.which is not None and self.starts is not None:
+            places = torch.arange(self.bits.shape[1], device=self.bits.device)
+            words = _flat(self.bits)[self.starts[:, None] + places]
+        elif self.which is not None:
+            words = self.bits
+        passes = ((words[:, first:past, None] >> torch.arange(32, device=words.device)) & 1) != 0
+        rows = passes.flatten(1)[:, start - 32 * first : stop - 32 * first]
+        return rows[0] if self.which is None else rows[self.which.long()]
 
 
 def packed(mask: Tensor) -> Tensor:
