@@ -68,6 +68,30 @@ def test_both_sides_are_checked_and_timed():
         assert 0 < max(row.errors.values()) < 0.05
 
 
+def test_a_token_between_two_experts_makes_no_side_wrong(monkeypatch):
+    """Who sends tokens elsewhere in one batch is right if not so in another; who is wrong is wrong in all."""
+    batches = []
+    given = drawn_models._gradients
+
+    def gradients(model, inputs):
+        found = given(model, inputs)
+        batches.append(inputs["input_ids"])
+        if getattr(model, "off", 0) and (model.off == "always" or len(batches) % drawn_models.ROUTED == 1):
+            name = next(name for name in found if "expert" in name)
+            found[name] = 1.5 * found[name]
+        return found
+
+    monkeypatch.setattr(drawn_models, "_gradients", gradients)
+    monkeypatch.setitem(SIDES, "tigon", lambda model: setattr(model, "off", "once"))
+    monkeypatch.setitem(SIDES, "liger", lambda model: setattr(model, "off", "always"))
+    options = {**OPTIONS, "family": "qwen3-30b-a3b", "experts": 8, "inner": 32}
+    sides = ("tigon", "hf", "liger")
+    rows = {row.implementation: row for row in measure(SHAPE, "bf16", options, CPU, SHORT, sides)}
+    assert {side: row.status for side, row in rows.items()} == {"tigon": "ok", "hf": "ok", "liger": "wrong"}
+    assert "expert" in rows["liger"].reason
+    assert len({tuple(ids.flatten().tolist()) for ids in batches}) == drawn_models.ROUTED
+
+
 def test_a_wrong_side_and_one_that_fails_say_so(monkeypatch):
     def scaled(model):
         model.lm_head.weight.register_hook(lambda grad: grad * 1.1)

@@ -264,3 +264,16 @@ def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
     assert (ours.status, ours.device_ms) == ("ok", None)
     assert ours.device_reason == "RuntimeError: operation not permitted when stream is capturing"
     assert (theirs.device_ms, theirs.device_reason) == (0.25, "")
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_not_captured():
+    """A capture that broke would leave an allocator that gives back nothing that it keeps."""
+    waiting = Implementation(lambda: lambda gate, up: gate * up * (up.sum().item() != 0.5))
+    op = dataclasses.replace(OPS["swiglu"], implementations={"tigon": waiting, "eager": waiting})
+    inputs = op.make((64, 64), torch.float32, torch.device("cuda"), 0.0)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        runner._device_ms(waiting.load(), waiting, inputs, torch.device("cuda"), SHORT, 0.1)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    plain = Implementation(lambda: lambda gate, up: gate * up)
+    assert runner._device_ms(plain.load(), plain, inputs, torch.device("cuda"), SHORT, 0.1) > 0

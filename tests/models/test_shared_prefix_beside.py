@@ -43,6 +43,9 @@ def test_fully_sharded(process_group, head_of_its_own):
     assert_close(sharded, plain, 1e-6)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="Dynamo cannot read a kind of str"
+)
 def test_compiled(device):
     """Batches of other sizes run the same code, from the second size on."""
     torch._dynamo.reset()

@@ -372,7 +372,8 @@ def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
     for again in (other, through_a_file, copy.deepcopy(index), torch.nn.Sequential(index).cpu()[0]):
         found = again.search(vectors(3), k=200, where="country == 'us'")
         assert plain(found.ids) == plain(before.ids)
-        assert torch.allclose(found.scores.cpu(), before.scores.cpu())
+        # −|q − x|² of an item beside itself is a difference of two numbers of the size of |q|².
+        assert torch.allclose(found.scores.cpu(), before.scores.cpu(), atol=1e-4)
         assert len(again) == 98
         again.upsert(named([5, 200]), vectors(2), table([5, 200]))
         assert len(again) == 100

@@ -75,8 +75,9 @@ def _passing(
     words = attributes[:, start:stop]
     if isinstance(where, RowFilter):
         return where.mask(words)
-    masks: dict[int, Tensor] = {}
-    for f in where:
-        if id(f) not in masks:
-            masks[id(f)] = f.mask(words) if f is not None else torch.ones_like(words[0], dtype=torch.bool)
-    return torch.stack([masks[id(f)] for f in where]) if where else None
+    masks = {0: torch.ones_like(words[0], dtype=torch.bool)}
+    keys = [0 if f is None else id(f) for f in where]  # PyTorch 2.11 cannot trace id(None)
+    for key, f in zip(keys, where, strict=True):
+        if f is not None and key not in masks:
+            masks[key] = f.mask(words)
+    return torch.stack([masks[key] for key in keys]) if where else None
