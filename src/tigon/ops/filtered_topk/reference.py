@@ -30,20 +30,20 @@ def filtered_topk_reference(
         s = q @ items[start:stop].to(wide).t()
         if bias is not None:
             s = s + bias[start:stop].to(wide)
-        every = torch.arange(start, stop, device=query.device)
-        hidden = s.isnan()
-        if live is not None:
-            hidden = hidden | (((live[every >> 5] >> (every & 31)) & 1) == 0)
-        passing = _passing(attributes, where, start, stop)
-        if passing is not None:
-            hidden = hidden | ~passing
-        # Zeros of both signs are equal, and so are their bits.
-        s = torch.where(s == 0, 0.0, s).masked_fill(hidden, -torch.inf)
+        hidden = _hidden(attributes, where, live, start, stop)
+        if hidden is not None:
+            s = s.masked_fill(hidden, -torch.inf)
+        if looks:
+            s, at = _best_on_host(s, k)
+        else:
+            s, at = _plain(s), torch.arange(stop - start, device=s.device).expand(B, -1)
         # What was found in the chunks before comes first, so that position is the order of rows among equals.
-        s, at = torch.cat((scores, s), 1), torch.cat((rows, every.expand(B, -1)), 1)
-        best = _best(s, k)
+        s, at = torch.cat((scores, s), 1), torch.cat((rows, at + start), 1)
+        best = _order(s, k)
         return s.gather(1, best), at.gather(1, best)
 
+    # A graph that is recorded looks at no score, and a GPU would wait.
+    looks = query.device.type == "cpu" and not is_traced(query)
     if is_traced(query):  # a graph that is recorded holds for every N: all rows at once
         scores, rows = merged(0, N)
     else:
@@ -53,7 +53,30 @@ def filtered_topk_reference(
     return scores, rows.masked_fill(scores == -torch.inf, -1)
 
 
-def _best(s: Tensor, k: int) -> Tensor:
+def _best_on_host(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row, descending, and where they are, the earlier among equals. NaN is -inf.
+
+    torch's own topk takes any of equals, and NaN first. Its answer is looked at, and found anew where that matters.
+    """
+    many = min(k, s.shape[1])
+    values, at = s.topk(many)
+    last = values[:, -1:]
+    if values.isnan().any() or (((s == last).sum(1) > (values == last).sum(1)) & (last[:, 0] > -torch.inf)).any():
+        s = _plain(s)
+        at = _order(s, many)
+        return s.gather(1, at), at
+    at = at.sort(1).values
+    values = _plain(s.gather(1, at))
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    return values.gather(1, order), at.gather(1, order)
+
+
+def _plain(s: Tensor) -> Tensor:
+    """Zeros of both signs are equal, and so are their bits; NaN is -inf."""
+    return torch.where(s == 0, 0.0, s).masked_fill(s.isnan(), -torch.inf)
+
+
+def _order(s: Tensor, k: int) -> Tensor:
     """(B, k), where the k largest numbers of each row are, descending, the earlier among equals. None is NaN."""
     if s.dtype == torch.float64:
         return s.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -62,6 +85,21 @@ def _best(s: Tensor, k: int) -> Tensor:
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     lacking = 0x7FFFFFFF - torch.arange(s.shape[1], device=s.device)
     return torch.topk((ordered << 32) | lacking, k, dim=1).indices
+
+
+def _hidden(
+    attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, live: Tensor | None,
+    start: int, stop: int,
+) -> Tensor | None:  # fmt: skip
+    """(n,) or (B, n) bool, which of these rows are not there or do not pass; None where none is hidden."""
+    hidden = None
+    if live is not None:
+        every = torch.arange(start, stop, device=live.device)
+        hidden = ((live[every >> 5] >> (every & 31)) & 1) == 0
+    passing = _passing(attributes, where, start, stop)
+    if passing is None:
+        return hidden
+    return ~passing if hidden is None else hidden | ~passing
 
 
 def _passing(
