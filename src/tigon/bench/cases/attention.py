@@ -281,5 +281,5 @@ OPS = (
         # The last shares nothing.
         ((16, 1024, 64, 32, 32, 8, 64), (64, 512, 512, 1, 8, 8, 64), (16, 512, 1, 512, 16, 8, 128)),
     ),
-    _op("prefix_attention-ragged", True, ((512, 1024, 64, 1, 8, 8, 64),)),
+    _op("prefix_attention-ragged", True, ((64, 1024, 64, 1, 8, 8, 64),)),
 )  # fmt: skip
