@@ -14,8 +14,8 @@ from tigon import losses
 from tigon.linear.walk import Walk
 from tigon.losses.distillation import distill_reference as _distill_reference
 from tigon.losses.distillation import distill_topk_reference as _distill_topk_reference
+from tigon.losses.family import FAMILIES
 from tigon.losses.policy import grpo_reference as _grpo_reference
-from tigon.losses.token_loss import FAMILIES
 from tigon.losses.token_loss import token_loss as _token_loss
 
 HEAD = ("bias", "softcap", "scale", "group", "lora")

@@ -92,8 +92,9 @@ def accumulate(sums: Sequence[Tensor], dlogits: Tensor, x: Tensor, first: bool) 
     """sums = (if first) or += dlogitsᵀ x, without a temporary of that size; half-precision factors may add to fp32."""
     if isinstance(sums, Late):
         sums.x[: x.shape[0]].copy_(x)  # dlogits are there already
-        for t in sums:  # a CPU may count fewer rows than there was room for
-            t[x.shape[0] :].zero_()
+        if x.shape[0] < sums.x.shape[0]:  # a CPU may count fewer rows than there was room for
+            for t in sums:
+                t[x.shape[0] :].zero_()
         return
     start = 0
     for dw in sums:

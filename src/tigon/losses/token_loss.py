@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,122 +27,11 @@ from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.linear.walk import Walk
+from tigon.losses.family import ALONE, BATCH, Family, Part, family_of
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
 from tigon.runtime import can_look, differentiable, differentiable_directly, launcher
-
-ALONE = 0  # every token by itself
-BATCH = -1  # the whole batch
-
-
-class Part(NamedTuple):
-    """Sequences that a loss sees together. Where tokens are independent, each token is a sequence of one.
-
-    sequences: (S',) int64, the sequences' numbers, or the tokens' places in the flattened (S · T) batch.
-    logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None if the family does not ask for them.
-    reference: log-probabilities under the reference head, alike, or None.
-    mask: (S', T), True where a token counts.
-    sides: further tensors, such as advantages, (S', T) or (S', 1): the family's own named tuple.
-    is_top1: (S', T) bool, whether no token is likelier, or None if the family does not ask for it.
-    """
-
-    sequences: Tensor
-    logprob: Tensor
-    entropy: Tensor | None
-    mean_logit: Tensor | None
-    reference: Tensor | None
-    mask: Tensor
-    sides: Any
-    is_top1: Tensor | None = None
-
-
-class Nothing(NamedTuple):
-    """No options, or no tensors."""
-
-
-class Takes(NamedTuple):
-    """The named tuples of a family: of its words, its numbers and its tensors."""
-
-    words: type[Any] = Nothing
-    numbers: type[Any] = Nothing
-    sides: type[Any] = Nothing
-
-
-class Term(NamedTuple):
-    """A type of loss and its weight, in a family whose types are added up."""
-
-    name: str
-    weight: float
-
-
-class Family:
-    """A family of losses: how the loss of a part is computed, and which results it returns beside the loss.
-
-    A subclass registers itself under `key`, and says in `takes` what it takes. Words and numbers cross torch.library as
-    plain lists, since its operators take no named tuples; they are named again on the other side.
-
-    Args:
-        words, numbers: the options.
-        given: the names of the tensors that the call has, those of `takes.sides` that are not None.
-        terms: the types that are added up, in a family that has such.
-    """
-
-    key: ClassVar[str]
-    takes: ClassVar[Takes] = Takes()
-    # Names of further results: one number for the batch (a sum over parts), one a sequence, one a token.
-    sums: tuple[str, ...] = ()
-    per_sequence: tuple[str, ...] = ()
-    per_token: tuple[str, ...] = ()
-    wants_entropy: bool = False
-    wants_mean_logit: bool = False
-    wants_is_top1: bool = False
-
-    def __init_subclass__(cls, key: str | None = None) -> None:
-        if key is not None:
-            cls.key = key
-            FAMILIES[key] = cls
-
-    def __init__(self, words: Any, numbers: Any, given: Sequence[str], terms: Sequence[Term] = ()) -> None:
-        self.words, self.numbers, self.given, self.terms = words, numbers, given, terms
-
-    @classmethod
-    def of(cls, words: Any, numbers: Any, sides: Any, terms: Sequence[Term] = ()) -> Family:
-        """The family of a call that has these tensors."""
-        return cls(words, numbers, [n for n, t in zip(sides._fields, sides, strict=True) if t is not None], terms)
-
-    def encoded(self) -> tuple[list[str], list[float]]:
-        """Words and numbers, as torch.library takes them."""
-        words, numbers = [*self.words], [float(n) for n in self.numbers]
-        return words + [term.name for term in self.terms], numbers + [float(term.weight) for term in self.terms]
-
-    @classmethod
-    def decoded(cls, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
-        """The family that `encoded` came from."""
-        n, m = len(cls.takes.words._fields), len(cls.takes.numbers._fields)
-        terms = [Term(name, weight) for name, weight in zip(words[n:], numbers[m:], strict=True)]
-        return cls(cls.takes.words(*words[:n]), cls.takes.numbers(*numbers[:m]), given, terms)
-
-    def together(self) -> int:
-        """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part."""
-        return ALONE
-
-    def boost(self, sequences: int, tokens: int) -> float:
-        """The factor, about 1 / the size of a slope, that keeps fp16 gradients from underflowing."""
-        return float(sequences * tokens)
-
-    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the loss, 0-d, and the further results by name. Only the loss is differentiated."""
-        raise NotImplementedError
-
-
-FAMILIES: dict[str, type[Family]] = {}
-
-
-def _family(key: str, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
-    """The family of an operator's arguments: lists with a dummy in front, see `_token_loss_fwd`."""
-    return FAMILIES[key].decoded(words[1:], numbers[1:], given[1:])
-
 
 # ------------------------------------------------------------------------------------------------------------ parts
 
@@ -152,21 +41,22 @@ class Rows:
     """The rows of x that a part consists of.
 
     chunks: the walk over the part's rows alone. at: their places among the part's S' · T, or None if all are present.
-    sequences: (S',) the sequences' numbers; with `alone` the tokens'. tokens: T, or 1 with `alone`.
+    sequences: (S',) the sequences' numbers; with `alone` the tokens'. None: the part is the batch, in its order.
+    shape: S' and T, or T = 1 with `alone`.
     """
 
     chunks: Chunks
     at: Tensor | None
-    sequences: Tensor
-    tokens: int
+    sequences: Tensor | None
+    shape: tuple[int, int]
     alone: bool = False
 
     def dense(self, values: Tensor) -> Tensor:
         """A value, or several (n, rows), for each row, as (S', T) or (n, S', T), zero elsewhere."""
         if self.at is not None:
-            size = *values.shape[:-1], self.sequences.numel() * self.tokens
-            values = values.new_zeros(size).index_copy(-1, self.at, values)  # 0 · NaN of fresh memory would be NaN
-        return values.view(*values.shape[:-1], self.sequences.numel(), self.tokens)
+            size = *values.shape[:-1], self.shape[0] * self.shape[1]
+            values = values.new_zeros(size).index_copy_(-1, self.at, values)  # 0 · NaN of fresh memory would be NaN
+        return values.view(*values.shape[:-1], *self.shape)
 
     def sparse(self, values: Tensor) -> Tensor:
         """(S', T) as a value for each row."""
@@ -188,20 +78,27 @@ def split(
     """
     S, T = target.shape
     device = target.device
+    if S and (sum(lengths) if lengths else S * T) <= most:
+        # The usual batch of few tokens, whose time is the host's: no part is cut out of it.
+        every, at = not lengths or sum(lengths) == S * T, None
+        if not every:
+            at = torch.argsort((target == ignore_index).to(torch.uint8).view(-1), stable=True)[: sum(lengths)]
+        yield Rows(whole.among(slice(0, S * T) if at is None else at, most), at, None, (S, T))
+        return
     if together == ALONE:
         # A token sees no other, so each chunk is a part.
         for start, stop in whole.spans():
             rows = whole.places(start, stop)
             sequences = torch.arange(start, stop, device=device) if isinstance(rows, slice) else rows
-            yield Rows(whole.among(rows, most), None, sequences, 1, alone=True)
+            yield Rows(whole.among(rows, most), None, sequences, (stop - start, 1), alone=True)
         return
     stacks = max(1, S) if together == BATCH else together
     # Without sequences a batch is one stack of none.
     units = S // stacks
-    # Interleave the stacks: unit u is sequence u of every stack, so that a pair (chosen, rejected) is consecutive.
-    order = torch.arange(S, device=device).view(stacks, units).t().reshape(-1)
+    # Unit u is sequence u of every stack. A part has its units' sequences as the batch has them, stack behind stack.
+    order = torch.arange(S, device=device).view(stacks, units)
     for first, last in _packed(_unit_rows(lengths, stacks, units, T), most):
-        sequences = order[first * stacks : last * stacks]
+        sequences = order[:, first:last].reshape(-1)
         count = (last - first) * stacks * T
         at = None
         if lengths:
@@ -218,7 +115,7 @@ def split(
             rows = slice(first * T, last * T)
         else:
             rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
-        yield Rows(whole.among(rows, most), at, sequences, T)
+        yield Rows(whole.among(rows, most), at, sequences, ((last - first) * stacks, T))
 
 
 def _unit_rows(lengths: Sequence[int], stacks: int, units: int, T: int) -> list[int]:
@@ -348,7 +245,7 @@ def _token_loss_fake(
     need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (S, T, H), V = x.shape, weight.shape[0]
-    instance = _family(family, words, numbers, given)
+    instance = family_of(family, words, numbers, given)
     acc = torch.promote_types(compute, torch.float32)
     loss = x.new_empty((), dtype=acc)
     results = (
@@ -386,50 +283,56 @@ def _token_loss_fwd(
     )  # fmt: skip
     lengths = lengths[1:]
     results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
-    for t in (loss, *results.values()):
-        t.zero_()  # parts add to sums, and no part writes the places of tokens that do not count
-    instance = _family(family, words, numbers, given)
+    instance = family_of(family, words, numbers, given)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
     batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
-    alone = instance.together() == ALONE
-    # Sequences are cut out of the whole batch, and each part leaves out its own rows that do not count.
-    known = sum(lengths) if lengths and alone else None
-    whole = Chunks(batch.head, target.view(-1), options[0], known, budget, shards)
     # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
-    most = held if (sum(lengths) if lengths else target.numel()) <= held else max(128, held // 128 * 128)
+    counted = sum(lengths) if lengths else target.numel()
+    most = held if counted <= held else max(128, held // 128 * 128)
+    alone = instance.together() == ALONE and counted > most
+    # Sequences are cut out of the whole batch, and each part leaves out its own rows that do not count.
+    known = counted if lengths and alone else None
+    whole = Chunks(batch.head, target.view(-1), options[0], known, budget, shards)
     # All parts before the first product: the buffer is as large as the largest of their chunks.
     parts = list(split(whole, target, instance.together(), lengths, options[0], most))
     weight_sums = weight_gradient.parts(dw, more) if need_dw else None
     gradients = Gradients(whole, dx if need_dx else None, weight_sums, db if need_db else None)
-    if not alone and lengths and sum(lengths) < target.numel():
+    if not alone and counted < target.numel():
         dx.zero_()  # no part writes the rows that are left out
     # One buffer for all parts, and for the reference's logits as well.
     room, size = weight_gradient.room(weight_sums), max((part.chunks.size for part in parts), default=0)
     room = empty_logits(size, weight.shape[0], x, compute) if room is None else room
     # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
     # the host does not wait.
-    enough = x.new_ones((), dtype=torch.bool) if known is None else (target != options[0]).sum() <= known
+    enough = [(target != options[0]).sum() <= known] if known is not None and known < target.numel() else []
+    whole_part = len(parts) == 1 and parts[0].sequences is None
+    if not whole_part:
+        for t in (loss, *results.values()):
+            t.zero_()  # parts add to sums, and no part writes the places of tokens that do not count
     for part in parts:
         seen, stats, last = batch.forward(instance, part, room)
         if part.at is not None:
             # Of this part, as the sort of its own rows cuts off what its lengths do not count.
-            enough &= seen.mask.sum() <= part.chunks.visited
+            enough.append(seen.mask.sum() <= part.chunks.visited)
         slopes: list[Tensor | None] = [None, None]
         if gradients:
-            share, found, slopes = _with_slopes(instance, seen)
+            # Boosted from the start, in fp32: fp16 gradients of a mean over many tokens would underflow.
+            share, found, slopes = _with_slopes(instance, seen, boost)
         else:
             share, found = instance(seen)
-        loss += share.detach()
-        _keep(instance, found, part, results)
+        if whole_part:
+            loss, (sums, per_sequence, per_token) = share.detach(), _kept(instance, found, results)
+        else:
+            loss += share.detach()
+            _keep(instance, found, part, results)
         # A part without slopes, such as one that is clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
             if need_dx:
                 dx[part.chunks.places(0, part.chunks.visited)] = 0.0
             continue
-        # (rows,) each, in the order of the walk. Boosted here, in fp32: fp16 gradients of a mean over many tokens would
-        # underflow.
-        flat = [None if s is None else part.sparse(s) * boost for s in slopes]
+        # (rows,) each, in the order of the walk.
+        flat = [None if s is None else part.sparse(s) for s in slopes]
         # Backwards, because the last chunk's logits are still in the buffer. A part of one chunk, the usual case, is
         # therefore never computed twice. The walk takes `last` over: its rows of x are memory that is needed again.
         walk, last = part.chunks.backwards(room, last), None
@@ -442,12 +345,13 @@ def _token_loss_fwd(
             )  # fmt: skip
             gradients.add(chunk)
     gradients.finish()
-    loss.copy_(torch.where(enough, loss, float("nan")))
+    if enough:
+        loss = torch.where(enough[0] if len(enough) == 1 else torch.stack(enough).all(), loss, float("nan"))
     return loss, sums, per_sequence, per_token, dx, dw, more, db
 
 
-def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
-    """The family's loss, and its derivatives with respect to logprob and entropy, by PyTorch's autograd."""
+def _with_slopes(family: Family, part: Part, boost: float) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
+    """The family's loss, and its derivatives with respect to logprob and entropy by PyTorch's autograd, times boost."""
     # An operator of torch.library runs below autograd, which is therefore switched on again for the family.
     above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with above, torch.enable_grad(), _without_hooks():
@@ -459,7 +363,8 @@ def _with_slopes(family: Family, part: Part) -> tuple[Tensor, dict[str, Tensor],
             # Numbers of tokens, (S', T): this graph is small beside their logits.
             leaves = [logprob] if entropy is None else [logprob, entropy]
             # allow_unused: some families' losses do not depend on the entropy that they log.
-            slopes[: len(leaves)] = torch.autograd.grad(share, leaves, allow_unused=True)
+            found_slopes = torch.autograd.grad(share, leaves, share.new_full((), boost), allow_unused=True)
+            slopes[: len(leaves)] = found_slopes
     return share, found, slopes
 
 
@@ -478,9 +383,19 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
+def _kept(family: Family, found: dict[str, Tensor], results: dict[str, Tensor]) -> list[Tensor]:
+    """The results of a part that is the whole batch: like `results`, which are then not written."""
+    kept = []
+    for names, like in zip((family.sums, family.per_sequence, family.per_token), results.values(), strict=True):
+        values = [found[name].detach().to(like.dtype) for name in names]
+        kept.append(torch.stack([v.view(like.shape[1:]) for v in values]) if values else like)
+    return kept
+
+
 def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
     if (sums := results["sums"]).numel():  # one launch for all: of a few tokens, launches take longer than the sums
         sums.add_(torch.stack([found[name].detach().to(sums.dtype) for name in family.sums]))
+    assert part.sequences is not None
     # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
     for i, name in enumerate(family.per_sequence):
         place = results["per_sequence"][i]
@@ -513,6 +428,8 @@ class _Batch:
     def of(self, part: Rows, t: Tensor) -> Tensor:
         """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
+        if part.sequences is None:
+            return t
         if part.alone:
             # (S, 1) expands to tokens without memory; then the tokens are looked up, unless all are there.
             tokens, rows = t.expand(self.target.shape).reshape(-1, 1), part.chunks
@@ -579,7 +496,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x, weight, bias, target, _, _, _, _, given, family, words, numbers, _, compute, _, _, *ctx.needs = inputs[:19]
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     ctx.shape, ctx.arguments, ctx.sides = x.shape, len(inputs), len(inputs[7])
-    ctx.boost = _family(family, words, numbers, given).boost(*target.shape) if compute == torch.float16 else 1.0
+    ctx.boost = family_of(family, words, numbers, given).boost(*target.shape) if compute == torch.float16 else 1.0
     ctx.save_for_backward(*output[4:])
 
 

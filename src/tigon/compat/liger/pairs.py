@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tigon.linear.chunks import scalar
 from tigon.linear.head import Head, Hidden
+from tigon.losses.family import Family, Part, Takes
 from tigon.losses.preference.families import DPO_LOSSES, Pair, Pairs, log1mexp
-from tigon.losses.token_loss import Family, Part, Takes, token_loss
+from tigon.losses.token_loss import token_loss
 
 Reference = tuple[Tensor | None, Tensor | None, Tensor | None]
 

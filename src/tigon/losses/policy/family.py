@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.losses.family import ALONE, BATCH, Family, Part, Takes
 from tigon.losses.policy.options import Mode
-from tigon.losses.token_loss import ALONE, BATCH, Family, Part, Takes
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage

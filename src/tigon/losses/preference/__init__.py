@@ -32,6 +32,7 @@ from torch import Tensor
 from tigon.linear.chunks import scalar
 from tigon.linear.head import Head, Hidden
 from tigon.linear.walk import Walk
+from tigon.losses.family import Nothing, Term
 from tigon.losses.options import misplaced
 from tigon.losses.preference.families import (
     AVERAGED,
@@ -52,7 +53,7 @@ from tigon.losses.preference.families import (
     PairSides,
 )
 from tigon.losses.preference.options import CPO, DPO, KTO, ORPO, Mismatched, SimPO, Unpaired
-from tigon.losses.token_loss import Nothing, Term, token_loss
+from tigon.losses.token_loss import token_loss
 from tigon.ops.targets import as_labels
 
 __all__ = [

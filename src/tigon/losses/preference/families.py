@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.token_loss import BATCH, Family, Part, Takes
+from tigon.losses.family import BATCH, Family, Part, Takes
 
 PAIR_METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
@@ -42,10 +42,9 @@ class Pairs(Family):
         return 2
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen and the rejected rows of (S', ...): two halves in the whole batch, neighbours in a part."""
-        if self.together() == BATCH:  # the walk leaves the whole batch in its order
-            return t[: t.shape[0] // 2], t[t.shape[0] // 2 :]
-        return t[0::2], t[1::2]
+        """The chosen and the rejected rows of (S', ...)."""
+        chosen, rejected = t.split(t.shape[0] // 2) if t.shape[0] else (t, t)
+        return chosen, rejected
 
     def metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
         """logps, rewards: (S', 1)."""
