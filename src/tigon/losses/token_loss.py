@@ -212,9 +212,11 @@ def token_loss(
     loss, sums, per_sequence, per_token = (
         _token_loss(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     )
-    results = dict(zip(family.sums, sums.detach().unbind(0), strict=True))
-    results |= dict(zip(family.per_sequence, per_sequence.detach().unbind(0), strict=True))
-    results |= dict(zip(family.per_token, per_token.detach().unbind(0), strict=True))
+    results: dict[str, Tensor] = {}
+    kinds = (family.sums, sums), (family.per_sequence, per_sequence), (family.per_token, per_token)
+    for names, values in kinds:
+        if names:
+            results |= zip(names, values.detach().unbind(0), strict=True)
     return loss, results
 
 
@@ -387,8 +389,9 @@ def _kept(family: Family, found: dict[str, Tensor], results: dict[str, Tensor]) 
     """The results of a part that is the whole batch: like `results`, which are then not written."""
     kept = []
     for names, like in zip((family.sums, family.per_sequence, family.per_token), results.values(), strict=True):
-        values = [found[name].detach().to(like.dtype) for name in names]
-        kept.append(torch.stack([v.view(like.shape[1:]) for v in values]) if values else like)
+        with torch.no_grad():  # instead of a detach for each
+            values = [found[name].to(like.dtype).view(like.shape[1:]) for name in names]
+            kept.append(torch.stack(values) if values else like)
     return kept
 
 

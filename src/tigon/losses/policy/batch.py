@@ -160,13 +160,20 @@ def _clip_ratios(
     """clipped: (S, T), above 0 where the upper bound holds, below 0 where the lower does."""
     if loss_type == "cispo":  # which has no lower bound
         return {"cispo_clip_ratio": _logged((clipped > 0).to(dtype), mask, by_sequence).mean()}
+    clipped, mask = _logged(clipped, mask, by_sequence)
     # Both bounds together: of short completions the launches take longer than the numbers.
-    both = _logged(torch.stack((clipped < 0, clipped > 0)).to(dtype), mask, by_sequence)
-    low, high = both.mean().unbind()
-    of_sequences = both.of_sequences()
+    hits = (torch.stack((clipped < 0, clipped > 0)) & mask).sum(-1, dtype=dtype)
+    counts = mask.sum(-1)
+    low, high = (hits.sum(-1) / counts.sum().clamp(min=1)).unbind()
+    # A sequence without tokens, 0 / 0, is in no extreme; without any other sequence the extremes are NaN.
+    lows, highs = (hits / counts).unbind()
+    least, most = (torch.full_like(low, math.nan),) * 2
+    if counts.numel():
+        least = lows.nan_to_num(nan=math.inf).amin().nan_to_num(nan=math.nan, posinf=math.nan)
+        most = highs.nan_to_num(nan=-math.inf).amax().nan_to_num(nan=math.nan, neginf=math.nan)
     return {
         "clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high,
-        "clip_ratio/low_min": of_sequences.least()[0], "clip_ratio/high_max": of_sequences.most()[1],
+        "clip_ratio/low_min": least, "clip_ratio/high_max": most,
     }  # fmt: skip
 
 
@@ -204,10 +211,6 @@ class _Logged(NamedTuple):
         if self.values.numel() == 0:
             return self.values.new_full(self.values.shape[:-2], math.nan)
         return torch.where(self.mask.any(), torch.where(self.mask, self.values, -math.inf).amax((-2, -1)), math.nan)
-
-    def of_sequences(self) -> _Logged:
-        counts = self.mask.sum(-1, keepdim=True)
-        return _Logged(torch.where(self.mask, self.values, 0.0).sum(-1, keepdim=True) / counts, counts > 0)
 
 
 def _logged(values: Tensor, mask: Tensor, by_sequence: bool) -> _Logged:

@@ -113,7 +113,7 @@ class Policy(Family, key="policy"):
         A, own = side.advantages, logprob.detach()
         # Without `old` every ratio is 1 in value, and its gradient is that of the log-probability.
         old = own if side.old is None else side.old
-        found = {"logprob": own, "entropy": torch.where(mask, part.entropy.detach(), 0.0).sum()}
+        found = {"logprob": own, "entropy": part.entropy.detach().sum()}
 
         if level == "total":
             log_ratio = (logprob * mask).sum(1, keepdim=True) - old.sum(1, keepdim=True)
