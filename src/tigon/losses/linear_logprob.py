@@ -108,7 +108,7 @@ def linear_logprob(
     )  # fmt: skip
     results = _linear_logprob(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     logprob, entropy, *rest = (r.view(target.shape) for r in results)
-    if valid >= 0:
+    if 0 <= valid < labels.numel():  # else no row can be left out that counts
         guard = nan_if_more(labels, ignore_index, valid, logprob.dtype)
         logprob, entropy = logprob * guard, entropy * guard
     return LogProb(logprob, entropy, *(r.detach() for r in rest))
@@ -191,12 +191,13 @@ def _linear_logprob_fwd(
     valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, *options: Any,
     shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    *_, stats, logits = _fwd_fake(
+    *found, stats, logits = _fwd_fake(
         x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options, shards=shards
     )
     chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
-    found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
+    if chunks.index is not None:  # rows that are left out: the results are in the order of the walk at first
+        found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
     # (rows, columns) of all chunks: one exchange at the end, since nothing before the backward pass needs the sums.
     own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
     for chunk in chunks.forwards(logits):
@@ -241,16 +242,14 @@ def _linear_logprob_bwd(
     """
     chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
     acc = torch.promote_types(compute, torch.float32)
-    dx, db, da, dlb = (x.new_zeros(0) for _ in range(4))
-    if needs[0]:
-        dx = x.new_empty(x.shape, dtype=compute)
+    dx = x.new_empty(x.shape, dtype=compute) if needs[0] else None
     # One chunk needs no sum: its product rounds once, into the weight's dtype.
     wide = weight.dtype != compute or (fp32 and chunks.count > 1)
     dw, more_dw = weight_gradient.places(weight, compute, wide, budget, needs[1])
-    if needs[2]:
-        db = x.new_empty(weight.shape[0], dtype=acc)
+    db = x.new_empty(weight.shape[0], dtype=acc) if needs[2] else None
     sums = weight_gradient.parts(dw, more_dw) if needs[1] else None
-    gradients = Gradients(chunks, dx if needs[0] else None, sums, db if needs[2] else None)
+    gradients = Gradients(chunks, dx, sums, db)
+    da = dlb = None
     if lora_a is not None and lora_b is not None:
         # Small beside dW, so they are summed in fp32 in any case.
         da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
@@ -272,20 +271,20 @@ def _linear_logprob_bwd(
             through = dlogits @ chunks.lora_b  # (n, r)
             # dx gains s · (dlogits B) A. The product with B serves the gradient of A as well.
             more = through, chunks.lora_a, lora_scale
-            if needs[3]:
+            if da is not None and needs[3]:
                 weight_gradient.accumulate([da], through, chunk.x, first=last)
-            if needs[4]:
+            if dlb is not None and needs[4]:
                 weight_gradient.accumulate([dlb], dlogits, chunk.x @ chunks.lora_a.t(), first=last)
         gradients.add(chunk, more)
     gradients.finish()
-    if shards is not None and needs[3]:
+    if shards is not None and da is not None and needs[3]:
         shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
     if more_dw.numel():
         dw = weight_gradient.narrowed(dw, more_dw)
     # s is applied once, to the finished sums, rather than in every chunk.
-    found = (dx, dw, db, da.mul_(lora_scale), dlb.mul_(lora_scale))
+    found = (dx, dw, db, *(g if g is None else g.mul_(lora_scale) for g in (da, dlb)))
     return tuple(
-        g.to(t.dtype) if need and t is not None else x.new_empty(0)
+        g.to(t.dtype) if need and t is not None and g is not None else x.new_empty(0)
         for g, t, need in zip(found, (x, weight, bias, lora_a, lora_b), needs, strict=True)
     )
 
