@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.retrieve import Category, Index, Number, Schema, col, updates
+from tigon.retrieve import Category, Index, Number, Schema, col, updates, writing
 
 SCHEMA = Schema(version=Number(), parity=Category())
 
@@ -66,6 +66,40 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
     assert len(seen) > 3, "the writer wrote nothing while searches ran"
     assert len(index) == items
     assert len(index.kept) > 2
+
+
+def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
+    """Every search finds all items in one version, although a call is written piece by piece."""
+    dim, items = 16, 300
+    monkeypatch.setattr(writing, "PIECE", 7 * dim * 4)
+    index = Index(dim, items, "float32", device=device)
+    index.upsert(np.arange(items), torch.full((items, dim), 1.0, device=device))
+    failed, stop = [], threading.Event()
+
+    def writer():
+        version = 1
+        try:
+            while not stop.is_set():
+                version += 1
+                index.upsert(np.arange(items), torch.full((items, dim), float(version), device=device))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    seen, end = set(), time.monotonic() + 1.0
+    try:
+        while time.monotonic() < end or len(seen) < 3:
+            hits = index.search(torch.eye(dim, device=device)[:1], k=items + 1)
+            found = hits.scores[0, hits.ids[0] >= 0]
+            assert len(found) == items
+            assert (found == found[0]).all()
+            seen.add(found[0].item())
+            assert not failed, failed
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed, failed
 
 
 def test_rows_come_back_from_live_bits():

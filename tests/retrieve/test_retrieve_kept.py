@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tigon.ops.filtered_topk import RowBits
-from tigon.retrieve import Category, Index, Number, Schema, col, kept, searching
+from tigon.retrieve import Category, Index, Number, Schema, col, kept, rates, searching
 
 DIM = 8
 FILTERS = ["kind == 'a'", "kind == 'b' and price <= 50", "price is null", "not kind == 'a' or price > 90", "price < 0"]
@@ -168,3 +168,62 @@ def test_a_graph_reads_attributes(device):
     index.keep_filters(0)
     graph.replay()
     assert torch.equal(hits.scores, index.search(q, 5, FILTERS[0]).scores)
+
+
+def test_warmup_runs_every_kind_of_search(asked_of, monkeypatch, device):
+    index = made(device=device)
+    before = index.search(query(), 10, FILTERS[0])
+    operator, kinds = searching.filtered_topk, set()
+
+    def spied(q, x, k, **options):
+        where = options["where"]
+        kinds.add((len(q), k, type(where), options["live"] is None))
+        return operator(q, x, k, **options)
+
+    monkeypatch.setattr(searching, "filtered_topk", spied)
+    assert index.warmup(k=[5, 70], queries=[1, 3], where=FILTERS[1]) > 0
+    expected = {(B, k, RowBits, whole) for B in (1, 3) for k in (5, 70) for whole in (True, False)}
+    assert kinds >= expected
+    assert {kind[3] for kind in kinds if kind[2] is not RowBits} == {True, False}
+    kinds.clear()
+    index.warmup(k=5, queries=4, where=[FILTERS[2], None, FILTERS[3]])
+    assert kinds >= {(4, 5, list, True), (4, 5, RowBits, True), (4, 5, RowBits, False)}
+    index.warmup()
+    assert torch.equal(index.search(query(), 10, FILTERS[0]).scores, before.scores)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, r"Index.warmup: k must be a positive integer or a list of them, got 0"),
+        ({"queries": [1, 2.5]}, r"Index.warmup: queries must be a positive integer or a list of them, got \[1, 2.5\]"),
+        ({"k": "ten"}, r"Index.warmup: k must be a positive integer or a list of them, got 'ten'"),
+        ({"where": "cost < 3"}, r"no column 'cost'"),
+    ],
+)
+def test_warmup_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        made().warmup(**options)
+    with pytest.raises(ValueError, match=r"^Index.warmup: the index must hold items"):
+        Index(DIM, 10).warmup()
+
+
+def test_explain_tells_the_time_on_a_gpu(monkeypatch, device):
+    index = made(device=device)
+    tested = index.explain(FILTERS[1])
+    assert (tested.ms is None) == (device.type == "cpu")
+    monkeypatch.setattr(searching, "rates_of", lambda device: rates.Rates(1e9, 1e15))
+    tested = index.explain(FILTERS[1])
+    assert tested.ms == pytest.approx(tested.plan.bytes / 1e6)
+    assert f"at least {tested.ms:.3f} ms on this GPU, by 1 GB/s of a copy and 1,000 TFLOP/s" in str(tested)
+    for _ in range(2):
+        index.search(query(), 5, FILTERS[1])
+    assert index.explain(FILTERS[1]).plan.bytes == tested.plan.bytes - 8 * 300 + 300 // 8
+
+
+@pytest.mark.gpu
+def test_rates_of_a_gpu(device):
+    found = rates.rates_of(torch.device("cuda", 0))
+    assert 1e11 < found.copy < 2e13
+    assert 1e13 < found.product < 1e16
+    assert rates.rates_of(torch.device("cpu")) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -309,8 +310,39 @@ class Index(nn.Module):
         exact = torch.ones(len(scores), dtype=torch.bool, device=self.device)
         return Hits(scores, ids, exact, self.ids)
 
+    @torch.no_grad()
+    def warmup(
+        self,
+        k: int | Sequence[int] = 100,
+        queries: int | Sequence[int] = 1,
+        where: Where | Sequence[Where] = None,
+        *,
+        strict: bool = False,
+    ) -> float:
+        """Compile the kernels of searches to come, by running such searches.
+
+        A GPU compiles kernels at the first search of a kind, which then takes seconds. Kernels depend on k, on the
+        number of queries by classes up to 16, 32, 64, 128 and beyond, on how many items there are, and on whether there
+        is a filter; another filter needs no other kernel.
+
+        Args:
+            k, queries: of the searches; or lists, of which all combinations are run.
+            where: an expression or its text; None for all items; a list for searches with a filter for each query.
+            strict: as in `search`.
+
+        Returns: the seconds that it took. On a CPU there is nothing to compile.
+        Raises: ValueError for an empty index, and for what does not fit it.
+        """
+        begun = time.perf_counter()
+        searching.warm(self, k, queries, where, strict)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun
+
     def explain(self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False) -> Explanation:
         """What a filter does, and what a search with it costs: the share that passes and the plan. Nothing is searched.
+
+        On a GPU also the time of the plan's bytes or products, at rates that the first call measures.
 
         Args:
             where: an expression or its text.

@@ -147,6 +147,11 @@ class Kept:
             self.places.update(zip(missing, free, strict=True))
             self._all = list(self.places), _starts(list(self.places.values()), bits)
 
+    def warm(self, index: Index) -> None:
+        """Compile what `renew` runs, by the bits of the first rows, which stay as they are."""
+        with self.writing, index.turns.switch(index.device):
+            self.renew(index, np.zeros(1, dtype=np.int64))
+
     def _make_room(self, index: Index, filters: int, most: int) -> None:
         """Memory for so many filters, doubled as they come; what is there stays."""
         have = 0 if self.bits is None else len(self.bits)

@@ -14,6 +14,7 @@ from tigon.ops.filtered_topk.plan import Plan, plan_of
 from tigon.retrieve import coded
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
+from tigon.retrieve.rates import rates_of
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
 from tigon.retrieve.writing import distance_bias, moved
@@ -139,14 +140,17 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def found_rows(index: Index, search: Asked) -> tuple[Tensor, Tensor]:
-    """Scores and rows of what a search finds. Out of memory, it is done in halves once."""
+def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tensor, Tensor]:
+    """Scores and rows of what a search finds. Out of memory, it is done in halves once.
+
+    hidden: whether live bits are read although each row is there.
+    """
     end, B = index.rows.end, search.query.shape[0]
     if not end or not B:
         _check_k(search.most)
         scores = torch.full((B, search.most), -torch.inf, device=index.device)
         return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device)
-    whole = index.rows.count == end
+    whole = index.rows.count == end and not hidden
     items = coded.items(index, end)
     given: dict[str, Any] = {
         "attributes": index.attributes[:, :end] if search.filters is not None else None,
@@ -198,6 +202,30 @@ def _bias(index: Index, end: int) -> Tensor | None:
     return distance_bias(index.embeddings[:end])  # over a parameter, which may have changed since
 
 
+def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool) -> None:
+    """Searches of each k and batch, as they are at first, with the bits of their filters, and with rows that are free.
+
+    Raises: ValueError for an empty index, and for what does not fit it.
+    """
+    if not index.rows.end:
+        raise ValueError("Index.warmup: the index must hold items, since kernels depend on how many, got an empty one.")
+    for name, given in (("k", ks), ("queries", batches)):
+        for n in [given] if isinstance(given, int) else given:
+            if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+                raise ValueError(f"Index.warmup: {name} must be a positive integer or a list of them, got {given!r}.")
+    for B in [batches] if isinstance(batches, int) else batches:
+        filters = [where[b % len(where)] for b in range(B)] if isinstance(where, (list, tuple)) and where else where
+        query = torch.ones(B, index.dim, dtype=torch.float32 if index.dtype.itemsize == 1 else index.dtype)
+        for k in [ks] if isinstance(ks, int) else ks:
+            search = asked(index, query, k, filters, strict)
+            for _ in range(3):
+                with index.turns.search(index.device):
+                    for hidden in (False, True):
+                        found_rows(index, search, hidden)
+                index.kept.prepare(index, search.filters)
+    index.kept.warm(index)
+
+
 # ------------------------------------------------------------------------------------------------------------ explain
 
 
@@ -207,7 +235,8 @@ class Explanation(NamedTuple):
     Attributes:
         items: in the index. share: of them that pass, estimated. clauses: that must all hold.
         plan: of the search on a GPU: which rows are read, and the bytes that are moved.
-        text: what `print` shows.
+        text: what `print` shows. ms: how long the bytes or the products of the plan take on the index's GPU, by the
+            rates that it was measured to have; None on a CPU.
     """
 
     items: int
@@ -215,6 +244,7 @@ class Explanation(NamedTuple):
     clauses: int
     plan: Plan
     text: str
+    ms: float | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -238,8 +268,17 @@ def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> E
     plan = plan_of(
         queries, k, index.dim, index.rows.end, index.dtype, filters=int(bool(clauses)), words=len(words),
         share=share if clauses else None, live=index.rows.count < index.rows.end, bias=index.metric == "l2",
+        kept=found is not None and found.filter in index.kept.places,
     )  # fmt: skip
-    return Explanation(len(index), share, len(clauses), plan, "\n".join([*lines, str(plan)]))
+    lines.append(str(plan))
+    rates = rates_of(index.device)
+    ms = None if rates is None else rates.ms(plan.bytes, plan.flop)
+    if rates is not None:
+        lines.append(
+            f"at least {ms:.3f} ms on this GPU, by {rates.copy / 1e9:,.0f} GB/s of a copy and "
+            f"{rates.product / 1e12:,.0f} TFLOP/s of a product"
+        )
+    return Explanation(len(index), share, len(clauses), plan, "\n".join(lines), ms)
 
 
 def _coded(index: Index, name: str) -> Coded:

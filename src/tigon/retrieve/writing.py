@@ -162,10 +162,10 @@ def write(index: Index, items: Prepared) -> None:
     if isinstance(items.ids, list):
         new = np.flatnonzero(keys < 0)
         keys[new] = index.ids.keys([items.ids[i] for i in new])
-    most = max(1, PIECE // max(1, index.dim * index.embeddings.element_size()))
     start = 0
+    # All become visible at once, as far as there are rows that no search looks at.
     while start < len(keys):
-        part = slice(start, start + max(1, min(most, index.rows.available())))
+        part = slice(start, start + (len(keys) if index.fixed else max(1, index.rows.available())))
         start = part.stop
         if index.fixed:
             _rewrite(index, old[part], items.words[:, part])
@@ -197,7 +197,22 @@ def reserve(index: Index, items: Prepared) -> None:
 
 
 def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) -> None:
-    device, rows = index.device, index.rows.allocate(len(keys))
+    rows = index.rows.allocate(len(keys))
+    most = max(1, PIECE // max(1, index.dim * index.embeddings.element_size()))
+    for start in range(0, len(keys), most):
+        part = slice(start, start + most)
+        _put_rows(index, rows[part], keys[part], vectors[part], words[:, part])
+    replaced = old[old >= 0]
+    _forget(index, replaced)
+    index.counts.add(words)
+    show(index, rows, replaced)
+    assert index.ids is not None
+    index.ids.place(keys, rows)
+
+
+def _put_rows(index: Index, rows: Ints, keys: Ints, vectors: Tensor, words: Ints) -> None:
+    """All of some items, in rows that no search looks at."""
+    device = index.device
     with index.turns.write(device):
         at = _at(rows, device)
         if vectors.device.type == "cuda" == device.type:
@@ -211,12 +226,6 @@ def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) ->
         if index.bias is not None:
             index.bias[at] = distance_bias(vectors)
         coded.write(index, at, vectors)
-    replaced = old[old >= 0]
-    _forget(index, replaced)
-    index.counts.add(words)
-    show(index, rows, replaced)
-    assert index.ids is not None
-    index.ids.place(keys, rows)
 
 
 def _rewrite(index: Index, rows: Ints, words: Ints) -> None:

@@ -116,7 +116,7 @@ TILES = {
 # With columns for filters, whose products take registers.
 TILES_FILTERED = {
     16: Tile(16, 128, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 64: Tile(64, 128, 128, 4, 3),
-    128: Tile(128, 64, 128, 8, 3), 256: Tile(128, 64, 128, 8, 3),
+    128: Tile(128, 64, 128, 8, 3), 256: Tile(256, 64, 128, 8, 3),
 }  # fmt: skip
 # For rows of several steps, in which queries are read again with each step. Of larger tiles the products wait for one
 # another.
@@ -169,14 +169,14 @@ def kind_of(filters: int, share: float | None, kind: str = "auto") -> str:
 def plan_of(
     B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
-    room: int = ROOM,
+    room: int = ROOM, kept: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of a search.
 
     Args:
         B, k, D, N: queries, results, width, rows. dtype: of the items.
         filters: distinct ones: 0 where all rows pass, 1 of the whole batch.
-        words: attribute words that the filters read.
+        words: attribute words that the filters read. kept: whether their bits are read instead.
         share: of the rows that pass; None where nobody knows: half of them are counted.
         live, bias: whether there are any.
         kind: "auto", or the plan that is asked for. two_terms, room: see `tile_of`.
@@ -188,8 +188,8 @@ def plan_of(
     size = torch.empty((), dtype=dtype).element_size()
     passing = (0.5 if share is None else share) if kind == "compact" else 1.0
     read = int(N * passing * (size * D + (4 if bias else 0) + (4 if kind == "compact" else 0)))
-    read += 8 * words * N + (N // 8 if live else 0)
-    if kind == "bitmaps" or (kind == "dense" and filters):
+    read += (filters * N // 8 if kept else 8 * words * N) + (N // 8 if live else 0)
+    if not kept and (kind == "bitmaps" or (kind == "dense" and filters)):
         read += 2 * 4 * N * cdiv(max(filters, 1), 32)
     elif kind == "compact":
         read += int(4 * N * passing)
