@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flat import token_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tigon.linear.chunks import Chunks
@@ -281,3 +282,30 @@ def test_a_batch_without_anything_that_counts(together, shape, known, device):
     torch.testing.assert_close(loss, pairs * F.logsigmoid(torch.zeros_like(loss)))
     assert x.grad.abs().sum() == 0
     assert weight.grad.abs().sum() == 0
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+def test_a_batch_of_one_chunk_is_one_part_in_its_order(together, device):
+    """Nothing is sorted, looked up or filled: of few tokens, launches take longer than the numbers."""
+    x, weight, bias, target, sides, _ = batch(device)
+    target = target.clamp(min=0)  # every token counts
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    for chunk_bytes in (None, 1):
+        with Seen() as seen:
+            token_loss(
+                "toy", [], [together], *leaves, target, bias, sides=sides, lengths=[T] * S, chunk_bytes=chunk_bytes
+            )
+        assert bool({"index_select", "index_copy_"} & seen.names) == (chunk_bytes == 1)
+        assert "sort" not in seen.names
