@@ -36,6 +36,8 @@ from triton.runtime.driver import driver
 
 import tigon
 from tigon.linear.lora_mlp import lora_mlp
+from tigon.ops.filtered_topk.sign import projection_of
+from tigon.ops.filtered_topk.sign_launches import encode
 from tigon.optim.perturb import perturb, squared_norm
 from tigon.runtime import device as device_facts
 from tigon.runtime import dispatch as backend
@@ -209,6 +211,11 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
                 search()
+        for why, dtype, search in signed_searches(brief not in (None, "cuda:90")):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
+                context |= {"dtype": str(dtype).removeprefix("torch.")}
+                search()
         units = *itertools.product((torch.bfloat16, torch.float16), (16, 32), (0,)), (torch.bfloat16, 16, 0.05)
         for dtype, rank, dropout in units:
             if not brief or worth((dtype, Case("", ()), None), brief):
@@ -286,6 +293,38 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
             tigon.filtered_topk(torch.empty(B, D, dtype=dtype), items, k, **given)
 
         yield why, dtype, search
+
+
+def signed_searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
+    """What is compiled of searches by signs, and of the signs; few: each kernel once."""
+    literal = tigon.RowFilter.Literal
+    one, half = tigon.RowFilter([[literal(0, 1)], [literal(1, 8, negated=True)]]), torch.bfloat16
+    cases = [
+        ("512 signs", 1, 15_500_000, 512, {}), ("512 signs, 16 queries", 16, 15_500_000, 512, {}),
+        ("512 signs, a list", 1, 15_500_000, 512, {"where": one}),
+        ("512 signs, live rows and biases", 2, 15_500_000, 512, {"live": True, "bias": True}),
+        ("64 signs", 1, 2**30, 64, {}), ("128 signs", 1, 15_500_000, 128, {}), ("1024 signs", 1, 15_500_000, 1024, {}),
+    ]  # fmt: skip
+    for why, B, rows, bits, options in cases:
+        if few and why not in ("512 signs, a list", "64 signs"):
+            continue
+
+        def search(B=B, rows=rows, bits=bits, options=options) -> None:
+            projection = torch.empty(projection_of(128, bits, 0).shape, dtype=torch.int32)
+            encode(torch.empty(1000, 128, dtype=half), projection, scaled=True)
+            given = (
+                {"where": options["where"], "attributes": torch.empty(2, rows, dtype=torch.int64)}
+                if "where" in options
+                else {}
+            )
+            if "live" in options:
+                given |= {"live": torch.empty(rows // 32, dtype=torch.int32), "bias": torch.empty(rows)}
+            codes = torch.empty(rows, bits // 32, dtype=torch.int32)
+            scales = torch.empty(rows, dtype=half)
+            items = tigon.CodedItems(torch.empty(rows, 128, dtype=half), codes, scales, None, None, projection)
+            tigon.filtered_topk(torch.empty(B, 128, dtype=half), items, 100, plan="codes", **given)
+
+        yield why, half, search
 
 
 # Dtype of x, of the adapters, and ranks: of one tile, and beyond what a program of the gradient takes.

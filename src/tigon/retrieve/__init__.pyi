@@ -1,4 +1,5 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
+from tigon.retrieve.calibrating import Calibration as Calibration
 from tigon.retrieve.columns import Category as Category
 from tigon.retrieve.columns import Tags as Tags
 from tigon.retrieve.hits import Hits as Hits

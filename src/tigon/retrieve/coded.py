@@ -8,22 +8,26 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import CodedItems, encode_items
+from tigon.ops.filtered_topk.codes import signs_of
+from tigon.ops.filtered_topk.sign import check_bits, projection_of
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
 
-KINDS = ("int8",)
+KINDS = ("int8", "sign")
 # Of the buffers those that have a row for each item.
 BUFFERS = ("codes", "scales")
 # Bytes of fp32 that are encoded at once.
 PIECE = 1 << 26
 
 
-def checked(name: str, codes: Any) -> str | None:
+def checked(name: str, codes: Any, bits: int = 512) -> str | None:
     """The kind of codes that is asked for.
 
-    Raises: ValueError if there is no such kind.
+    Raises: ValueError if there is no such kind, or if signs are not as many as they can be.
     """
+    if codes == "sign":
+        check_bits(name, bits)
     if codes is not None and codes not in KINDS:
         raise ValueError(f"{name}: codes must be None or one of {', '.join(map(repr, KINDS))}, got {codes!r}.")
     return codes if codes is None else str(codes)
@@ -32,7 +36,13 @@ def checked(name: str, codes: Any) -> str | None:
 def begin(index: Index, rows: int, device: torch.device) -> None:
     """Buffers for the codes of rows; None without codes."""
     empty: dict[str, Tensor | None] = dict.fromkeys((*BUFFERS, "error"))
-    if index.coding is not None:
+    projection = None
+    if index.coding == "sign":
+        empty["codes"] = torch.zeros(rows, index.bits // 32, dtype=torch.int32, device=device)
+        if index.metric != "cosine":  # whose rows all have the same norm
+            empty["scales"] = torch.zeros(rows, dtype=torch.bfloat16, device=device)
+        projection = projection_of(index.dim, index.bits, 0).to(device, copy=True)
+    elif index.coding is not None:
         empty = {
             "codes": torch.zeros(rows, index.dim, dtype=torch.int8, device=device),
             "scales": torch.zeros(rows, device=device),
@@ -40,17 +50,29 @@ def begin(index: Index, rows: int, device: torch.device) -> None:
         }
     for name, buffer in empty.items():
         index.register_buffer(name, buffer)
+    index.register_buffer("projection", projection, persistent=False)  # made of two numbers, whenever it is needed
 
 
-def code_bytes(coding: str | None, dim: int, rows: int) -> int:
+def code_bytes(coding: str | None, dim: int, rows: int, metric: str, bits: int) -> int:
     """Of the codes of rows."""
+    if coding == "sign":
+        return (bits // 8 + (0 if metric == "cosine" else 2)) * rows + 4 * projection_of(dim, bits, 0).numel()
     return 0 if coding is None else (dim + 4) * rows + 8
 
 
 def write(index: Index, at: Any, vectors: Tensor) -> None:
     """The codes of vectors, in rows that no search looks at. `error` only ever grows: earlier rows keep their bound."""
-    if index.codes is None or index.scales is None or index.error is None:
+    if index.codes is None:
         return
+    if index.projection is not None:
+        signs = signs_of(vectors, index.projection, scaled=index.scales is not None)
+        index.codes[at] = signs.codes
+        if index.scales is not None:
+            assert signs.scales is not None
+            index.scales[at] = signs.scales
+        return
+    assert index.scales is not None
+    assert index.error is not None
     made = encode_items(vectors, "int8")
     assert made.scales is not None
     assert made.error is not None
@@ -60,10 +82,11 @@ def write(index: Index, at: Any, vectors: Tensor) -> None:
 
 def renew(index: Index) -> None:
     """All codes from the vectors as they are."""
-    if index.scales is None or index.error is None:
+    if index.codes is None:
         return
-    # half() is meant for the vectors.
-    index.scales, index.error = index.scales.float(), index.error.float().zero_()
+    _keep_dtypes(index)
+    if index.error is not None:
+        index.error.zero_()
     rows = index.embeddings
     size = max(1, PIECE // (rows.shape[1] * 4))
     for start in range(0, len(rows), size):
@@ -73,13 +96,24 @@ def renew(index: Index) -> None:
 
 def applied(index: Index, dtype: torch.dtype) -> None:
     """After the buffers were moved or cast; dtype: of the vectors before."""
-    if index.scales is None:
+    if index.codes is None:
         return
+    cast = _keep_dtypes(index)
     if index._over:  # the parameter moves with its model, before or after
-        index.scales, index.coded_state = index.scales.float(), None
-        index.error = None if index.error is None else index.error.float()
-    elif index.dtype != dtype or index.scales.dtype != torch.float32:
+        index.coded_state = None
+    elif index.dtype != dtype or cast:
         renew(index)
+
+
+def _keep_dtypes(index: Index) -> bool:
+    """Scales as they are kept: half() is meant for the vectors. Whether it has cast them."""
+    if index.scales is None:
+        return False
+    dtype = torch.bfloat16 if index.projection is not None else torch.float32
+    cast = index.scales.dtype != dtype
+    index.scales = index.scales.to(dtype)
+    index.error = None if index.error is None else index.error.float()
+    return cast
 
 
 def _state(index: Index) -> tuple[int, ...] | None:
@@ -90,12 +124,13 @@ def _state(index: Index) -> tuple[int, ...] | None:
     return None if weight.is_inference() else (weight.data_ptr(), weight._version)
 
 
-def items(index: Index, end: int) -> Tensor | CodedItems:
+def items(index: Index, end: int, candidates: int | None = None) -> Tensor | CodedItems:
     """The first rows for a search: without codes where the parameter may have been written since they were made."""
     rows = index.embeddings[:end]
-    if index.codes is None or index.scales is None:
+    if index.codes is None:
         return rows
     state = _state(index)
     if state is None or state != index.coded_state:
         return rows
-    return CodedItems(rows, index.codes[:end], index.scales[:end], index.error)
+    scales = None if index.scales is None else index.scales[:end]
+    return CodedItems(rows, index.codes[:end], scales, index.error, candidates, index.projection)

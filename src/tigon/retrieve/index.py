@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import coded, over, searching, storage, writing
+from tigon.retrieve import calibrating, coded, over, searching, storage, writing
+from tigon.retrieve.calibrating import Calibration
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
@@ -26,7 +27,7 @@ from tigon.retrieve.where import Expression
 
 Metric = Literal["ip", "cosine", "l2"]
 Where = Expression | str | None
-Codes = Literal["int8"] | None
+Codes = Literal["int8", "sign"] | None
 METRICS = ("ip", "cosine", "l2")
 
 
@@ -45,9 +46,11 @@ class Index(nn.Module):
         schema: the columns that items can be filtered by. The index has a copy.
         device: where the buffers are.
         codes: "int8" keeps the vectors in 8 bits a number as well, which a search on a GPU reads first. It finds the
-            same.
+            same. "sign" keeps the signs of random projections, which a search of few queries reads first where that is
+            faster: it may then miss some of the best, which `Hits.exact` says. `calibrate` shows how many.
+        bits: how many signs of an item: 64, 128, 256, 512 or 1024.
 
-    Raises: ValueError for numbers that are not positive, an unknown dtype, metric or kind of codes.
+    Raises: ValueError for numbers that are not positive, an unknown dtype, metric, kind of codes or number of bits.
     """
 
     embeddings: Tensor
@@ -58,6 +61,7 @@ class Index(nn.Module):
     codes: Tensor | None
     scales: Tensor | None
     error: Tensor | None
+    projection: Tensor | None
 
     def __init__(
         self,
@@ -68,12 +72,13 @@ class Index(nn.Module):
         schema: Schema | None = None,
         device: torch.device | str | None = None,
         codes: Codes = None,
+        bits: int = 512,
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("capacity", capacity)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Index: {name} must be a positive integer, got {value!r}.")
-        self.coding = coded.checked("Index", codes)
+        self.coding, self.bits = coded.checked("Index", codes, bits), bits
         self._prepare(dim, capacity, metric, schema, fixed=False)
         rows = capacity + spare_rows(capacity)
         self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=dtype_of("Index", dtype), device=device))
@@ -114,6 +119,7 @@ class Index(nn.Module):
         schema: Schema | None = None,
         metric: Literal["ip", "l2"] = "ip",
         codes: Codes = None,
+        bits: int = 512,
     ) -> Index:
         """An index over the rows of a parameter, such as an embedding that is trained: no copy, never stale.
 
@@ -126,14 +132,14 @@ class Index(nn.Module):
             table: the attributes of the rows, if there is a schema.
             schema: the columns that items can be filtered by.
             metric: "ip" or "l2".
-            codes: as of an Index.
+            codes, bits: as of an Index.
 
         Returns: an Index whose vectors are the parameter itself; it is not among the index's own parameters.
         Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
         """
         index = cls.__new__(cls)
         nn.Module.__init__(index)
-        index.coding = coded.checked("Index.over", codes)
+        index.coding, index.bits = coded.checked("Index.over", codes, bits), bits
         over.begin(index, parameter, schema, metric)
         over.fill(index, ids, table)
         return index
@@ -162,7 +168,8 @@ class Index(nn.Module):
 
     def extra_repr(self) -> str:
         kinds = f", {self.schema!r}" if self.schema.words else ""
-        kinds += f", {self.coding} codes" if self.coding is not None else ""
+        bits = f" of {self.bits} bits" if self.coding == "sign" else ""
+        kinds += f", {self.coding} codes{bits}" if self.coding is not None else ""
         return f"{len(self):,} of {self.capacity:,} items × {self.dim}, {str(self.dtype)[6:]}, {self.metric!r}{kinds}"
 
     # ------------------------------------------------------------------------------------------------------- updates
@@ -277,29 +284,38 @@ class Index(nn.Module):
         if isinstance(self.ids, StringIds):
             length = len(self.ids.blob) // max(self.ids.count, 1)
         codes: Any = self.coding
-        return plan_memory(capacity or self.capacity, self.dim, self.dtype, self.metric, self.schema, length, codes)
+        kind = self.dtype, self.metric, self.schema, length, codes, self.bits
+        return plan_memory(capacity or self.capacity, self.dim, *kind)
 
     # -------------------------------------------------------------------------------------------------------- search
 
     @torch.no_grad()
     def search(
-        self, query: Any, k: int | Sequence[int] = 100, where: Where | Sequence[Where] = None, *, strict: bool = False
+        self,
+        query: Any,
+        k: int | Sequence[int] = 100,
+        where: Where | Sequence[Where] = None,
+        *,
+        strict: bool = False,
+        candidates: int | None = None,
     ) -> Hits:
-        """The k best items that pass, for each query. All that pass are scored.
+        """The k best items that pass, for each query. All that pass are scored, unless the index has codes "sign".
 
         Args:
             query: (B, dim) floats, or (dim,) for one query.
             k: 1 to 2048, or one for each query.
             where: an expression or its text, None for all items; or one for each query.
             strict: whether a value in a filter that no item has is an error. Otherwise it lets no item through.
+            candidates: with codes "sign": how many items are scored exactly, those with the best codes; None for five
+                times k, and at least 256. 0: all are.
 
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
-        search = searching.asked(self, query, k, where, strict)
+        search = searching.asked(self, query, k, where, strict, candidates)
         self.kept.prepare(self, search.filters)
         with self.turns.search(self.device):
-            scores, rows = searching.found_rows(self, search)
+            scores, rows, all_scored = searching.found_rows(self, search)
             ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
         if search.norms is not None:
             scores = scores - search.norms
@@ -307,7 +323,7 @@ class Index(nn.Module):
             ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
             beyond = torch.arange(search.most, device=self.device) >= ks
             scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
-        exact = torch.ones(len(scores), dtype=torch.bool, device=self.device)
+        exact = torch.full((len(scores),), all_scored, device=self.device)
         return Hits(scores, ids, exact, self.ids)
 
     @torch.no_grad()
@@ -338,6 +354,30 @@ class Index(nn.Module):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        queries: Any,
+        k: int = 100,
+        bits: Sequence[int] = (64, 128, 256, 512),
+        candidates: Sequence[int] | None = None,
+    ) -> Calibration:
+        """What codes "sign" would find of the exact answers, with these items and queries, whatever codes there are.
+
+        Codes of each number of bits are made beside the index, one after the other. Updates wait meanwhile.
+
+        Args:
+            queries: (B, dim) floats, such as the index will be asked.
+            k: of the searches.
+            bits: numbers of signs.
+            candidates: how many items are scored exactly. None: 2, 4 and 10 times k.
+
+        Returns: a Calibration, to be printed: recall@k by bits and candidates, bytes, and the time of a query.
+        Raises: ValueError for queries, bits and candidates that do not fit, and for an empty index.
+        """
+        with self.turns.writing:
+            return calibrating.calibrated(self, queries, k, bits, candidates)
 
     def explain(self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False) -> Explanation:
         """What a filter does, and what a search with it costs: the share that passes and the plan. Nothing is searched.

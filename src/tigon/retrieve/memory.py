@@ -64,7 +64,8 @@ def plan_memory(
     metric: Literal["ip", "cosine", "l2"] = "ip",
     schema: Schema | None = None,
     id_length: int | None = None,
-    codes: Literal["int8"] | None = None,
+    codes: Literal["int8", "sign"] | None = None,
+    bits: int = 512,
 ) -> MemoryPlan:
     """The memory of an index, computed without taking any.
 
@@ -77,7 +78,8 @@ def plan_memory(
         metric: "l2" keeps 4 bytes more an item.
         schema: whose words take 8 bytes an item each.
         id_length: the mean length of ids that are strings, in bytes; None for int64.
-        codes: "int8" keeps dim + 4 bytes more an item.
+        codes: "int8" keeps dim + 4 bytes more an item, "sign" bits / 8 and 2.
+        bits: of "sign".
 
     Returns: a MemoryPlan.
     Raises: ValueError if a number is not positive, or the dtype or the kind of codes is unknown.
@@ -96,7 +98,7 @@ def plan_memory(
         (rows + 31) // 32 * 4,
         4 * rows if metric == "l2" else 0,
         host,
-        code_bytes(checked("plan_memory", codes), dim, rows),
+        code_bytes(checked("plan_memory", codes, bits), dim, rows, metric, bits),
         default_bytes(rows) if schema is not None and schema.words else 0,
     )
 

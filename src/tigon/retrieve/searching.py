@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowBits, RowFilter, filtered_topk
+from tigon.ops.filtered_topk import CodedItems, RowBits, RowFilter, filtered_topk
 from tigon.ops.filtered_topk.plan import Plan, plan_of
+from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
 from tigon.retrieve import coded
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
@@ -39,7 +40,7 @@ class Asked(NamedTuple):
 
     query: as the operator takes it. norms: (B, 1), what is taken from scores; None if nothing is. most: the largest k.
     ks: of each query, None if one is of all. filters: one for all queries, or one for each; share: of the items that
-    pass the one.
+    pass the one. candidates: that a query has where signs are read; 0 where they are not.
     """
 
     query: Tensor
@@ -48,9 +49,10 @@ class Asked(NamedTuple):
     ks: Sequence[int] | None
     filters: RowFilter | list[RowFilter | None] | None
     share: float | None
+    candidates: int | None = None
 
 
-def asked(index: Index, query: Any, k: Any, where: Any, strict: bool) -> Asked:
+def asked(index: Index, query: Any, k: Any, where: Any, strict: bool, candidates: int | None = None) -> Asked:
     """The arguments of a search, checked.
 
     Raises: ValueError for what does not fit the index.
@@ -58,7 +60,24 @@ def asked(index: Index, query: Any, k: Any, where: Any, strict: bool) -> Asked:
     q, norms = _query(index, query)
     most, ks = _ks(k, q.shape[0])
     filters, share = _filters(index, where, q.shape[0], strict)
-    return Asked(q, norms, most, ks, filters, share)
+    _check_candidates(index, most, candidates)
+    return Asked(q, norms, most, ks, filters, share, candidates)
+
+
+def _check_candidates(index: Index, k: int, candidates: Any) -> None:
+    if candidates is None:
+        return
+    if index.coding != "sign":
+        raise ValueError(
+            f"Index.search: candidates must be None for an index without codes 'sign', which scores all, got "
+            f"{candidates!r}."
+        )
+    whole = isinstance(candidates, int) and not isinstance(candidates, bool)
+    if not whole or (candidates != 0 and not k <= candidates <= MOST_CANDIDATES):
+        raise ValueError(
+            f"Index.search: candidates must be 0 or an integer from k, {k:,}, to {MOST_CANDIDATES:,}, got "
+            f"{candidates!r}."
+        )
 
 
 def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
@@ -140,8 +159,9 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tensor, Tensor]:
-    """Scores and rows of what a search finds. Out of memory, it is done in halves once.
+def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tensor, Tensor, bool]:
+    """Scores and rows of what a search finds, and whether all that pass were scored. Out of memory, it is done in
+    halves once.
 
     hidden: whether live bits are read although each row is there.
     """
@@ -149,9 +169,9 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
     if not end or not B:
         _check_k(search.most)
         scores = torch.full((B, search.most), -torch.inf, device=index.device)
-        return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device)
+        return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device), True
     whole = index.rows.count == end and not hidden
-    items = coded.items(index, end)
+    items = index.embeddings[:end] if search.candidates == 0 else coded.items(index, end, search.candidates)
     given: dict[str, Any] = {
         "attributes": index.attributes[:, :end] if search.filters is not None else None,
         "live": None if whole else index.live[: (end + 31) // 32],
@@ -162,23 +182,30 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
     filters = search.filters if bits is None else bits
     if bits is not None:
         given["attributes"] = None
+
+    def approximate(query: Tensor, where: Any) -> bool:
+        coded_items = items if isinstance(items, CodedItems) else None
+        return by_signs(query, coded_items, where, "auto", search.share)
+
     try:
-        return filtered_topk(search.query, items, search.most, where=filters, **given)
+        found = filtered_topk(search.query, items, search.most, where=filters, **given)
+        return *found, not approximate(search.query, filters)
     except torch.OutOfMemoryError as error:
         if B == 1:
             raise _too_large(B) from error
     half = B // 2
-    parts = []
+    parts, exact = [], True
     try:
         for part in (slice(half), slice(half, B)):
             own = filters[part] if isinstance(filters, list) else filters
             if isinstance(own, RowBits) and own.which is not None:
                 own = own._replace(which=own.which[part])
             parts.append(filtered_topk(search.query[part], items, search.most, where=own, **given))
+            exact = exact and not approximate(search.query[part], own)
     except torch.OutOfMemoryError as error:
         raise _too_large(B - half) from error
     scores, rows = (torch.cat(pair) for pair in zip(*parts, strict=True))
-    return scores, rows
+    return scores, rows, exact
 
 
 def _too_large(queries: int) -> torch.OutOfMemoryError:

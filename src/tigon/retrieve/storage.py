@@ -101,6 +101,7 @@ def _about(index: Index) -> dict[str, Any]:
         "metric": index.metric,
         "capacity": index.capacity,
         "codes": index.coding,
+        "bits": index.bits,
         "items": len(index),
         "ids": index.ids.kind if index.ids is not None else None,
         "schema": json.loads(index.schema.to_json()),
@@ -154,7 +155,7 @@ def load(kind: type[Index], path: Path, device: Any, journal: bool, mend: bool) 
     _check_files(name, folder, about)
     index = kind(
         about["dim"], about["capacity"], about["dtype"], about["metric"],
-        Schema.from_json(json.dumps(about["schema"])), device, about.get("codes"),
+        Schema.from_json(json.dumps(about["schema"])), device, about.get("codes"), about.get("bits", 512),
     )  # fmt: skip
     _fill(index, folder / ITEMS, about)
     if mend:

@@ -22,11 +22,12 @@ from tigon.ops.filtered_topk.filters import RowFilter, tables_of
 from tigon.ops.filtered_topk.launches import _filtered_topk
 from tigon.ops.filtered_topk.plan import kind_of
 from tigon.ops.filtered_topk.reference import filtered_topk_reference
+from tigon.ops.filtered_topk.signed import by_signs, check_signs, sign_topk
 from tigon.runtime import check_tensors, use_triton
 
 __all__ = ["CodedItems", "RowBits", "RowFilter", "encode_items", "filtered_topk", "filtered_topk_reference"]
 
-Plan = Literal["auto", "dense", "compact", "bitmaps"]
+Plan = Literal["auto", "dense", "compact", "bitmaps", "codes"]
 Where = RowFilter | Sequence[RowFilter | None] | RowBits
 # Beyond that the groups of a query no longer fit the programs that select among them.
 MOST = 2048
@@ -50,7 +51,8 @@ def filtered_topk(
     Args:
         query: (B, D): fp16, bf16 or fp32.
         items: (N, D): fp16, bf16, float8_e4m3fn or fp32, in any stride of rows. `CodedItems` are rows with codes of 8
-            bits, which a search reads first where that moves fewer bytes. The answer is the same.
+            bits, which a search reads first where that moves fewer bytes. The answer is the same. With signs for codes
+            it is approximate where they are read: rows that are among the best may be missing.
         k: 1 to 2048.
         attributes: (W, N) int64, W words of each row, which the filters test. Their highest bit is never used.
         where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
@@ -59,7 +61,8 @@ def filtered_topk(
         live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
         bias: (N,) fp32, added to the scores of a row.
         plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows
-            with a filter for each query. "auto" takes what moves fewest bytes. The answer is the same.
+            with a filter for each query; "codes" the signs of all that pass at most one filter. "auto" takes what moves
+            fewest bytes. The answer is the same, but for signs.
         share: how many of the rows pass, from 0 to 1, where you know about it. It decides between plans alone.
     Returns: scores (B, k) fp32, descending, and rows (B, k) int64; of equal scores the lower row is first. Where fewer
         than k rows pass, the rest is row -1 with score -inf. Rows whose score is NaN or -inf are never returned. For
@@ -81,9 +84,11 @@ def filtered_topk(
     items = items.rows if isinstance(items, CodedItems) else items
     _check(query, items, k, plan, share)
     if coded is not None:
-        _check_codes(coded)
+        _check_codes(coded, k)
     _check_rows(query, items, attributes, live, bias)
     where = _checked_filters(query, items.shape[0], attributes, where, plan)
+    if by_signs(query, coded, where, plan, share) and coded is not None:
+        return sign_topk(query, coded, k, attributes, where, live, bias)
     # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
     if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
         return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
@@ -156,8 +161,11 @@ def _check_rows(
                 )
 
 
-def _check_codes(coded: CodedItems) -> None:
+def _check_codes(coded: CodedItems, k: int) -> None:
     (N, D), device = coded.rows.shape, coded.rows.device
+    if coded.projection is not None:
+        check_signs(coded, k)
+        return
     wanted = {"codes": ((N, D), torch.int8), "scales": ((N,), torch.float32), "error": ((2,), torch.float32)}
     for name, (shape, dtype) in wanted.items():
         t = getattr(coded, name)
