@@ -12,6 +12,7 @@ import pyarrow.csv as csv  # noqa: E402
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tigon.bench import report  # noqa: E402
+from tigon.cli.retrieve import latency  # noqa: E402
 
 ITEMS, DIM = 300, 8
 FLOATS = pa.list_(pa.float32())
@@ -204,6 +205,32 @@ def test_times_beside_torch_and_a_plot(tigon, tmp_path):
     tigon("retrieve", "bench", "--shares", "0,1").problem("--shares must be up to 16 numbers above 0", "got 0,1")
     tigon("retrieve", "bench", "-k", "4000").problem("-k must be integers from 1 to 2,048", "got 4000")
     tigon("retrieve", "bench", "--items", 9, "-k", "10").problem("-k must be at most --items, 9, got 10")
+
+
+def test_searches_beside_a_writer(tigon, tmp_path, monkeypatch):
+    monkeypatch.setattr(latency.measured, "__defaults__", (0.3,))
+    size = (
+        "--items",
+        2000,
+        "--dim",
+        16,
+        "--queries",
+        "2",
+        "-k",
+        "10",
+        "--shares",
+        "1",
+        "--device",
+        "cpu",
+        "--no-peers",
+    )
+    shown = tigon("retrieve", "bench", *size, "--updates", 5000, "--output", tmp_path).ok()
+    (path,) = tmp_path.glob("*-search.json")
+    rows = [row for row in report.load(path)["rows"] if row["p99_ms"] is not None]
+    assert [(row["queries"], row["updates"], row["status"]) for row in rows] == [(2, 0, "ok"), (2, 5000, "ok")]
+    assert all(0 < row["ms"] <= row["p99_ms"] for row in rows)
+    assert "p99 ms" in shown.out
+    assert "Index, 5,000 updates/s" in shown.out
 
 
 def test_the_group_says_what_it_has(tigon):

@@ -431,6 +431,7 @@ COLUMNS["search"] = {
     "filter": lambda r: {"none": "none", "one": f"{r['share']:.3g} pass"}.get(r["filters"], "one each, 1/8 pass"),
     "by": lambda r: r["implementation"],
     "called ms": lambda r: _number(r["ms"]),
+    "p99 ms": lambda r: _number(r.get("p99_ms")),
     "graph ms": lambda r: _number(r["graph_ms"]),
     "floor ms": lambda r: _number(r["floor_ms"]),
     "× floor": _times_floor,

@@ -31,6 +31,8 @@ class SearchRow:
     """One search. filters: "none", "one" for all queries, or "each" of 32 for a query. share: of the rows that pass.
 
     ms: as called. graph_ms: in a CUDA graph. equal: the share of the ids, place by place, of a sort of all fp64 scores.
+    p99_ms: of single searches of an index, each waited for, 99 % take less; ms is their median then. updates: items
+    written a second meanwhile.
     """
 
     items: int
@@ -51,6 +53,8 @@ class SearchRow:
     peak_mib: float | None = None
     equal: float | None = None
     plan: str = ""
+    p99_ms: float | None = None
+    updates: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,13 +108,14 @@ def run(
     items: int, dim: int, dtype: torch.dtype, cases: Sequence[Case], device: torch.device, *,
     peers: Sequence[str] = PEERS, settings: Settings | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None, step: Callable[[str], None] = lambda _: None,
+    more: Callable[[], Sequence[SearchRow]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure searches, one case after another.
 
     Args:
         items, dim, dtype: of the vectors. cases: see `cases_of`.
         peers: of PEERS. settings: how long to measure. keep: called with the result so far, after every case.
-        step: called with the name of each case before it is measured.
+        step: called with the name of each case before it is measured. more: called at the end, for further rows.
 
     Returns: a result of kind "search", see `report.result`.
     """
@@ -129,6 +134,12 @@ def run(
         content = report.result("search", rows, device=device, ceilings=asdict(ceilings))
         keep(content)
         free(device)
+    if more is not None:
+        del made
+        free(device)
+        rows += more()
+        content = report.result("search", rows, device=device, ceilings=asdict(ceilings))
+        keep(content)
     return content
 
 

@@ -28,6 +28,9 @@ def bench(
     ] = "1,0.11,0.01",
     each: Annotated[bool, typer.Option("--each", help="Searches with a filter for each query, too.")] = False,
     peers: Annotated[bool, typer.Option(help="Torch's product, mask and topk beside it.")] = True,
+    updates: Annotated[
+        int, typer.Option(help="Also single searches of an index, beside so many updates a second; 0: none.", min=0)
+    ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for the results and a plot.")] = None,
 ) -> None:
@@ -38,6 +41,8 @@ def bench(
     from tigon.bench import report, search
     from tigon.cli.screen import screen
 
+    if updates:
+        needs(f"tigon {NAME} --updates", "retrieve", "numpy")
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = device_of(device, NAME)
@@ -55,10 +60,16 @@ def bench(
         if output is not None:
             report.save(output / report.file_name(content), content)
 
+    def latencies() -> list[search.SearchRow]:
+        from tigon.cli.retrieve import latency
+
+        status.update("searches beside a writer")
+        return latency.measured(count, dim, dtype, counts, ks[0], updates, place)
+
     with console.status("making the items") as status:
         content = search.run(
             count, dim, getattr(torch, dtype), cases, place, peers=search.PEERS if peers else (), keep=keep,
-            step=lambda name: status.update(f"queries × k: {name}"),
+            step=lambda name: status.update(f"queries × k: {name}"), more=latencies if updates else None,
         )  # fmt: skip
     print(report.to_text(content))
     if place.type == "cpu":
