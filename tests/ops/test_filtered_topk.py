@@ -380,7 +380,7 @@ B1, EACH, Bits = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(2, dtype=torc
         (lambda f: f(Q, X[:1].expand(2**31 - 4095, 4), 3), r"items must be at most 2\*\*31 - 4096 rows, got"),
         (lambda f: f(Q, X, 0), r"k must be an int from 1 to 2048, got 0"),
         (lambda f: f(Q, X, 2049), r"k must be an int from 1 to 2048, got 2049"),
-        (lambda f: f(Q, X, 3, plan="fast"), r"plan must be one of auto, dense, compact, bitmaps, got 'fast'"),
+        (lambda f: f(Q, X, 3, plan="fast"), r"plan must be one of auto, dense, compact, bitmaps, codes, got 'fast'"),
         (lambda f: f(Q, X, 3, share=2), r"share must be from 0 to 1, got 2"),
         (lambda f: f(Q, X, 3, attributes=W.int()), r"attributes must be \(W, 5\) int64.* got \(1, 5\) torch.int32"),
         (lambda f: f(Q, X, 3, live=W[0]), r"live must be \(1,\) int32.* got \(5,\) torch.int64"),
