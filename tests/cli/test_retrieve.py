@@ -107,6 +107,13 @@ def test_recall_is_whole_and_that_of_the_truth(folder, index, tigon):
     assert 0.1 < first["recall"] <= tenth["recall"] <= 1
     assert 0 < tenth["mrr"] <= tenth["ndcg"] <= 1
     assert "ndcg" in tigon(*evaluated).ok().out
+    calibrated = ("retrieve", "calibrate", index, folder / "queries.parquet", "-k", "2", "--bits", "64")
+    exact, few = json.loads(tigon(*calibrated, "--candidates", "2", "--json").ok().out)["rows"]
+    assert exact["bits"] is None
+    assert exact["recall"] == 1
+    assert (few["bits"], few["candidates"]) == (64, 2)
+    assert "recall@2" in tigon(*calibrated).ok().out
+    tigon(*calibrated, "--candidates", "1").problem("candidates must be integers from k, 2", "got 1")
 
 
 def test_csv_vectors_from_a_file_and_numbers_as_ids(folder, tigon, tmp_path):
@@ -235,4 +242,4 @@ def test_searches_beside_a_writer(tigon, tmp_path, monkeypatch):
 
 def test_the_group_says_what_it_has(tigon):
     shown = tigon("retrieve").ok().out
-    assert all(command in shown for command in ("build", "search", "evaluate", "bench"))
+    assert all(command in shown for command in ("build", "search", "evaluate", "calibrate", "bench"))

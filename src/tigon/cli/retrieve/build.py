@@ -13,7 +13,7 @@ from tigon.cli.problem import Problem, check_writable, needs, one_line
 
 NAME = "retrieve build"
 METRICS, DTYPES = ("ip", "cosine", "l2"), ("float16", "bfloat16", "float32", "float8_e4m3fn")
-CODES = ("int8",)  # of retrieve.Index
+CODES = ("int8", "sign")  # of retrieve.Index
 
 
 def build(
@@ -42,6 +42,7 @@ def build(
     codes: Annotated[
         str | None, typer.Option(help=f"{', '.join(CODES)}: fewer bits of each vector as well, read first on a GPU.")
     ] = None,
+    bits: Annotated[int, typer.Option(help="Signs of each vector with --codes sign: 64, 128, 256, 512 or 1024.")] = 512,
     capacity: Annotated[
         int | None, typer.Option(help="Items that there is room for; default: those of the files.", min=1)
     ] = None,
@@ -60,6 +61,8 @@ def build(
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if codes is not None and codes not in CODES:
         raise Problem(f"{NAME}: --codes must be one of {', '.join(CODES)}, got {codes}")
+    if bits not in (64, 128, 256, 512, 1024):
+        raise Problem(f"{NAME}: --bits must be 64, 128, 256, 512 or 1024, got {bits}")
     if vector is not None and vectors is not None:
         raise Problem(f"{NAME}: --vector and --vectors exclude each other")
     if schema is not None and columns is not None:
@@ -97,7 +100,7 @@ def build(
         for names, matrix, table in parts:
             if index is None:
                 dim = matrix.shape[1]
-                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described), codes=coding)
+                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described), codes=coding, bits=bits)
             try:
                 if matrix.shape[1] != dim:
                     raise ValueError(f"every vector must have {dim} numbers, as the first has, got {matrix.shape[1]}")

@@ -100,7 +100,9 @@ def _exhaustive(index: Any, queries: Any, k: int, where: str | None) -> Any:
     from tigon.runtime import use_backend
 
     with use_backend("torch"):
-        return ids_of(index.search(queries, k, where))
+        # With codes "sign" a search may score some items alone.
+        every = 0 if index.coding == "sign" else None
+        return ids_of(index.search(queries, k, where, candidates=every))
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
