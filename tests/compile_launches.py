@@ -257,6 +257,11 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
     cases += [(f"bits of 32, {B} queries", half, half, B, 128, 100, {"bits": 32, "live": True}) for B in (16, 256)]
     cases += [
         ("bits of 33", half, half, 256, 128, 100, {"bits": 33}),
+        *[(f"codes, {B} queries", half, half, B, 128, 100, {"codes": True}) for B in (1, 17, 64)],
+        ("codes, a list", half, half, 16, 128, 100, {"codes": True, "where": one}),
+        ("codes, dense with a filter", half, half, 1, 128, 10, {"codes": True, "where": one, "plan": "dense"}),
+        ("codes, fp32, live rows", wide, half, 16, 128, 1000, {"codes": True, "live": True, "bias": True}),
+        ("codes, width 768", half, half, 16, 768, 200, {"codes": True}),
         ("33 filters", half, half, 33, 128, 100, {"where": many}),
         ("dense with a filter", half, half, 16, 128, 100, {"where": one, "plan": "dense", "bias": True}),
         ("dense with live rows", half, half, 16, 128, 100, {"live": True, "bias": True}),
@@ -271,7 +276,15 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
         ("fp16", torch.float16, torch.float16, 256, 128, 100, {}),
         ("more rows", half, half, 1, 128, 10, {"times": 8}),
     ]
-    once = "a list, 1 queries", "a list, 17 queries", "16 filters", "two terms", "more rows", *ONCE_BITS
+    once = (
+        "a list, 1 queries",
+        "a list, 17 queries",
+        "16 filters",
+        "two terms",
+        "more rows",
+        *ONCE_BITS,
+        "codes, a list",
+    )
     for why, dtype, stored, B, D, k, options in cases:
         if few and why not in once:
             continue
@@ -290,6 +303,10 @@ def searches(few: bool) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
             if "bias" in options:
                 given["bias"] = torch.empty(rows)
             items = torch.empty(rows * options.get("times", 1), D, dtype=stored)
+            if "codes" in options:
+                items = tigon.CodedItems(
+                    items, torch.empty(rows, D, dtype=torch.int8), torch.empty(rows), torch.empty(2)
+                )
             tigon.filtered_topk(torch.empty(B, D, dtype=dtype), items, k, **given)
 
         yield why, dtype, search

@@ -11,12 +11,13 @@ Source: the filter before the scan is that of LiNR, Borisyuk et al. 2024, https:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk.bits import RowBits
+from tigon.ops.filtered_topk.coded import _coded_topk
 from tigon.ops.filtered_topk.codes import CodedItems, encode_items
 from tigon.ops.filtered_topk.filters import RowFilter, tables_of
 from tigon.ops.filtered_topk.launches import _filtered_topk
@@ -97,10 +98,16 @@ def filtered_topk(
         which, starts = (where.which, where.beginnings()) if kind == "bitmaps" else (None, None)
         if kind == "bitmaps" and which is None:
             which = query.new_zeros(query.shape[0], dtype=torch.int32)
-        return _filtered_topk(query, items, k, None, starts, where.bits, which, where.filters, live, bias, kind)
-    kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
-    filters, tables = tables_of(where, kind, query.device, query.shape[0])
-    return _filtered_topk(query, items, k, attributes, *tables, filters, live, bias, kind)
+        given: tuple[Any, ...] = None, starts, where.bits, which, where.filters, live, bias, kind
+    else:
+        kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
+        filters, tables = tables_of(where, kind, query.device, query.shape[0])
+        given = attributes, *tables, filters, live, bias, kind
+    if coded is not None:
+        assert coded.scales is not None
+        assert coded.error is not None
+        return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *given, share)[:2]
+    return _filtered_topk(query, items, k, *given)
 
 
 def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:

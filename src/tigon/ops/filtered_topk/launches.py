@@ -194,17 +194,27 @@ def _picked(
     key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """(B, places) int32, the groups of each query that hold its best rows, in the order of their rows; then -1."""
+    B, N = terms[0].shape[0], items.shape[0]
+    maxima = terms[0].new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
+    _launch_scan(terms, items, rows, filters, plan, maxima, key)
+    return _descended(maxima, rows, N, plan, key)
+
+
+def _launch_scan(
+    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
+    maxima: Tensor, key: tuple[Any, ...], certified: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The maxima of groups, nodes and strips; of no block of queries that are certified."""
     q, low, scale = terms
     (B, D), N, sizes = q.shape, items.shape[0], plan.sizes
     counts, starts = _nodes(N, plan)
-    maxima = q.new_empty((sum(counts), B), dtype=torch.float32)
     of_strips = plan.levels.index(sizes.strip)
     mode = 0 if rows.word is None else 1 if rows.which is None else 2 if filters <= 32 else 3
     if rows.starts is not None:
         mode = 4 if filters <= 32 else 5
     attributes, table, bitmaps, live = rows.listing or (None, rows.starts, None, rows.live)
     given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
-    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps)
+    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps, certified)
 
     def plan_scan() -> Launch:
         tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
@@ -218,9 +228,17 @@ def _picked(
         return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
 
     launch(_scan_kernel, key, tensors, plan_scan)
-    for level in range(of_strips - 1, -1, -1):
+
+
+def _descended(
+    maxima: Tensor, rows: Rows, N: int, plan: Plan, key: tuple[Any, ...], certified: Tensor | None = None
+) -> Tensor:
+    """(B, places) int32, the groups with the largest maxima; nothing is written for a query that is certified."""
+    B, sizes, device = maxima.shape[1], plan.sizes, maxima.device
+    counts, starts = _nodes(N, plan)
+    for level in range(plan.levels.index(sizes.strip) - 1, -1, -1):
         _launch_fold(maxima, B, plan, counts, starts, level, key)
-    picks = q.new_empty((B, sizes.places), dtype=torch.int32)
+    picks = maxima.new_empty((B, sizes.places), dtype=torch.int32)
 
     def plan_pick() -> Launch:
         arities = [up // down for up, down in zip(plan.levels, plan.levels[1:], strict=False)]
@@ -231,9 +249,9 @@ def _picked(
             B, N, plan.groups, counts[0], *starts, *[0] * none, top, *plan.levels[1:], *[0] * none, *arities,
             *[0] * none, sizes.strip, sizes.places,
         )  # fmt: skip
-        return B, arguments, {"num_warps": _warps(widest, q.device)}
+        return B, arguments, {"num_warps": _warps(widest, device)}
 
-    launch(_pick_kernel, key, (maxima, rows.counts, picks), plan_pick)
+    launch(_pick_kernel, key, (maxima, rows.counts, picks, certified), plan_pick)
     return picks
 
 
@@ -243,7 +261,7 @@ def _warps(keys: int, device: torch.device) -> int:
 
 
 def _launch_fold(
-    maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int, key: tuple[int, int]
+    maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int, key: tuple[Any, ...]
 ) -> None:
     """The maxima of a level from those of the level below."""
     block = 256
@@ -261,21 +279,9 @@ def _best(
     key: tuple[int, int],
 ) -> None:  # fmt: skip
     """The picked groups' exact scores, and the k best of them, into scores and found."""
-    (B, D), N, k, sizes = query.shape, items.shape[0], scores.shape[1], plan.sizes
+    B, k, sizes = query.shape[0], scores.shape[1], plan.sizes
     K, G = plan.groups, plan.sizes.group
-    candidates = query.new_empty((B, K * G), dtype=torch.float32)
-    of_rows = query.new_empty((B, K * G), dtype=torch.int32)
-    given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
-    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts)
-
-    def plan_rescore() -> Launch:
-        depth = max(16, min(128, next_power_of_2(D)))
-        unit = _unit(items)
-        arguments = N, K, query.stride(0), items.stride(0) // unit, D, G, sizes.strip, sizes.places, depth, unit
-        # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
-        return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
-
-    launch(_rescore_kernel, key, tensors, plan_rescore)
+    candidates, of_rows = _rescored(query, items, rows, picks, plan, key)
     if sizes.places * G > KEYS:
         _choose_by_sorting(candidates, of_rows, scores, found)
         return
@@ -289,6 +295,29 @@ def _best(
 
     chosen = candidates, of_rows, room, scores, found
     launch(_choose_kernel, key, chosen, plan_choose)
+
+
+def _rescored(
+    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, key: tuple[Any, ...],
+    certified: Tensor | None = None, best: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores and rows of the picked groups, and into best (B, groups) each one's maximum; none of what is certified."""
+    (B, D), N, sizes = query.shape, items.shape[0], plan.sizes
+    K, G = plan.groups, plan.sizes.group
+    candidates = query.new_empty((B, K * G), dtype=torch.float32)
+    of_rows = query.new_empty((B, K * G), dtype=torch.int32)
+    given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
+    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts, certified, best)
+
+    def plan_rescore() -> Launch:
+        depth = max(16, min(128, next_power_of_2(D)))
+        unit = _unit(items)
+        arguments = N, K, query.stride(0), items.stride(0) // unit, D, G, sizes.strip, sizes.places, depth, unit
+        # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
+        return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
+
+    launch(_rescore_kernel, key, tensors, plan_rescore)
+    return candidates, of_rows
 
 
 def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, found: Tensor) -> None:

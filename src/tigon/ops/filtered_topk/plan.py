@@ -55,6 +55,9 @@ class Plan(NamedTuple):
         tile: of the scan.
         pieces: of the batch, one after another, so that the workspace suffices.
         workspace: bytes that a piece takes.
+        codes: "int8" where these are scanned first; then groups are those of the largest bounds, and the tile is that
+            of the codes. terms: 8-bit numbers for each of a query.
+        then: the plan of the queries for which the codes do not suffice.
     """
 
     kind: str
@@ -66,6 +69,9 @@ class Plan(NamedTuple):
     tile: Tile
     pieces: int
     workspace: int
+    codes: str | None = None
+    terms: int = 1
+    then: Plan | None = None
 
     def __str__(self) -> str:
         how = {
@@ -74,8 +80,10 @@ class Plan(NamedTuple):
             "bitmaps": "all rows, a filter for each query",
         }
         levels = " → ".join(f"{size:,}" for size in self.levels)
+        codes = f"{self.codes} codes of " if self.codes is not None else ""
+        which = codes + how.get(self.kind, "no rows")
         return (
-            f"{self.kind}: {how.get(self.kind, 'no rows')}; {self.bytes / 1e9:.3f} GB, {self.flop / 1e12:.3f} TFLOP\n"
+            f"{self.kind}: {which}; {self.bytes / 1e9:.3f} GB, {self.flop / 1e12:.3f} TFLOP\n"
             f"maxima of {levels} rows; {self.groups} groups of {self.sizes.group} rows scored exactly for each query\n"
             f"tile of {self.tile.queries} queries × {self.tile.rows} rows; {self.pieces} piece(s), workspace "
             f"{self.workspace / 2**20:.1f} MiB"
@@ -202,4 +210,73 @@ def plan_of(
     return Plan(
         kind if N and B else "none", read, int(2 * B * N * passing * D), groups, sizes, levels, tile, pieces,
         one * cdiv(B, max(pieces, 1)),
+    )  # fmt: skip
+
+
+# Of codes: queries up to which they are read, up to which a query is two numbers each (its bounds are half as far from
+# the scores, in products that wait for nothing but memory), and results that as many groups can certify.
+CODED_QUERIES, CODED_TERMS, CODED_MOST = 64, 16, 1008
+# Groups for each result whose rows are scored exactly; more certify more queries, fewer are scored sooner.
+CODED_GROUPS = 4
+# What the further launches cost, in bytes that memory would move meanwhile.
+CODED_BYTES = 1 << 26
+# 16-bit numbers of a tile of codes are 8-bit ones: queries → tile of contiguous rows, and of listed ones.
+TILES_INT8 = {
+    16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+    64: (Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
+}
+TILES_INT8_WIDE = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
+
+
+def coded_sizes_of(k: int) -> Sizes:
+    """As `sizes_of`, with more places. Groups are the same, so that their exact scores are the same bits."""
+    sizes = sizes_of(k)
+    if sizes.group == 16:
+        return Sizes(16, 128, 1024, 2048)
+    return Sizes(sizes.group, 8 * sizes.group, sizes.strip, max(128, next_power_of_2(CODED_GROUPS * k)))
+
+
+def coded_plan_of(
+    B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
+    live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
+) -> Plan | None:  # fmt: skip
+    """The plan of a search with 8-bit codes, arguments as of `plan_of`; None where it would move more bytes."""
+    plain = plan_of(
+        B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
+        two_terms=two_terms, room=room,
+    )  # fmt: skip
+    if plain.kind not in ("dense", "compact") or B > CODED_QUERIES or k > CODED_MOST or D > 1 << 16:
+        return None
+    sizes = coded_sizes_of(k)
+    levels = levels_of(N, sizes)
+    strips = cdiv(N, sizes.strip)
+    there = strips * (sizes.strip // sizes.group)
+    groups = min(sizes.places, there)
+    size = torch.empty((), dtype=dtype).element_size()
+    passing = (0.5 if share is None else share) if plain.kind == "compact" else 1.0
+    read = plain.bytes + int(N * passing * (D + 4 - size * D))
+    read += B * (groups - plain.groups) * sizes.group * (size * D + 16)
+    if read + CODED_BYTES > plain.bytes:
+        return None
+    one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
+    one += 16 * groups * sizes.group
+    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
+    b = cdiv(B, pieces)
+    if D > 128:
+        tile = TILES_INT8_WIDE[16 if b <= 16 else 64]
+    else:
+        tile = TILES_INT8[next(n for n in TILES_INT8 if n >= b)][plain.kind == "compact"]
+    tile = tile._replace(depth=max(32, min(tile.depth, next_power_of_2(D))), rows=min(tile.rows, sizes.middle))
+    terms = 2 if b <= CODED_TERMS else 1
+    while tile.stages > 1 and _shared(tile, D, 1, terms == 2) > room:
+        tile = tile._replace(stages=tile.stages - 1)
+    then = plain._replace(
+        sizes=sizes, levels=levels, groups=min(k + SPARE, groups), pieces=pieces,
+        tile=tile_of(b, D, dtype, plain.kind, two_terms=two_terms, room=room),
+    )  # fmt: skip
+    then = then._replace(tile=then.tile._replace(rows=min(then.tile.rows, sizes.middle)))
+    return plain._replace(
+        bytes=read, flop=plain.flop * terms, groups=groups, sizes=sizes, levels=levels, tile=tile, pieces=pieces,
+        workspace=one * b, codes="int8", terms=terms, then=then,
     )  # fmt: skip

@@ -11,16 +11,21 @@ from tigon.runtime import do_not_specialize, jit, tl
 @do_not_specialize("N", "K", "stride_q", "units_x")
 def _rescore_kernel(
     q_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, pick_ptr, candidate_ptr, row_ptr,
-    start_ptr, N, K, stride_q, units_x, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+    start_ptr, certified_ptr, best_ptr, N, K, stride_q, units_x, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One group of one query: the scores of its rows in fp32, -inf for what is none, and the rows.
 
     The order of the sums depends on D and G alone, and no product and sum are contracted: a query's scores have the
     same bits in every plan and batch. start_ptr: where the bits of each filter begin behind word_ptr; None for words.
+    certified_ptr: of each query, whether its answer is known; then nothing is scored. best_ptr: (B, K), for the maximum
+    of each group.
     """
     b = (tl.program_id(0) // K).to(tl.int64)
     r = tl.program_id(0) % K
+    if certified_ptr is not None:  # noqa: SIM102 - what is None has no address to load from
+        if tl.load(certified_ptr + b) != 0:
+            return
     group = tl.load(pick_ptr + b * PLACES + r)
     strip = group // (STRIP // G)
     j = group % (STRIP // G) * G + tl.arange(0, G)
@@ -57,3 +62,5 @@ def _rescore_kernel(
     at = (b * K + r) * G + tl.arange(0, G)
     tl.store(candidate_ptr + at, s)
     tl.store(row_ptr + at, i)
+    if best_ptr is not None:
+        tl.store(best_ptr + b * K + r, tl.max(s, 0))

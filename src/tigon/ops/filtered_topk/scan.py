@@ -50,10 +50,59 @@ def fail_columns(bits_ptr, known, live_ptr, place, N, BLOCK_N: tl.constexpr):
 
 
 @jit
+def rows_of_strip(
+    strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
+    STRIP: tl.constexpr, LISTING: tl.constexpr,
+):  # fmt: skip
+    """How many rows of a strip count: those of its list, which is made here where LISTING says so, or all there are."""
+    if LISTING > 0:
+        if table_ptr is not None:
+            n = list_strip(
+                strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
+                STRIP, LISTING,
+            )  # fmt: skip
+        else:
+            n = list_bits(strip, attributes_ptr, live_ptr, list_ptr, count_ptr, N, STRIP)
+        tl.debug_barrier()
+    elif list_ptr is not None:
+        n = tl.load(count_ptr + strip)
+    else:
+        n = tl.minimum(N - strip * STRIP, STRIP)
+    return n
+
+
+@jit
+def write_maxima(
+    s, middle, maxima_ptr, b, here, B, strip, t, middle_at,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """The maxima of a tile's groups, and of the node so far that the tile is in. Returns the tile's, and the node's."""
+    P: tl.constexpr = BLOCK_N // G
+    # A maximum of a number and a NaN is the number.
+    if P == 1:
+        m = tl.max(s, 1)
+        leaf = strip * (STRIP // G) + t
+        tl.store(maxima_ptr + leaf.to(tl.int64) * B + b, m, mask=here)
+    else:
+        m = tl.max(tl.reshape(s, [BLOCK_B, P, G]), 2)
+        leaf = strip * (STRIP // G) + t * P + tl.arange(0, P)
+        tl.store(maxima_ptr + leaf.to(tl.int64)[None, :] * B + b[:, None], m, mask=here[:, None])
+        m = tl.max(m, 1)
+    if MIDDLE > 0:
+        # The node's maximum so far: each tile of the node writes it, the last one whole.
+        TILES: tl.constexpr = MIDDLE // BLOCK_N
+        middle = tl.where(t % TILES == 0, m, tl.maximum(middle, m))
+        node = strip * (STRIP // MIDDLE) + t // TILES
+        tl.store(maxima_ptr + (node.to(tl.int64) + middle_at) * B + b, middle, mask=here)
+    return m, middle
+
+
+@jit
 @do_not_specialize("B", "N", "blocks", "stride_a", "literals", "units_x", "middle_at", "strip_at")
 def _scan_kernel(
     q_ptr, low_ptr, scale_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, maxima_ptr,
-    attributes_ptr, table_ptr, bitmaps_ptr, B, N, blocks, stride_a, literals, stride_q, units_x, middle_at, strip_at,
+    attributes_ptr, table_ptr, bitmaps_ptr, certified_ptr,
+    B, N, blocks, stride_a, literals, stride_q, units_x, middle_at, strip_at,
     D: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr,
     STRIP: tl.constexpr, FILTERS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr,
@@ -66,10 +115,14 @@ def _scan_kernel(
     UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
     LISTING: rows of a step in which the program lists those of its strip that pass; 0 where others have, or nobody.
     Without a table the list is made from bits, which then stand in place of the attributes.
+    certified_ptr: of each query, whether its answer is known. A block of such queries scans nothing.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
     here = b < B
+    if certified_ptr is not None:  # noqa: SIM102 - what is None has no address to load from
+        if tl.min(tl.load(certified_ptr + b, mask=here, other=1), 0) != 0:
+            return
     d = tl.arange(0, BLOCK_D)
     q_at = b.to(tl.int64)[:, None] * stride_q + d[None, :]
     ONCE: tl.constexpr = D <= BLOCK_D
@@ -95,21 +148,11 @@ def _scan_kernel(
         if FILTERS == 4:
             known = bit < literals
             bits_ptr = word_ptr + tl.load(table_ptr + bit, mask=known, other=0)
-    P: tl.constexpr = BLOCK_N // G
     first = strip * STRIP
-    if LISTING > 0:
-        if table_ptr is not None:
-            n = list_strip(
-                strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
-                STRIP, LISTING,
-            )  # fmt: skip
-        else:
-            n = list_bits(strip, attributes_ptr, live_ptr, list_ptr, count_ptr, N, STRIP)
-        tl.debug_barrier()
-    elif list_ptr is not None:
-        n = tl.load(count_ptr + strip)
-    else:
-        n = tl.minimum(N - first, STRIP)
+    n = rows_of_strip(
+        strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals, STRIP,
+        LISTING,
+    )  # fmt: skip
     best = tl.full([BLOCK_B], float("-inf"), tl.float32)
     middle = tl.full([BLOCK_B], float("-inf"), tl.float32)
     for t in tl.range(0, tl.cdiv(n, BLOCK_N), num_stages=STAGES if ONCE else 1):
@@ -173,21 +216,8 @@ def _scan_kernel(
             s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
         if live_ptr is not None and LISTING == 0 and FILTERS < 4:
             s = s + tl.where(is_live(live_ptr, i, i >= 0), 0.0, float("-inf"))[None, :]
-        # A maximum of a number and a NaN is the number.
-        if P == 1:
-            m = tl.max(s, 1)
-            leaf = strip * (STRIP // G) + t
-            tl.store(maxima_ptr + leaf.to(tl.int64) * B + b, m, mask=here)
-        else:
-            m = tl.max(tl.reshape(s, [BLOCK_B, P, G]), 2)
-            leaf = strip * (STRIP // G) + t * P + tl.arange(0, P)
-            tl.store(maxima_ptr + leaf.to(tl.int64)[None, :] * B + b[:, None], m, mask=here[:, None])
-            m = tl.max(m, 1)
-        if MIDDLE > 0:
-            # The node's maximum so far: each tile of the node writes it, the last one whole.
-            TILES: tl.constexpr = MIDDLE // BLOCK_N
-            middle = tl.where(t % TILES == 0, m, tl.maximum(middle, m))
-            node = strip * (STRIP // MIDDLE) + t // TILES
-            tl.store(maxima_ptr + (node.to(tl.int64) + middle_at) * B + b, middle, mask=here)
+        m, middle = write_maxima(
+            s, middle, maxima_ptr, b, here, B, strip, t, middle_at, BLOCK_B, BLOCK_N, G, MIDDLE, STRIP
+        )
         best = tl.maximum(best, m)
     tl.store(maxima_ptr + (strip.to(tl.int64) + strip_at) * B + b, best, mask=here)

@@ -102,16 +102,19 @@ def _fold_kernel(
 @jit
 @do_not_specialize("B", "N", "K", "nodes", "at_0", "at_1", "at_2", "at_3", "at_4")
 def _pick_kernel(
-    maxima_ptr, count_ptr, pick_ptr, B, N, K, nodes, at_0, at_1, at_2, at_3, at_4, NODES: tl.constexpr,
+    maxima_ptr, count_ptr, pick_ptr, certified_ptr, B, N, K, nodes, at_0, at_1, at_2, at_3, at_4, NODES: tl.constexpr,
     SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr, SIZE_4: tl.constexpr, ARITY_1: tl.constexpr,
     ARITY_2: tl.constexpr, ARITY_3: tl.constexpr, ARITY_4: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """One query: the K groups with the largest maxima, in the order of their rows; -1 where there are fewer.
 
     From the top: of a level's nodes the K best, then of their children, at most four times. SIZE and ARITY are 0 where
-    there are fewer levels.
+    there are fewer levels. certified_ptr: of each query, whether its answer is known; then nothing is picked.
     """
     b = tl.program_id(0)
+    if certified_ptr is not None:  # noqa: SIM102 - what is None has no address to load from
+        if tl.load(certified_ptr + b) != 0:
+            return
     room_ptr = pick_ptr + b.to(tl.int64) * PLACES
     node = tl.arange(0, NODES)
     x = tl.load(maxima_ptr + (node.to(tl.int64) + at_0) * B + b, mask=node < nodes, other=float("nan"))
@@ -126,20 +129,34 @@ def _pick_kernel(
 
 
 @jit
-@do_not_specialize("count", "k")
-def _choose_kernel(
-    candidate_ptr, row_ptr, room_ptr, scores_ptr, rows_ptr, count, k, M: tl.constexpr, OUT: tl.constexpr
+def place_of(group_ptr, m, G: tl.constexpr):
+    """Where the m-th candidate lies, -1 for none: candidates of chosen groups, or, without groups, all of them."""
+    if group_ptr is not None:
+        group = tl.load(group_ptr + m // G, mask=m >= 0, other=-1)
+        at = tl.where(group >= 0, group * G + m % G, -1)
+    else:
+        at = m
+    return at
+
+
+@jit
+def choose_best(
+    candidate_ptr, row_ptr, group_ptr, room_ptr, scores_ptr, rows_ptr, b, count, k,
+    M: tl.constexpr, OUT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """One query: the k best of its candidates, sorted by (score, row). Candidates lie in the order of their rows."""
-    b = tl.program_id(0).to(tl.int64)
+    """The k best of a query's candidates, sorted by (score, row). Returns scores, whose first k places count."""
     m = tl.arange(0, M)
-    keys = key_of(tl.load(candidate_ptr + b * count + m, mask=m < count, other=float("nan")))
+    from_at = place_of(group_ptr, m, G)
+    there = (from_at >= 0) & (from_at < count)
+    keys = key_of(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
     chosen = largest(keys, k)
     place = tl.arange(0, OUT)
     room_ptr += b * OUT
     packed(chosen, m, room_ptr, OUT)
     at = tl.load(room_ptr + place)
-    keys = key_of(tl.load(candidate_ptr + b * count + at, mask=(at >= 0) & (at < count), other=float("nan")))
+    from_at = place_of(group_ptr, at, G)
+    there = (from_at >= 0) & (from_at < count)
+    keys = key_of(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
     at = tl.maximum(at, 0)
     # As one signed number: the key above, below it what the position lacks, so that the earlier is the larger.
     signed = (keys ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
@@ -148,6 +165,47 @@ def _choose_kernel(
     keys = (both >> 32).to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x80000000
     found = (place < k) & (keys > 0x007FFFFF)  # the key of -inf
     score = tl.where(keys >= 0x80000000, keys ^ 0x80000000, keys ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
-    row = tl.load(row_ptr + b * count + at, mask=found, other=-1)
+    score = tl.where(found, score, float("-inf"))
+    row = tl.load(row_ptr + b * count + place_of(group_ptr, at, G), mask=found, other=-1)
     tl.store(rows_ptr + b * k + place, row.to(tl.int64), mask=place < k)
-    tl.store(scores_ptr + b * k + place, tl.where(found, score, float("-inf")), mask=place < k)
+    tl.store(scores_ptr + b * k + place, score, mask=place < k)
+    return score
+
+
+@jit
+@do_not_specialize("count", "k")
+def _choose_kernel(
+    candidate_ptr, row_ptr, room_ptr, scores_ptr, rows_ptr, count, k, M: tl.constexpr, OUT: tl.constexpr
+):  # fmt: skip
+    """One query: the k best of its candidates, sorted by (score, row). Candidates lie in the order of their rows."""
+    b = tl.program_id(0).to(tl.int64)
+    choose_best(candidate_ptr, row_ptr, None, room_ptr, scores_ptr, rows_ptr, b, count, k, M, OUT, 1)
+
+
+@jit
+@do_not_specialize("B", "K", "k")
+def _choose_among_groups_kernel(
+    candidate_ptr, row_ptr, best_ptr, pick_ptr, maxima_ptr, group_ptr, room_ptr, scores_ptr, rows_ptr, certified_ptr,
+    certain_ptr, B, K, k, PLACES: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """One query: as `_choose_kernel`, among the rows of the k groups whose best rows are best; and whether it is sure.
+
+    maxima_ptr holds a bound of each group's scores, and K groups of the largest bounds were picked: of the others none
+    has a larger bound than the least of those. If that is below the k-th score, no other row is among the k best.
+    Groups of bound -inf have no row that counts, and where there are fewer groups than K all were picked.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    if tl.load(certified_ptr + b) != 0:
+        return
+    r = tl.arange(0, PLACES)
+    best = tl.load(best_ptr + b * K + r, mask=r < K, other=float("nan"))
+    packed(largest(key_of(best), k) & (r < K), r, group_ptr + b * OUT, OUT)
+    score = choose_best(
+        candidate_ptr, row_ptr, group_ptr + b * OUT, room_ptr, scores_ptr, rows_ptr, b, K * G, k, M, OUT, G
+    )  # fmt: skip
+    last = tl.min(tl.where(tl.arange(0, OUT) < k, score, float("inf")), 0)
+    group = tl.load(pick_ptr + b * PLACES + r, mask=r < K, other=0)
+    bound = tl.load(maxima_ptr + group.to(tl.int64) * B + b, mask=(r < K) & (group >= 0), other=float("inf"))
+    least = tl.min(bound, 0)
+    certain = (tl.min(group, 0) < 0) | (least < last) | (least == float("-inf"))
+    tl.store(certain_ptr + b, certain.to(tl.int32))
