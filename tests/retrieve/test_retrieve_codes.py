@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tigon
+from tigon.ops.filtered_topk import coded as launches_coded
+from tigon.ops.filtered_topk import plan
 from tigon.retrieve import Index, coded, plan_memory
 
 D = 24
@@ -124,6 +126,27 @@ def test_large_parameters_are_encoded_in_pieces(monkeypatch):
     pieces = Index.over(weight, codes="int8")
     for name in ("codes", "scales", "error"):
         assert torch.equal(getattr(pieces, name), getattr(whole, name))
+
+
+def test_explain_says_when_codes_are_read(monkeypatch):
+    index = made("cpu")
+    assert index.explain(k=5).plan.codes is None  # of so few items they save nothing
+    monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
+    assert "int8 codes of all rows" in str(index.explain(k=5))
+    assert made("cpu", codes=None).explain(k=5).plan.codes is None
+
+
+def test_kernels_find_the_same_with_codes(monkeypatch, device, triton_backend):
+    monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
+    launches_coded._plan_of.cache_clear()
+    index, plain = (made(device, "l2", codes=codes, count=70) for codes in ("int8", None))
+    for each in (index, plain):
+        each.delete([3, 50])
+    query = vectors(2, seed=5).to(device)
+    got, want = index.search(query, k=4), plain.search(query, k=4)
+    assert torch.equal(got.ids, want.ids)
+    assert torch.equal(got.scores, want.scores)
+    launches_coded._plan_of.cache_clear()
 
 
 def test_plan_memory_counts_codes():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import CodedItems, RowBits, RowFilter, filtered_topk
-from tigon.ops.filtered_topk.plan import Plan, plan_of
+from tigon.ops.filtered_topk.plan import Plan, coded_plan_of, plan_of
 from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
 from tigon.retrieve import coded
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
@@ -292,11 +292,14 @@ def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> E
             names = [i + start for i in range(tag.bits.bit_length()) if tag.bits >> i & 1]
             parts.append(f"{tag.column} has {'not ' * tag.negated}{tag.test} of {vocabulary.listed(names)}")
         lines.append(f"  and {' or '.join(parts) or 'nothing: no item passes'}; {index.counts.share([clause]):.2%}")
-    plan = plan_of(
-        queries, k, index.dim, index.rows.end, index.dtype, filters=int(bool(clauses)), words=len(words),
-        share=share if clauses else None, live=index.rows.count < index.rows.end, bias=index.metric == "l2",
-        kept=found is not None and found.filter in index.kept.places,
-    )  # fmt: skip
+    sizes = queries, k, index.dim, index.rows.end, index.dtype
+    options: dict[str, Any] = {
+        "filters": int(bool(clauses)), "words": len(words), "share": share if clauses else None,
+        "live": index.rows.count < index.rows.end, "bias": index.metric == "l2",
+        "kept": found is not None and found.filter in index.kept.places,
+    }  # fmt: skip
+    bounded = index.coding == "int8" and isinstance(coded.items(index, index.rows.end), CodedItems)
+    plan = (coded_plan_of(*sizes, **options) if bounded else None) or plan_of(*sizes, **options)
     lines.append(str(plan))
     rates = rates_of(index.device)
     ms = None if rates is None else rates.ms(plan.bytes, plan.flop)

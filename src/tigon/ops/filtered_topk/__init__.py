@@ -103,9 +103,7 @@ def filtered_topk(
         kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
         filters, tables = tables_of(where, kind, query.device, query.shape[0])
         given = attributes, *tables, filters, live, bias, kind
-    if coded is not None:
-        assert coded.scales is not None
-        assert coded.error is not None
+    if coded is not None and coded.scales is not None and coded.error is not None:  # 8-bit codes, no signs
         return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *given, share)[:2]
     return _filtered_topk(query, items, k, *given)
 

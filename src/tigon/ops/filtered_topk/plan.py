@@ -240,11 +240,12 @@ def coded_sizes_of(k: int) -> Sizes:
 def coded_plan_of(
     B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
+    kept: bool = False,
 ) -> Plan | None:  # fmt: skip
     """The plan of a search with 8-bit codes, arguments as of `plan_of`; None where it would move more bytes."""
     plain = plan_of(
         B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
-        two_terms=two_terms, room=room,
+        two_terms=two_terms, room=room, kept=kept,
     )  # fmt: skip
     if plain.kind not in ("dense", "compact") or B > CODED_QUERIES or k > CODED_MOST or D > 1 << 16:
         return None
