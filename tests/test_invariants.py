@@ -37,6 +37,7 @@ WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
     "filtered_topk": "has no gradient, and its answer is exact: ops/test_filtered_topk.py",
     "coded_topk": "as filtered_topk: ops/test_filtered_topk_codes.py",
+    "sign_topk": "as filtered_topk, but guessed: ops/test_sign_codes.py",
     "gated_lora_fwd": "a pass inside of lora_mlp: linear/test_lora_mlp.py",
     "dropped_product": "a product inside of lora_linear: ops/test_lora_dropout.py",
     "dropped_outer": "as dropped_product",
