@@ -113,6 +113,7 @@ def test_recall_is_whole_and_that_of_the_truth(folder, index, tigon):
     assert exact["recall"] == 1
     assert (few["bits"], few["candidates"]) == (64, 2)
     assert "recall@2" in tigon(*calibrated).ok().out
+    tigon(*calibrated, "--bits", "64,a").problem("--bits must be positive integers, separated by commas, got 64,a")
     tigon(*calibrated, "--candidates", "1").problem("candidates must be integers from k, 2", "got 1")
 
 
@@ -168,7 +169,7 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
         (("search", "{index}", "--like", "job-1", "--where", "price <"), ("where",)),
         (("search", "nowhere", "--like", "job-1"), ("there is no index nowhere; tigon retrieve build makes one",)),
         (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns go with --table",)),
-        (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2048",)),
+        (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2,048",)),
         (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got x")),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else None,

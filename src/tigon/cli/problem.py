@@ -67,6 +67,21 @@ def device_of(name: str, command: str | None = None) -> Any:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def integers(command: str, option: str, text: str, most: int | None = None) -> list[int]:
+    """The numbers of an option such as "1,16,256", from 1 to most.
+
+    Raises: Problem for anything else.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1 or (most is not None and max(values) > most):
+        allowed = "positive integers" if most is None else f"integers from 1 to {most:,}"
+        raise Problem(f"{command}: {option} must be {allowed}, separated by commas, got {text}")
+    return values
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first line of an error's message that is not empty, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

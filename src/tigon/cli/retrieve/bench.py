@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.problem import Problem, check_writable, device_of, integers, needs
 
 NAME = "retrieve bench"
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")  # of retrieve.Index
@@ -46,7 +46,7 @@ def bench(
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = device_of(device, NAME)
-    counts, ks = _integers("--queries", queries, 65_536), _integers("-k", k, 2048)
+    counts, ks = integers(NAME, "--queries", queries, 65_536), integers(NAME, "-k", k, 2048)
     parts = _shares(shares)
     if output is not None:
         check_writable(output, f"{NAME}: --output")
@@ -80,16 +80,6 @@ def bench(
         path = output / report.file_name(content)
         plot(content, path.with_suffix(".png"))
         console.print(f"{path} and .png")
-
-
-def _integers(option: str, text: str, most: int) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [0]
-    if min(values) < 1 or max(values) > most:
-        raise Problem(f"{NAME}: {option} must be integers from 1 to {most:,}, separated by commas, got {text}")
-    return values
 
 
 def _shares(text: str) -> list[float]:

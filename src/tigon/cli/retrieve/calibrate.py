@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, integers, needs, one_line
 
 NAME = "retrieve calibrate"
 
@@ -35,8 +35,8 @@ def calibrate(
     from tigon.cli.retrieve.opened import load
     from tigon.cli.screen import screen, show
 
-    counts = _integers("--bits", bits)
-    many = None if candidates is None else _integers("--candidates", candidates)
+    counts = integers(NAME, "--bits", bits)
+    many = None if candidates is None else integers(NAME, "--candidates", candidates)
     console = screen(stderr=True)
     found = source(NAME, [queries])
     column = vector_column(NAME, found, vector)
@@ -63,10 +63,3 @@ def calibrate(
         table.add_row(name, scored, f"{row.recall:.4f}", f"{row.bytes / 1e6:,.2f}", f"{row.milliseconds:.3f}")
     show(screen(), table)
     console.print(f"{made.items:,} items, {made.queries:,} queries; bytes and times of one query")
-
-
-def _integers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise Problem(f"{NAME}: {option} must be integers separated by commas, got {text}") from None

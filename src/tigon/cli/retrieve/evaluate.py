@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, integers, needs, one_line
 
 NAME = "retrieve evaluate"
 
@@ -38,7 +38,7 @@ def evaluate(
     from tigon.cli.screen import screen
     from tigon.retrieve import metrics
 
-    cuts = _cuts(k)
+    cuts = sorted(set(integers(NAME, "-k", k, 2048)))
     console = screen(stderr=True)
     found = source(NAME, [queries])
     column = vector_column(NAME, found, vector)
@@ -77,16 +77,6 @@ def evaluate(
         return
     _show(rows)
     console.print(f"{len(asked):,} queries in {seconds:.2f} s, {1e3 * seconds / len(asked):.2f} ms each")
-
-
-def _cuts(text: str) -> list[int]:
-    try:
-        cuts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        cuts = [0]
-    if cuts[0] < 1 or cuts[-1] > 2048:
-        raise Problem(f"{NAME}: -k must be integers from 1 to 2048, separated by commas, got {text}")
-    return cuts
 
 
 def _right(found: Any, name: str) -> list[set[Any]]:
