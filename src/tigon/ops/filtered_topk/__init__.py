@@ -193,7 +193,7 @@ def _checked_filters(
     if isinstance(where, RowFilter):
         given: Sequence[RowFilter | None] = [where]
     else:
-        if isinstance(where, (str, Tensor, RowBits)) or not isinstance(where, Sequence):
+        if isinstance(where, (str, Tensor)) or not isinstance(where, Sequence):
             raise ValueError(
                 f"filtered_topk: where must be a tigon.RowFilter or a sequence of them, got {type(where).__name__}."
             )

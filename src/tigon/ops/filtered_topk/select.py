@@ -57,6 +57,16 @@ def packed(chosen, value, room_ptr, SIZE: tl.constexpr):
 
 
 @jit
+def keys_at(maxima_ptr, at, there):
+    """Keys that order as maxima do. Maxima of whole numbers, as of signs, are keys themselves, 0 below all."""
+    if maxima_ptr.dtype.element_ty == tl.int32:
+        key = tl.load(maxima_ptr + at, mask=there, other=0).to(tl.uint32, bitcast=True)
+    else:
+        key = key_of(tl.load(maxima_ptr + at, mask=there, other=float("nan")))
+    return key
+
+
+@jit
 def best_children(
     maxima_ptr, count_ptr, room_ptr, b, B, N, K, at,
     SIZE: tl.constexpr, ARITY: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
@@ -76,8 +86,7 @@ def best_children(
         else:
             have = tl.minimum(N - strip * STRIP, STRIP)
         there = (node >= 0) & (child % IN_STRIP * SIZE < have)
-    x = tl.load(maxima_ptr + (child.to(tl.int64) + at) * B + b, mask=there, other=float("nan"))
-    chosen = largest(key_of(x), K)
+    chosen = largest(keys_at(maxima_ptr, (child.to(tl.int64) + at) * B + b, there), K)
     # Computed again, in order not to occupy registers meanwhile. A key of 0 is a NaN, or none of the children.
     node = tl.load(room_ptr + n // ARITY)
     packed(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
@@ -91,10 +100,11 @@ def _fold_kernel(
     """The maxima of a level above that of strips, of ARITY children each."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     parent, b = at // B, at % B
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    LEAST: tl.constexpr = 0 if maxima_ptr.dtype.element_ty == tl.int32 else float("-inf")
+    best = tl.full([BLOCK], LEAST, maxima_ptr.dtype.element_ty)
     for n in range(ARITY):
         child = parent * ARITY + n
-        x = tl.load(maxima_ptr + (child + children_at) * B + b, mask=child < children, other=float("-inf"))
+        x = tl.load(maxima_ptr + (child + children_at) * B + b, mask=child < children, other=LEAST)
         best = tl.maximum(best, x)
     tl.store(maxima_ptr + (parent + parents_at) * B + b, best, mask=parent < parents)
 
@@ -117,8 +127,8 @@ def _pick_kernel(
             return
     room_ptr = pick_ptr + b.to(tl.int64) * PLACES
     node = tl.arange(0, NODES)
-    x = tl.load(maxima_ptr + (node.to(tl.int64) + at_0) * B + b, mask=node < nodes, other=float("nan"))
-    packed(largest(key_of(x), K) & (node < nodes), node, room_ptr, PLACES)
+    key = keys_at(maxima_ptr, (node.to(tl.int64) + at_0) * B + b, node < nodes)
+    packed(largest(key, K) & (node < nodes), node, room_ptr, PLACES)
     best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_1, SIZE_1, ARITY_1, STRIP, PLACES)
     if ARITY_2 > 0:
         best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_2, SIZE_2, ARITY_2, STRIP, PLACES)

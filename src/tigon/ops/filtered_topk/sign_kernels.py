@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tigon.ops.filtered_topk.compact import is_live, ones
 from tigon.ops.filtered_topk.scan import numbers
-from tigon.ops.filtered_topk.select import largest, packed
 from tigon.runtime import do_not_specialize, jit, tl
 
 
@@ -147,70 +146,6 @@ def _sign_scan_kernel(
             best = tl.where(which == number, tl.maximum(best, m), best)
     b = first_query + which
     tl.store(maxima_ptr + (strip.to(tl.int64) + strip_at) * B + b, best, mask=b < B)
-
-
-@jit
-@do_not_specialize("parents", "children", "B", "parents_at", "children_at")
-def _sign_fold_kernel(
-    maxima_ptr, parents, children, B, parents_at, children_at, ARITY: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The largest keys of a level above that of strips, of ARITY children each."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    parent, b = at // B, at % B
-    best = tl.full([BLOCK], 0, tl.int32)
-    for n in range(ARITY):
-        child = parent * ARITY + n
-        best = tl.maximum(best, tl.load(maxima_ptr + (child + children_at) * B + b, mask=child < children, other=0))
-    tl.store(maxima_ptr + (parent + parents_at) * B + b, best, mask=parent < parents)
-
-
-@jit
-def best_below(
-    maxima_ptr, count_ptr, room_ptr, b, B, N, K, at,
-    SIZE: tl.constexpr, ARITY: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """In place of the nodes in the room the K children with the largest keys, in order. SIZE: rows of a child."""
-    n = tl.arange(0, PLACES * ARITY)
-    node = tl.load(room_ptr + n // ARITY)
-    child = node * ARITY + n % ARITY
-    if SIZE >= STRIP:
-        there = (node >= 0) & (child.to(tl.int64) * SIZE < N)
-    else:
-        IN_STRIP: tl.constexpr = STRIP // SIZE
-        strip = node // (IN_STRIP // ARITY)
-        if count_ptr is not None:
-            have = tl.load(count_ptr + strip, mask=node >= 0, other=0)
-        else:
-            have = tl.minimum(N - strip * STRIP, STRIP)
-        there = (node >= 0) & (child % IN_STRIP * SIZE < have)
-    key = tl.load(maxima_ptr + (child.to(tl.int64) + at) * B + b, mask=there, other=0)
-    chosen = largest(key.to(tl.uint32, bitcast=True), K)
-    node = tl.load(room_ptr + n // ARITY)
-    packed(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
-
-
-@jit
-@do_not_specialize("B", "N", "K", "nodes", "at_0", "at_1", "at_2", "at_3", "at_4")
-def _sign_pick_kernel(
-    maxima_ptr, count_ptr, pick_ptr, B, N, K, nodes, at_0, at_1, at_2, at_3, at_4, NODES: tl.constexpr,
-    SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr, SIZE_4: tl.constexpr, ARITY_1: tl.constexpr,
-    ARITY_2: tl.constexpr, ARITY_3: tl.constexpr, ARITY_4: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """One query: the K groups with the largest keys, in the order of their rows, of equal ones the earlier; then -1.
-
-    As of exact scores, but of keys, which differ in few bits: each of two bits takes a step.
-    """
-    b = tl.program_id(0)
-    room_ptr = pick_ptr + b.to(tl.int64) * PLACES
-    node = tl.arange(0, NODES)
-    key = tl.load(maxima_ptr + (node.to(tl.int64) + at_0) * B + b, mask=node < nodes, other=0)
-    packed(largest(key.to(tl.uint32, bitcast=True), K) & (node < nodes), node, room_ptr, PLACES)
-    best_below(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_1, SIZE_1, ARITY_1, STRIP, PLACES)
-    best_below(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_2, SIZE_2, ARITY_2, STRIP, PLACES)
-    if ARITY_3 > 0:
-        best_below(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_3, SIZE_3, ARITY_3, STRIP, PLACES)
-    if ARITY_4 > 0:
-        best_below(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_4, SIZE_4, ARITY_4, STRIP, PLACES)
 
 
 @jit

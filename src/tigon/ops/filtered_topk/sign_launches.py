@@ -14,19 +14,17 @@ from tigon.ops.filtered_topk.launches import (
     LIST_WARPS,
     Rows,
     _best,
+    _descended,
     _key,
     _nodes,
     _number,
     _unit,
     _unit_stride,
-    _warps,
 )  # fmt: skip
 from tigon.ops.filtered_topk.plan import KEYS, WORKSPACE, Plan, Sizes, Tile, levels_of, sizes_of
 from tigon.ops.filtered_topk.sign import ARITY, Signs, factor_of
 from tigon.ops.filtered_topk.sign_kernels import (
     _encode_kernel,
-    _sign_fold_kernel,
-    _sign_pick_kernel,
     _sign_rows_kernel,
     _sign_scan_kernel,
 )  # fmt: skip
@@ -189,36 +187,7 @@ def _picked(
     launch(_sign_scan_kernel, key, (asked.codes, asked.more, asked.scales, *given, maxima), plan_scan)
     if plan.picked > MOST_PICKED:
         return _picked_by_sorting(maxima[: counts[-1]], rows.counts, N, plan)
-    for level in range(of_strips - 1, -1, -1):
-        _fold(maxima, B, tree, counts, starts, level, key)
-    picks = codes.new_empty((B, tree.sizes.places), dtype=torch.int32)
-
-    def plan_pick() -> Launch:
-        arities = [up // down for up, down in zip(tree.levels, tree.levels[1:], strict=False)]
-        places = tree.sizes.places
-        top = max(places, next_power_of_2(counts[0]))
-        none = 4 - len(arities)
-        arguments = (
-            B, N, plan.picked, counts[0], *starts, *[0] * none, top, *tree.levels[1:], *[0] * none, *arities,
-            *[0] * none, tree.sizes.strip, places,
-        )  # fmt: skip
-        return B, arguments, {"num_warps": _warps(max(top, *(places * arity for arity in arities)), codes.device)}
-
-    launch(_sign_pick_kernel, key, (maxima, rows.counts, picks), plan_pick)
-    return picks
-
-
-def _fold(
-    maxima: Tensor, B: int, tree: Plan, counts: list[int], starts: list[int], level: int, key: tuple[int, int]
-) -> None:
-    block = 256
-
-    def plan() -> Launch:
-        arity = tree.levels[level] // tree.levels[level + 1]
-        arguments = counts[level], counts[level + 1], B, starts[level], starts[level + 1], arity, block
-        return cdiv(counts[level] * B, block), arguments, {"num_warps": 4}
-
-    launch(_sign_fold_kernel, (*key, level), (maxima,), plan)
+    return _descended(maxima, rows, N, tree, key)
 
 
 def _picked_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignPlan) -> Tensor:
