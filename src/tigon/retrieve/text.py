@@ -68,6 +68,8 @@ def _rewritten(text: str) -> str:
             elif word == "and" and bounds == "low, high":
                 bounds, word = "high", ","
             words.append({"null": "None", "true": "True", "false": "False", **WORDS}.get(word, word))
+        elif word == "<>":  # one token from Python 3.12 on, two before
+            words.append("!=")
         elif word == ">" and words[-1:] == ["<"]:
             words[-1] = "!="
         elif token.type == tokenize.OP and word in PLAIN:
