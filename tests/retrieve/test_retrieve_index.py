@@ -446,7 +446,7 @@ def test_explain_says_what_passes(device, named):
     assert index.explain().share == 1
     assert (index.explain().plan.kind, said.plan.kind) == ("dense", "compact")
     assert index.explain("country == 'us'", k=7, queries=3).plan.bytes > 100 * D * 2 / 3
-    assert text.endswith(str(said.plan))
+    assert str(said.plan) in text  # on a GPU with the milliseconds to expect behind it
 
 
 def test_plan_memory_is_what_the_buffers_take():

@@ -66,16 +66,17 @@ def contents(index):
 )
 def test_what_is_loaded_is_what_was_saved(tmp_path, strings, dtype, metric, device):
     name = named(strings)
-    index = made(name, dtype=dtype, metric=metric)
+    index = made(name, dtype=dtype, metric=metric).to(device)
     before = index.search(torch.ones(1, D), k=30, where="price < 4")
-    index.to(device).save(tmp_path / "jobs.index")
+    index.save(tmp_path / "jobs.index")
     index.save(tmp_path / "jobs.index")  # beside the first, which goes
     assert [p.name for p in (tmp_path / "jobs.index").iterdir()] == ["snapshot-000002"]
     again = Index.load(tmp_path / "jobs.index", device=device)
     assert (again.dtype, again.metric, again.capacity, len(again)) == (index.dtype, metric, 30, 18)
     hits = again.search(torch.ones(1, D), k=30, where="price < 4")
-    assert hits.scores.cpu().tolist() == before.scores.tolist()
-    assert np.asarray(hits.ids.cpu() if not strings else hits.ids).tolist() == np.asarray(before.ids).tolist()
+    assert hits.scores.tolist() == before.scores.tolist()
+    found, wanted = (h.ids if strings else h.ids.cpu() for h in (hits, before))
+    assert np.asarray(found).tolist() == np.asarray(wanted).tolist()
     again.upsert(name([3, 50]), vectors([3, 50]), table([3, 50]))
     assert len(again) == 20
     assert contents(again.cpu()).keys() == {*contents(index.cpu()), *name([3, 50])}
