@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.retrieve import Category, Index, Number, Schema, col, updates, writing
+from tigon.retrieve import Category, Index, Number, Schema, col, gathering, updates, writing
 
 SCHEMA = Schema(version=Number(), parity=Category())
 
@@ -109,7 +109,8 @@ def test_rows_come_back_from_live_bits():
     for _ in range(50):
         shown = rows.allocate(int(rng.integers(0, min(10, rows.available() + 1))))
         hidden = np.array(sorted(known)[: int(rng.integers(0, 12))], dtype=np.int64)
-        places, bits = rows.show(shown, hidden)
+        places, bits = rows.mark(shown, hidden)
+        rows.show(shown, hidden)
         known = (known | set(shown.tolist())) - set(hidden.tolist())
         assert rows.count == len(known)
         assert set(np.flatnonzero(rows.there()).tolist()) == known
@@ -119,3 +120,187 @@ def test_rows_come_back_from_live_bits():
         assert (again.count, set(np.flatnonzero(again.there()).tolist())) == (len(known), known)
         assert again.available() == rows.available() == 100 - len(known)
         assert not set(rows.free.tolist()) & known
+
+
+class Together:
+    """Threads whose upserts wait for their turn in the order of the calls, and are then made."""
+
+    def __init__(self, index):
+        self.index, self.threads, self.errors = index, [], {}
+        index.turns.writing.acquire()
+
+    def upsert(self, *arguments):
+        number = len(self.threads)
+
+        def call():
+            try:
+                self.index.upsert(*arguments)
+            except Exception as error:
+                self.errors[number] = error
+
+        self.threads.append(threading.Thread(target=call))
+        self.threads[-1].start()
+        while len(self.index.waiting.calls) <= number:
+            time.sleep(1e-4)
+
+    def made(self):
+        """What each call raised, by its number."""
+        self.index.turns.writing.release()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert not self.index.waiting.calls
+        return self.errors
+
+
+def counted(monkeypatch):
+    """How many calls are written at once, as they are."""
+    written, write = [], writing.write
+
+    def seen(index, items):
+        written.append(len(items.ids))
+        write(index, items)
+
+    monkeypatch.setattr(writing, "write", seen)
+    return written
+
+
+def test_upserts_that_wait_are_made_as_one_in_their_order(monkeypatch, tmp_path):
+    index = Index(2, 50, "float32", schema=SCHEMA)
+    index.save(tmp_path)
+    index = Index.open(tmp_path)
+    written, known = counted(monkeypatch), {}
+    together = Together(index)
+    for version in range(1, 9):
+        numbers = [version % 3, version, 20 + version]
+        table = {"version": [version] * 3, "parity": ["even", "odd", "even"]}
+        together.upsert(numbers, torch.full((3, 2), float(version)), table)
+        known.update(dict.fromkeys(numbers, 2.0 * version))
+    assert not together.made()
+    assert written == [len(known)]
+    index.close()
+    for searched in (index, Index.load(tmp_path)):
+        hits = searched.search(torch.ones(1, 2), k=len(known) + 1)
+        assert dict(zip(hits.ids[0, :-1].tolist(), hits.scores[0, :-1].tolist(), strict=True)) == known
+
+
+def test_a_call_that_is_refused_refuses_no_other(monkeypatch):
+    """Nor does one that does not fit beside the others, or that is of another form."""
+    index = Index(2, 6, "float32")
+    index.upsert([0], torch.ones(1, 2))
+    written, together = counted(monkeypatch), Together(index)
+    together.upsert([1, 2], torch.ones(2, 2))
+    together.upsert([2, 3], torch.tensor([[1.0, 1.0], [float("nan"), 1.0]]))
+    together.upsert(["four"], torch.ones(1, 2))
+    together.upsert([4, 5, 6, 7], torch.ones(4, 2))
+    together.upsert(np.array([5, 0]), np.full((2, 2), 3.0))
+    together.upsert(7, torch.ones(1, 2))
+    errors = together.made()
+    said = {number: str(error) for number, error in errors.items()}
+    assert set(said) == {1, 2, 3, 5}
+    assert "finite, got NaN or infinity for id 3" in said[1]
+    assert "ids must be int64" in said[2]
+    assert "4 new items do not fit: the index holds 3 of 6" in said[3]
+    assert "ids must be a list" in said[5]
+    assert written == [2, 2]
+    hits = index.search(torch.ones(2), k=6)
+    assert dict(zip(hits.ids[0].tolist(), hits.scores[0].tolist(), strict=True)) == {
+        0: 6.0, 5: 6.0, 1: 2.0, 2: 2.0, -1: -float("inf")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ([2**24 + 2], [0.5]),  # integers and floats: joined, 2**24 + 3 would be rounded as a float is
+        (np.array([1], dtype=np.int64), np.array([0.5])),
+        ([1], np.array([2])),
+    ],
+)
+def test_columns_of_two_types_are_not_joined(columns, monkeypatch):
+    index = Index(2, 6, schema=Schema(x=Number()))
+    written, together = counted(monkeypatch), Together(index)
+    for i, column in enumerate(columns):
+        together.upsert([i], torch.ones(1, 2), {"x": column})
+    assert not together.made()
+    assert written == [1, 1]
+
+
+def test_many_calls_are_made_in_parts(monkeypatch):
+    monkeypatch.setattr(gathering, "MOST", 5)
+    index = Index(2, 50)
+    written, together = counted(monkeypatch), Together(index)
+    for start in (0, 2, 4, 6, 20):
+        together.upsert(list(range(start, start + (9 if start == 6 else 2))), torch.ones(9 if start == 6 else 2, 2))
+    assert not together.made()
+    assert written == [4, 2, 9, 2]
+    assert len(index) == 17
+
+
+def test_a_call_that_was_interrupted_leaves_the_others_to_their_threads(monkeypatch):
+    index = Index(2, 50)
+    together, write = Together(index), writing.write
+
+    def interrupted(index, items):
+        monkeypatch.setattr(writing, "write", write)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(writing, "write", interrupted)
+    for i in range(4):
+        together.upsert([i], torch.ones(1, 2))
+    assert not together.made()
+    assert len(index) == 3  # all but that of the thread whose turn it was
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_path, device):
+    """Each thread has its own ids, and knows what it wrote; a searcher sees only what some thread wrote."""
+    threads, own, dim = 4, 12, 8
+    index = Index(dim, threads * own, "float32", schema=SCHEMA, device=device)
+    index.save(tmp_path)
+    index = Index.open(tmp_path, journal=journal, device=device)
+    known, failed = [{} for _ in range(threads)], []
+
+    def work(number):
+        rng = np.random.default_rng(number)
+        try:
+            for version in range(1, 40):
+                ids = number * own + rng.choice(own, rng.integers(1, own), replace=False)
+                if rng.random() < 0.2:
+                    assert index.delete(ids) == len({*ids.tolist()} & {*known[number]})
+                    for id in ids.tolist():
+                        known[number].pop(id, None)
+                    continue
+                x = torch.full((len(ids), dim), float(version))
+                table = {"version": np.full(len(ids), version), "parity": ["even"] * len(ids)}
+                if rng.random() < 0.2:
+                    x[-1, 0] = float("nan")
+                    with pytest.raises(ValueError, match="finite"):
+                        index.upsert(ids, x, table)
+                    continue
+                index.upsert(ids, x, table)
+                known[number].update(dict.fromkeys(ids.tolist(), version))
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    queries = torch.eye(dim, device=device)[[0, dim - 1]]
+    while any(worker.is_alive() for worker in workers):
+        hits = index.search(queries, k=threads * own, where=[None, "version >= 20"])
+        first, late = (
+            {i: s for i, s in zip(ids, scores, strict=True) if i >= 0}
+            for ids, scores in zip(hits.ids.tolist(), hits.scores.tolist(), strict=True)
+        )
+        assert late == {i: s for i, s in first.items() if s >= 20}
+    for worker in workers:
+        worker.join()
+    assert not failed, failed
+    expected = {id: float(version) for each in known for id, version in each.items()}
+    index.close()
+    for searched in (index, Index.load(tmp_path)) if journal else (index,):
+        hits = searched.search(torch.eye(dim, device=searched.device)[:1], k=threads * own)
+        found = zip(hits.ids[0].tolist(), hits.scores[0].tolist(), strict=True)
+        assert {i: s for i, s in found if i >= 0} == expected

@@ -16,6 +16,9 @@ from tigon.retrieve.tables import Ints
 
 EMPTY, GONE = -2, -1
 LEAST = 64
+# Slots that are looked at in one step, while at most so many keys are looked for. Most keys end in the first step, and
+# a step costs few keys its calls rather than its memory.
+WINDOW, FEW = np.arange(8), 4096
 # Rows, and numbers of strings, are int32.
 MOST = 2**31
 
@@ -33,16 +36,19 @@ class IntTable:
         self.keys = np.zeros(slots, dtype=np.int64)
         self.values = np.full(slots, EMPTY, dtype=np.int32)
         self.used = 0
+        self._last: tuple[Ints, Ints] | None = None  # keys that were asked for last, and their slots
 
     def get(self, keys: Ints) -> Ints:
         """The number of each key, −1 where there is none."""
         slots = self._find(keys)
+        self._last = keys, slots
         found: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
         return found
 
     def set(self, keys: Ints, values: Ints) -> None:
         """Give keys, each of which stands there once, their numbers. −1 takes a key out."""
-        slots = self._find(keys)
+        last = self._last
+        slots = last[1] if last is not None and last[0] is keys else self._find(keys)
         there = slots >= 0
         self.values[slots[there]] = values[there]
         keys, values = keys[~there], values[~there]
@@ -65,18 +71,25 @@ class IntTable:
     def _find(self, keys: Ints) -> Ints:
         """The slot of each key, −1 where it has none."""
         found = np.full(len(keys), -1, dtype=np.int64)
-        slots = self._start(keys)
-        left = np.arange(len(keys))
+        slots, left = self._start(keys), np.arange(len(keys))
         while len(left):
-            here = slots[left]
-            hit = (self.keys[here] == keys[left]) & (self.values[here] != EMPTY)
-            found[left[hit]] = here[hit]
-            left = left[~hit & (self.values[here] != EMPTY)]
-            slots[left] = (slots[left] + 1) & (len(self.values) - 1)
+            window = WINDOW if len(left) <= FEW else WINDOW[:1]
+            here = (slots[:, None] + window) & (len(self.values) - 1)
+            empty = self.values[here] == EMPTY
+            ends = empty | (self.keys[here] == keys[:, None])
+            first = np.arange(len(left)), ends.argmax(1)
+            ended = ends[first]
+            hit = ended & ~empty[first]
+            found[left[hit]] = here[first][hit]
+            if ended.all():
+                break
+            more = ~ended
+            left, keys, slots = left[more], keys[more], slots[more] + len(window)
         return found
 
     def _insert(self, keys: Ints, values: npt.NDArray[Any]) -> None:
         self.used += len(keys)
+        self._last = None
         slots = self._start(keys)
         left = np.arange(len(keys))
         while len(left):
@@ -259,5 +272,8 @@ def last_of_each(ids: Ints | list[str]) -> Ints:
     """The positions of the last of equal ids, ascending."""
     if isinstance(ids, list):
         return np.sort(np.fromiter({text: i for i, text in enumerate(ids)}.values(), dtype=np.int64))
+    ordered = np.sort(ids)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.arange(len(ids))
     _, positions = np.unique(ids[::-1], return_index=True)
     return np.sort(len(ids) - 1 - positions)

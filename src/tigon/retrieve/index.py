@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import calibrating, coded, over, searching, storage, writing
+from tigon.retrieve import calibrating, coded, gathering, over, searching, storage, writing
 from tigon.retrieve.calibrating import Calibration
 from tigon.retrieve.counts import Counts
+from tigon.retrieve.gathering import Waiting
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
 from tigon.retrieve.journal import Journal
@@ -95,6 +96,7 @@ class Index(nn.Module):
         self.schema = Schema() if schema is None else Schema.from_json(schema.to_json())
         self.ids: Ids | None = None
         self.turns = Turns()
+        self.waiting = Waiting()
         self.journal: Journal | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
         self.kept = Kept()
@@ -178,6 +180,8 @@ class Index(nn.Module):
     def upsert(self, ids: Any, embeddings: Any = None, table: Any = None) -> None:
         """Write items: new ones, and new versions of those whose ids are there. All of a call, or nothing.
 
+        Calls of several threads that wait for each other are made together, in the order in which they came.
+
         Args:
             ids: int64 or strings, all of a kind. Of equal ids the last counts.
             embeddings: (items, dim) floats, finite. None for an index over a parameter.
@@ -186,12 +190,7 @@ class Index(nn.Module):
 
         Raises: ValueError, with the first id that it is about, if anything does not fit; nothing is written then.
         """
-        with self.turns.writing:
-            items = writing.prepared(self, ids, embeddings, table)
-            writing.reserve(self, items)
-            if self.journal is not None:
-                self.journal.upsert(items)
-            writing.write(self, items)
+        gathering.upsert(self, ids, embeddings, table)
 
     @torch.no_grad()
     def delete(self, ids: Any) -> int:
@@ -312,19 +311,20 @@ class Index(nn.Module):
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
-        search = searching.asked(self, query, k, where, strict, candidates)
-        self.kept.prepare(self, search.filters)
-        with self.turns.search(self.device):
-            scores, rows, all_scored = searching.found_rows(self, search)
-            ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
-        if search.norms is not None:
-            scores = scores - search.norms
-        if search.ks is not None:
-            ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
-            beyond = torch.arange(search.most, device=self.device) >= ks
-            scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
-        exact = torch.full((len(scores),), all_scored, device=self.device)
-        return Hits(scores, ids, exact, self.ids)
+        with self.turns.asking():
+            search = searching.asked(self, query, k, where, strict, candidates)
+            self.kept.prepare(self, search.filters)
+            with self.turns.search(self.device):
+                scores, rows, all_scored = searching.found_rows(self, search)
+                ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
+            if search.norms is not None:
+                scores = scores - search.norms
+            if search.ks is not None:
+                ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
+                beyond = torch.arange(search.most, device=self.device) >= ks
+                scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
+            exact = torch.full((len(scores),), all_scored, device=self.device)
+            return Hits(scores, ids, exact, self.ids)
 
     @torch.no_grad()
     def warmup(

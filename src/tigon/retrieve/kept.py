@@ -18,7 +18,6 @@ from torch import Tensor
 from tigon.ops.filtered_topk import RowBits, RowFilter
 from tigon.ops.filtered_topk.bits import write_bits
 from tigon.ops.filtered_topk.filters import EVERY
-from tigon.retrieve.tables import Ints
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -150,7 +149,7 @@ class Kept:
     def warm(self, index: Index) -> None:
         """Compile what `renew` runs, by the bits of the first rows, which stay as they are."""
         with self.writing, index.turns.switch(index.device):
-            self.renew(index, np.zeros(1, dtype=np.int64))
+            self.renew(index, torch.zeros(1, dtype=torch.int64, device=index.device))
 
     def _make_room(self, index: Index, filters: int, most: int) -> None:
         """Memory for so many filters, doubled as they come; what is there stays."""
@@ -165,12 +164,15 @@ class Kept:
 
     # ------------------------------------------------------------------------------------------------------- updates
 
-    def renew(self, index: Index, rows: Ints) -> None:
-        """After attributes of rows were written, under `writing`: their bits of all filters."""
-        if self.bits is None or self._all is None or not len(rows):
+    def renew(self, index: Index, words: Tensor) -> None:
+        """After attributes of rows were written, under `writing`: the rows' bits of all filters.
+
+        words: (n,) int64 on the index's device, the numbers of bits that the rows are in.
+        """
+        if self.bits is None or self._all is None or not len(words):
             return
         filters, starts = self._all
-        write_bits(filters, index.attributes, self.bits, starts, _sent(np.unique(rows >> 5), index.device))
+        write_bits(filters, index.attributes, self.bits, starts, words)
 
 
 def _distinct(filters: Filters) -> list[RowFilter]:

@@ -5,11 +5,15 @@ between two searches then shows the new rows and hides those that they replace. 
 
 On a GPU updates have a stream of their own. The write of live bits waits, by events, for the searches before it, and
 the searches after it wait for that write; the host waits for nothing. On the CPU a lock does the same.
+
+The host's side of an update is Python, as that of a search is, and one of them runs at a time. So an update goes step
+by step, and between two steps a search goes first: see `Turns.give_way`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +26,11 @@ from tigon.retrieve.tables import Ints
 
 # What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
 SPARE = 4096
+# Rows above which their numbers of bits are sorted, so that each is written once.
+MANY = 4096
+# Seconds. An update gives way after steps of STEP together, if there was a search in the last LATELY; it lets the
+# interpreter go for PAUSE, in which a thread that waits for it wakes up, and waits for a search's host for PATIENCE.
+STEP, LATELY, PAUSE, PATIENCE = 80e-6, 0.25, 1e-6, 2e-3
 
 
 def spare_rows(capacity: int) -> int:
@@ -70,17 +79,30 @@ class Rows:
         rows.sort()
         return rows
 
-    def show(self, shown: Ints, hidden: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Rows that hold items from now on, and rows that no longer do: which numbers of the live bits become what."""
+    def mark(self, shown: Ints, hidden: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Set the live bits of rows, and clear those of others: which numbers of the bits become what."""
+        one = np.uint32(1)
+        np.bitwise_or.at(self.live, shown >> 5, one << (shown & 31).astype(np.uint32))
+        np.bitwise_and.at(self.live, hidden >> 5, ~(one << (hidden & 31).astype(np.uint32)))
+        places = words_of(np.concatenate([shown, hidden]))
+        return places, self.live[places].view(np.int32)
+
+    def show(self, shown: Ints, hidden: Ints) -> None:
+        """After `mark`: searches that begin now see the rows, and see the others no more."""
         again = int((shown < self.end).sum())  # the first of the free ones, as `allocate` takes them
         self.free = np.concatenate([self.free[again:], hidden])
         self.end = max(self.end, int(shown.max()) + 1 if len(shown) else 0)
         self.count += len(shown) - len(hidden)
-        one = np.uint32(1)
-        np.bitwise_or.at(self.live, shown >> 5, one << (shown & 31).astype(np.uint32))
-        np.bitwise_and.at(self.live, hidden >> 5, ~(one << (hidden & 31).astype(np.uint32)))
-        places = np.unique(np.concatenate([shown, hidden]) >> 5)
-        return places, self.live[places].view(np.int32)
+
+
+def words_of(rows: Ints) -> Ints:
+    """The numbers of bits in which rows have theirs. Of rows that are few and not ascending some stand there twice."""
+    if len(rows) > MANY:
+        return np.unique(rows >> 5)
+    places: Ints = rows >> 5
+    if len(places) > 1:
+        places = places[np.concatenate([[True], places[1:] != places[:-1]])]
+    return places
 
 
 class Turns:
@@ -90,6 +112,9 @@ class Turns:
         self.writing = threading.RLock()  # one update at a time
         self.lock = threading.Lock()
         self.compiling = threading.Lock()  # one filter at a time
+        self.host = threading.Lock()  # held by a search until all of it is launched
+        self.searched = -LATELY  # when the last search was
+        self._gave_way = 0.0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._switched: torch.cuda.Event | None = None
@@ -104,6 +129,27 @@ class Turns:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A search, from its first step on the host to its last: updates give way to it."""
+        with self.host:
+            self.searched = time.monotonic()
+            yield
+
+    def give_way(self) -> None:
+        """Between two steps of an update, which holds `writing` and no other lock: let searches go first.
+
+        Python hands its lock over when it is released, if the thread that waits has woken up by then; an update that
+        runs from one short release to the next keeps it for milliseconds, whoever waits.
+        """
+        now = time.monotonic()
+        if now - self._gave_way < STEP or now - self.searched > LATELY:
+            return
+        time.sleep(PAUSE)
+        if self.host.acquire(timeout=PATIENCE):  # not for ever: searches may come without end
+            self.host.release()
+        self._gave_way = time.monotonic()
 
     @contextmanager
     def search(self, device: torch.device) -> Iterator[None]:
