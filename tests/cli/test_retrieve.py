@@ -216,7 +216,7 @@ def test_times_beside_torch_and_a_plot(tigon, tmp_path):
 
 
 def test_searches_beside_a_writer(tigon, tmp_path, monkeypatch):
-    monkeypatch.setattr(latency.measured, "__defaults__", (0.3,))
+    monkeypatch.setattr(latency.measured, "__defaults__", ((256,), 0.3))
     size = (
         "--items",
         2000,
@@ -232,13 +232,15 @@ def test_searches_beside_a_writer(tigon, tmp_path, monkeypatch):
         "cpu",
         "--no-peers",
     )
-    shown = tigon("retrieve", "bench", *size, "--updates", 5000, "--output", tmp_path).ok()
+    shown = tigon("retrieve", "bench", *size, "--updates", 5000, "--calls", "256,20", "--output", tmp_path).ok()
     (path,) = tmp_path.glob("*-search.json")
     rows = [row for row in report.load(path)["rows"] if row["p99_ms"] is not None]
-    assert [(row["queries"], row["updates"], row["status"]) for row in rows] == [(2, 0, "ok"), (2, 5000, "ok")]
+    assert [(row["queries"], row["updates"], row["call"], row["status"]) for row in rows] == [
+        (2, 0, 0, "ok"), (2, 5000, 256, "ok"), (2, 5000, 20, "ok"),
+    ]  # fmt: skip
     assert all(0 < row["ms"] <= row["p99_ms"] for row in rows)
     assert "p99 ms" in shown.out
-    assert "Index, 5,000 updates/s" in shown.out
+    assert "Index, 5,000 updates/s in calls of 20" in shown.out
 
 
 def test_the_group_says_what_it_has(tigon):

@@ -100,6 +100,7 @@ def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
         stop.set()
         thread.join()
     assert not failed, failed
+    assert index.counts.items == items
 
 
 def test_rows_come_back_from_live_bits():
@@ -248,9 +249,11 @@ def test_a_call_that_was_interrupted_leaves_the_others_to_their_threads(monkeypa
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(writing, "write", interrupted)
     for i in range(4):
-        together.upsert([i], torch.ones(1, 2))
+        together.upsert([i, 9], torch.full((2, 2), float(i)))
     assert not together.made()
-    assert len(index) == 3  # all but that of the thread whose turn it was
+    assert len(index) == 4  # 9, and all but that of the thread whose turn it was
+    assert index.search(torch.ones(2), k=1).scores.item() == 2 * max(i for i in range(4) if i in index)
+    assert index.search(torch.ones(2), k=2).ids.sum().item() == 9 + max(i for i in range(4) if i in index)
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -304,3 +307,41 @@ def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_pa
         hits = searched.search(torch.eye(dim, device=searched.device)[:1], k=threads * own)
         found = zip(hits.ids[0].tolist(), hits.scores[0].tolist(), strict=True)
         assert {i: s for i, s in found if i >= 0} == expected
+
+
+def test_an_update_waits_for_a_search_between_its_steps(monkeypatch):
+    """It does no step while a search is under way on the host, and goes on after its patience."""
+    monkeypatch.setattr(updates, "STEP", 0.0)
+    monkeypatch.setattr(updates, "PATIENCE", 30.0)
+    index = Index(2, 50, schema=SCHEMA)
+    steps, give_way = [], index.turns.give_way
+    monkeypatch.setattr(index.turns, "give_way", lambda: (steps.append(0), give_way()))
+    items = [0, 1], torch.ones(2, 2), {"version": [1, 2], "parity": ["even", "odd"]}
+    index.upsert(*items)
+    alone = len(steps)
+    assert alone >= 4
+    thread = threading.Thread(target=index.upsert, args=items)
+    with index.turns.asking():
+        thread.start()
+        time.sleep(0.1)
+        assert len(steps) == alone + 1
+    thread.join(10)
+    assert len(steps) > alone + 1
+    monkeypatch.setattr(updates, "PATIENCE", 1e-3)
+    thread = threading.Thread(target=index.upsert, args=items)
+    with index.turns.asking():
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_an_update_without_searches_does_not_pause(monkeypatch):
+    index = Index(2, 50)
+    monkeypatch.setattr(updates, "STEP", 0.0)
+    monkeypatch.setattr(updates.time, "sleep", lambda _: pytest.fail("paused"))
+    index.upsert([0], torch.ones(1, 2))
+    index.search(torch.ones(2), k=1)
+    with pytest.raises(pytest.fail.Exception, match="paused"):
+        index.upsert([0], torch.ones(1, 2))
+    monkeypatch.setattr(updates, "LATELY", 0.0)
+    index.upsert([0], torch.ones(1, 2))

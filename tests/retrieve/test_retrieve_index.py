@@ -580,3 +580,28 @@ def test_kernels_find_what_the_reference_finds(metric, device, triton_backend):
             plain_hits = index.search(q, **call)
         torch.testing.assert_close(hits.scores, plain_hits.scores, rtol=1e-5, atol=1e-4)
         assert hits.ids.tolist() == plain_hits.ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("given", [torch.float16, torch.float32, torch.float64])
+def test_vectors_are_finite_and_fit(dtype, given, device):
+    """The largest numbers of a dtype are taken; infinity, NaN and what it cannot hold are not, wherever they stand."""
+    index = Index(3, 20, dtype, device=device)
+    top = min(torch.finfo(index.dtype).max, torch.finfo(given).max)
+    if torch.tensor(top, dtype=given).to(index.dtype).float().isfinite():  # which rounding up may not be
+        index.upsert([1, 2], torch.tensor([[top, -top, 0.0], [-top, 1.0, top]], dtype=given, device=device))
+        assert len(index) == 2
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        for place in range(3):
+            x = torch.ones(4, 3, dtype=given, device=device)
+            x[2, place] = bad
+            with pytest.raises(ValueError, match="must be finite, got NaN or infinity for id 7"):
+                index.upsert([5, 6, 7, 8], x)
+    if torch.finfo(given).max > 4 * torch.finfo(index.dtype).max:
+        x = torch.ones(2, 3, dtype=given, device=device)
+        x[1, 0] = -4 * torch.finfo(index.dtype).max
+        with pytest.raises(ValueError, match=f"must fit {dtype}, got larger numbers for id 6"):
+            index.upsert([5, 6], x)
+    assert 5 not in index
+    index.upsert([3], torch.full((1, 3), 2.0).to(index.dtype).to(device))  # as they are kept
+    assert index.search(torch.ones(3), k=1, where=None).scores.item() >= 6.0

@@ -32,7 +32,7 @@ class SearchRow:
 
     ms: as called. graph_ms: in a CUDA graph. equal: the share of the ids, place by place, of a sort of all fp64 scores.
     p99_ms: of single searches of an index, each waited for, 99 % take less; ms is their median then. updates: items
-    written a second meanwhile.
+    written a second meanwhile, in calls of `call` items.
     """
 
     items: int
@@ -55,6 +55,7 @@ class SearchRow:
     plan: str = ""
     p99_ms: float | None = None
     updates: int | None = None
+    call: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

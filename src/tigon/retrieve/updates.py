@@ -30,7 +30,7 @@ SPARE = 4096
 MANY = 4096
 # Seconds. An update gives way after steps of STEP together, if there was a search in the last LATELY; it lets the
 # interpreter go for PAUSE, in which a thread that waits for it wakes up, and waits for a search's host for PATIENCE.
-STEP, LATELY, PAUSE, PATIENCE = 80e-6, 0.25, 1e-6, 2e-3
+STEP, LATELY, PAUSE, PATIENCE = 80e-6, 0.25, 1e-6, 5e-4
 
 
 def spare_rows(capacity: int) -> int:

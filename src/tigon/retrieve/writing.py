@@ -120,14 +120,16 @@ def _vectors(index: Index, embeddings: Any, ids: Ints | list[str]) -> Tensor:
         _first_wrong(lengths[:, 0] == 0, ids, f"{name}: embeddings must have a length above 0 for cosine, got 0 for id")
         given = torch.where(lengths.isfinite(), wide / lengths, wide)
     stored = given.to(index.dtype)
-    if not _all_finite(stored):  # as none is where the given one is not
+    narrow = stored.element_size() == 1  # torch may write infinity, and what is too large, as the largest number
+    if narrow or not _all_finite(stored):
         _first_wrong(~_finite(given), ids, f"{name}: embeddings must be finite, got NaN or infinity for id")
-        _first_wrong(
-            ~_finite(stored), ids, f"{name}: embeddings must fit {_spoken(index.dtype)}, got larger numbers for id"
-        )
+        large = (given.float().abs() >= BEYOND_FLOAT8).any(1) if narrow else ~_finite(stored)
+        _first_wrong(large, ids, f"{name}: embeddings must fit {_spoken(index.dtype)}, got larger numbers for id")
     return stored.clone() if stored.data_ptr() == embeddings.data_ptr() else stored
 
 
+# Half a step above the largest float8_e4m3fn, 448.
+BEYOND_FLOAT8 = 464.0
 # Bits of a number that are all set in infinity and NaN alone, and the integers that have as many.
 EXPONENTS = {
     torch.float16: (np.uint16, 0x7C00), torch.bfloat16: (np.uint16, 0x7F80), torch.float32: (np.uint32, 0x7F800000),

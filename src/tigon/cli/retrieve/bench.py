@@ -31,6 +31,9 @@ def bench(
     updates: Annotated[
         int, typer.Option(help="Also single searches of an index, beside so many updates a second; 0: none.", min=0)
     ] = 0,
+    calls: Annotated[
+        str, typer.Option(help="Items of an upsert for --updates, separated by commas: searches beside each.")
+    ] = "256",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for the results and a plot.")] = None,
 ) -> None:
@@ -47,6 +50,7 @@ def bench(
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = device_of(device, NAME)
     counts, ks = integers(NAME, "--queries", queries, 65_536), integers(NAME, "-k", k, 2048)
+    sizes = integers(NAME, "--calls", calls, 65_536)
     parts = _shares(shares)
     if output is not None:
         check_writable(output, f"{NAME}: --output")
@@ -64,7 +68,7 @@ def bench(
         from tigon.cli.retrieve import latency
 
         status.update("searches beside a writer")
-        return latency.measured(count, dim, dtype, counts, ks[0], updates, place)
+        return latency.measured(count, dim, dtype, counts, ks[0], updates, place, sizes)
 
     with console.status("making the items") as status:
         content = search.run(
