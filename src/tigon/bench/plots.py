@@ -316,6 +316,7 @@ def _search(content: dict[str, Any], plt: Any, across: int) -> Any:
     """Time over the share of the rows that pass, a panel for each number of queries, with the floor below."""
     rows = [row for row in content["rows"] if row["status"] == "ok" and row["filters"] != "each"]
     rows = [row for row in rows if row.get("p99_ms") is None]  # single searches of an index have no floor
+    rows = [row for row in rows if row.get("vectors") is None]  # nor do searches with codes have shares
     first = rows[0]["k"] if rows else 0
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

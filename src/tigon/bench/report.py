@@ -25,9 +25,9 @@ import torch
 # Raise this when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # sweep.SweepRow for "sweep", models.Side for "model" and "sequence" (memory over the length), Side of
 # benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
-# benchmarks/hpz.py for "hpz", search.SearchRow for "search", Row of benchmarks/vocabulary_parallel.py for
-# "vocabulary-parallel", what tests/distributed record for "composition". The studies in benchmarks/studies add the
-# columns of their kinds to COLUMNS; without them a row is shown as it is.
+# benchmarks/hpz.py for "hpz", search.SearchRow and search_codes.CodedRow for "search", Row of
+# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition". The
+# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -426,6 +426,7 @@ COLUMNS["vocabulary-parallel"] = {
     "remark": _remark,
 }
 COLUMNS["search"] = {
+    "rows": lambda r: "–" if r.get("vectors", "random") == "random" else f"{r['items'] / 1e6:,.1f} M {r['vectors']}",
     "queries": lambda r: f"{r['queries']:,}",
     "k": lambda r: f"{r['k']:,}",
     "filter": lambda r: {"none": "none", "one": f"{r['share']:.3g} pass"}.get(r["filters"], "one each, 1/8 pass"),
@@ -437,16 +438,21 @@ COLUMNS["search"] = {
     "× floor": _times_floor,
     "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
     "ids right": lambda r: "–" if r["equal"] is None else f"{r['equal']:.4f}",
+    "candidates": lambda r: "–" if r.get("candidates") is None else f"{r['candidates']:,}",
+    "certified": lambda r: "–" if r.get("certified") is None else f"{r['certified']:.1%}",
+    "recall": lambda r: "–" if r.get("recall") is None else f"{r['recall']:.4f}",
     "remark": _remark,
 }
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = (
     "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
-    "items", "queries", "k", "filters", "share",
+    "items", "queries", "k", "filters", "share", "vectors",
 )  # fmt: skip
 _CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
-_TEXT_COLUMNS = (*_CASE_COLUMNS, "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "remark")
+_TEXT_COLUMNS = (
+    *_CASE_COLUMNS, "rows", "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "remark",
+)  # fmt: skip
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -7,8 +7,8 @@ of attributes for each row where there is a filter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -109,14 +109,15 @@ def run(
     items: int, dim: int, dtype: torch.dtype, cases: Sequence[Case], device: torch.device, *,
     peers: Sequence[str] = PEERS, settings: Settings | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None, step: Callable[[str], None] = lambda _: None,
-    more: Callable[[], Sequence[SearchRow]] | None = None,
+    more: Sequence[Callable[[Ceilings, Settings], Iterable[SearchRow]]] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure searches, one case after another.
 
     Args:
         items, dim, dtype: of the vectors. cases: see `cases_of`.
         peers: of PEERS. settings: how long to measure. keep: called with the result so far, after every case.
-        step: called with the name of each case before it is measured. more: called at the end, for further rows.
+        step: called with the name of each case before it is measured. more: called at the end, for further rows, with
+            the ceilings and the settings.
 
     Returns: a result of kind "search", see `report.result`.
     """
@@ -135,12 +136,13 @@ def run(
         content = report.result("search", rows, device=device, ceilings=asdict(ceilings))
         keep(content)
         free(device)
-    if more is not None:
-        del made
-        free(device)
-        rows += more()
-        content = report.result("search", rows, device=device, ceilings=asdict(ceilings))
-        keep(content)
+    del made
+    free(device)
+    for measure in more:
+        for row in measure(ceilings, settings):
+            rows.append(row)
+            content = report.result("search", rows, device=device, ceilings=asdict(ceilings))
+            keep(content)
     return content
 
 
@@ -167,7 +169,8 @@ def _measured(
     moved = scanned * items.vectors.numel() * items.vectors.element_size() + 8 * count * (case.filters != "none")
     flop = 2 * scanned * items.vectors.numel() * case.queries
     floor = max(moved / ceilings.copy_gbps / 1e6, flop / ceilings.matmul_tflops / 1e9)
-    expected = _expected(items, queries[:CHECKED], case)
+    checked = queries[:CHECKED]
+    right = expected(items.vectors, checked, case.k, items.masks(replace(case, queries=len(checked))))
     rows = []
     for name in ("tigon", *peers):
         if name == "torch-gather" and case.filters != "one":
@@ -177,7 +180,7 @@ def _measured(
             name, note=NOTES.get(name, ""), floor_ms=floor,
         )  # fmt: skip
         try:
-            _measure(row, _calls(name, items, queries, case), expected, items.vectors.device, settings)
+            _measure(row, _calls(name, items, queries, case), right, items.vectors.device, settings)
         except torch.OutOfMemoryError:
             row.status, row.reason = "failed", "out of memory"
         except Exception as error:
@@ -190,23 +193,28 @@ def _measured(
 def _measure(
     row: SearchRow,
     call: Callable[[], tuple[Tensor, Tensor]],
-    expected: Tensor,
+    right: Tensor,
     device: torch.device,
     settings: Settings,
 ) -> None:
     _, found = call()
-    row.equal = (found[: len(expected)] == expected).float().mean().item()
+    row.equal = (found[: len(right)] == right).float().mean().item()
     if row.implementation == "tigon" and row.equal < 0.99:  # near ties may change places
         row.status, row.reason = "wrong", f"{row.equal:.4f} of the ids are those of a sort in fp64"
     row.ms = time_ms(call, device, settings)
     if device.type == "cuda" and row.implementation != "torch-gather":  # whose sizes the host has to know
-        from triton.testing import do_bench_cudagraph
-
-        row.graph_ms = float(do_bench_cudagraph(call, rep=20, return_mode="median"))
+        row.graph_ms = milliseconds_of_graph(call)
     peak, _ = peak_mib(call, device)
     row.peak_mib = peak
     assert row.floor_ms is not None
     row.times_floor = (row.graph_ms or row.ms) / row.floor_ms
+
+
+def milliseconds_of_graph(call: Callable[[], Any]) -> float:
+    """Median milliseconds of a call in a CUDA graph."""
+    from triton.testing import do_bench_cudagraph
+
+    return float(do_bench_cudagraph(call, rep=20, return_mode="median"))
 
 
 def _calls(name: str, items: Items, queries: Tensor, case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -237,20 +245,19 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, rows
 
 
-def _expected(items: Items, queries: Tensor, case: Case) -> Tensor:
-    """The ids that a sort of all scores in fp64 puts first, by pieces of rows."""
-    keep = items.masks(Case(len(queries), case.k, case.filters, case.share))
+def expected(vectors: Tensor, queries: Tensor, k: int, keep: Tensor | None = None) -> Tensor:
+    """(B, k), the ids that a sort of all scores in fp64 puts first, by pieces of rows. keep: (N,) or (B, N)."""
     best_scores = best_rows = None
-    for start in range(0, len(items.vectors), CHECKED_ROWS):
+    for start in range(0, len(vectors), CHECKED_ROWS):
         part = slice(start, start + CHECKED_ROWS)
-        scores = queries.double() @ items.vectors[part].double().T
+        scores = queries.double() @ vectors[part].double().T
         if keep is not None:
             scores.masked_fill_(~keep[..., part], -torch.inf)
-        values, rows = scores.topk(min(case.k, scores.shape[1]))
+        values, rows = scores.topk(min(k, scores.shape[1]))
         if best_scores is not None and best_rows is not None:
             values, rows = torch.cat([best_scores, values], 1), torch.cat([best_rows, rows + start], 1)
         values, order = values.sort(dim=1, descending=True, stable=True)
-        best_scores, best_rows = values[:, : case.k], rows.gather(1, order[:, : case.k])
+        best_scores, best_rows = values[:, :k], rows.gather(1, order[:, :k])
     assert best_scores is not None
     assert best_rows is not None
     return best_rows.masked_fill(best_scores == -torch.inf, -1)

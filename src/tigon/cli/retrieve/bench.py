@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tigon.cli.problem import Problem, check_writable, device_of, integers, needs
+
+if TYPE_CHECKING:
+    from tigon.bench.runner import Ceilings, Settings
 
 NAME = "retrieve bench"
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")  # of retrieve.Index
@@ -34,6 +38,14 @@ def bench(
     calls: Annotated[
         str, typer.Option(help="Items of an upsert for --updates, separated by commas: searches beside each.")
     ] = "256",
+    codes: Annotated[
+        bool,
+        typer.Option(
+            "--codes",
+            help="Searches by codes of 8 bits and by signs, too: times, the share certified, and recall. On a GPU also "
+            "10⁹ rows of 64 signs.",
+        ),
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for the results and a plot.")] = None,
 ) -> None:
@@ -52,6 +64,8 @@ def bench(
     counts, ks = integers(NAME, "--queries", queries, 65_536), integers(NAME, "-k", k, 2048)
     sizes = integers(NAME, "--calls", calls, 65_536)
     parts = _shares(shares)
+    if codes and 1.0 not in parts:
+        parts = [1.0, *parts]  # the plain searches beside them
     if output is not None:
         check_writable(output, f"{NAME}: --output")
     count = items or (15_500_032 if place.type == "cuda" else ON_A_CPU)
@@ -64,16 +78,24 @@ def bench(
         if output is not None:
             report.save(output / report.file_name(content), content)
 
-    def latencies() -> list[search.SearchRow]:
+    def coded(ceilings: Ceilings, settings: Settings) -> Iterable[search.SearchRow]:
+        from tigon.bench import search_codes
+
+        return search_codes.measured(
+            count, dim, getattr(torch, dtype), counts, ks, place, ceilings, settings, status.update
+        )
+
+    def latencies(ceilings: Ceilings, settings: Settings) -> Iterable[search.SearchRow]:
         from tigon.cli.retrieve import latency
 
         status.update("searches beside a writer")
         return latency.measured(count, dim, dtype, counts, ks[0], updates, place, sizes)
 
+    more = [measure for measure, asked in ((coded, codes), (latencies, updates)) if asked]
     with console.status("making the items") as status:
         content = search.run(
             count, dim, getattr(torch, dtype), cases, place, peers=search.PEERS if peers else (), keep=keep,
-            step=lambda name: status.update(f"queries × k: {name}"), more=latencies if updates else None,
+            step=lambda name: status.update(f"queries × k: {name}"), more=more,
         )  # fmt: skip
     print(report.to_text(content))
     if place.type == "cpu":
