@@ -167,6 +167,7 @@ def counted(monkeypatch):
 
 
 def test_upserts_that_wait_are_made_as_one_in_their_order(monkeypatch, tmp_path):
+    pytest.importorskip("safetensors")
     index = Index(2, 50, "float32", schema=SCHEMA)
     index.save(tmp_path)
     index = Index.open(tmp_path)
@@ -259,6 +260,7 @@ def test_a_call_that_was_interrupted_leaves_the_others_to_their_threads(monkeypa
 @pytest.mark.parametrize("journal", [False, True])
 def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_path, device):
     """Each thread has its own ids, and knows what it wrote; a searcher sees only what some thread wrote."""
+    pytest.importorskip("safetensors")
     threads, own, dim = 4, 12, 8
     index = Index(dim, threads * own, "float32", schema=SCHEMA, device=device)
     index.save(tmp_path)

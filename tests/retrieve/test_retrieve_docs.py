@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs" / "retrieve"
 
 
-@pytest.mark.parametrize("page", ["index", "filters", "updates"])
+@pytest.mark.parametrize("page", ["index", "filters", "updates", "batching"])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for package in ("pyarrow", "pandas", "safetensors") if page == "index" else ("safetensors",):
         pytest.importorskip(package)

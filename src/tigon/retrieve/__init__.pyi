@@ -1,4 +1,6 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
+from tigon.retrieve.batching import Batcher as Batcher
+from tigon.retrieve.batching import Overloaded as Overloaded
 from tigon.retrieve.calibrating import Calibration as Calibration
 from tigon.retrieve.columns import Category as Category
 from tigon.retrieve.columns import Tags as Tags

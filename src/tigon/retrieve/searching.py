@@ -58,7 +58,7 @@ def asked(index: Index, query: Any, k: Any, where: Any, strict: bool, candidates
     Raises: ValueError for what does not fit the index.
     """
     q, norms = _query(index, query)
-    most, ks = _ks(k, q.shape[0])
+    most, ks = ks_of(k, q.shape[0])
     filters, share = _filters(index, where, q.shape[0], strict)
     _check_candidates(index, most, candidates)
     return Asked(q, norms, most, ks, filters, share, candidates)
@@ -80,7 +80,11 @@ def _check_candidates(index: Index, k: int, candidates: Any) -> None:
         )
 
 
-def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
+def query_of(index: Index, query: Any) -> Tensor:
+    """(B, dim) floats, where they were.
+
+    Raises: ValueError if they are anything else.
+    """
     if not isinstance(query, Tensor):
         try:
             query = torch.as_tensor(np.require(query, requirements="W"))  # torch warns of others
@@ -97,7 +101,11 @@ def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
         )
     if q.dtype not in FLOATS:
         raise ValueError(f"Index.search: query must be floats, got {q.dtype}.")
-    q = moved(q.float() if q.dtype == torch.float64 else q, index.device)
+    return q.float() if q.dtype == torch.float64 else q
+
+
+def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
+    q = moved(query_of(index, query), index.device)
     if index.metric == "cosine":
         wide = q.float()
         return wide / wide.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny), None
@@ -107,7 +115,7 @@ def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
     return q, None
 
 
-def _ks(k: Any, B: int) -> tuple[int, Sequence[int] | None]:
+def ks_of(k: Any, B: int) -> tuple[int, Sequence[int] | None]:
     if isinstance(k, int):
         return k, None
     if isinstance(k, (str, bytes)) or not isinstance(k, (Sequence, np.ndarray)):
@@ -124,6 +132,15 @@ def _filters(
     if where is None or isinstance(where, (str, Expression)):
         found = compiled(index, where, strict)
         return (None, None) if found is None else (found.filter, index.counts.share(found.clauses))
+    each = [compiled(index, one, strict) for one in wheres_of(where, B)]
+    return [None if one is None else one.filter for one in each], None
+
+
+def wheres_of(where: Any, B: int) -> Sequence[Any]:
+    """Of a list of filters, one for each query.
+
+    Raises: ValueError if it is no list, or of another length.
+    """
     if not isinstance(where, (list, tuple)):
         raise ValueError(
             "Index.search: where must be an expression of col(…), its text, None, or a list of one for each query, got "
@@ -131,8 +148,7 @@ def _filters(
         )
     if len(where) != B:
         raise ValueError(f"Index.search: where must have an expression for each of {B} queries, got {len(where)}.")
-    each = [compiled(index, one, strict) for one in where]
-    return [None if one is None else one.filter for one in each], None
+    return where
 
 
 def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:

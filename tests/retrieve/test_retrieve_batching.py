@@ -1,0 +1,286 @@
+"""Searches of many threads as one: each call has what it would have alone, and no call suffers from another."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tigon.retrieve import Batcher, Category, Index, Number, Overloaded, Schema, col
+
+D, ITEMS = 16, 400
+
+
+@pytest.fixture(params=["ip", "l2", "cosine"])
+def metric(request):
+    return request.param
+
+
+def made(device, metric="ip", strings=False):
+    draw = np.random.default_rng(0)
+    index = Index(D, ITEMS, "float32", metric, Schema(part=Number(0, 99, step=1), kind=Category()), device)
+    ids = [f"item {i}" for i in range(ITEMS)] if strings else np.arange(ITEMS)
+    table = {"part": draw.integers(0, 100, ITEMS), "kind": draw.choice(["a", "b", "c"], ITEMS)}
+    index.upsert(ids, torch.from_numpy(draw.standard_normal((ITEMS, D), dtype=np.float32)), table)
+    return index
+
+
+class Held:
+    """An index whose searches wait until they are let go, and what they were asked."""
+
+    def __init__(self, index, monkeypatch):
+        self.go, self.begun, self.asked = threading.Event(), threading.Semaphore(0), []
+        search = index.search
+
+        def held(query, k, where):
+            self.asked.append((len(query), k, where))
+            self.begun.release()
+            assert self.go.wait(10)
+            return search(query, k, where)
+
+        monkeypatch.setattr(index, "search", held)
+
+
+def same(found, expected):
+    """A batch of another size may round the scores of a CPU otherwise."""
+    assert found.scores.device.type == "cpu"
+    assert found.scores.shape == expected.scores.shape
+    assert torch.allclose(found.scores, expected.scores.cpu(), rtol=1e-4, atol=1e-4)
+    ids = [hits.ids if isinstance(hits.ids, np.ndarray) else hits.ids.cpu().numpy() for hits in (found, expected)]
+    assert np.array_equal(*ids)
+    assert torch.equal(found.exact, expected.exact.cpu())
+
+
+@pytest.mark.parametrize("strings", [False, True])
+def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device):
+    index = made(device, metric, strings)
+    draw = torch.Generator().manual_seed(0)
+    wheres = [None, "part < 30", "kind == 'a'", col("part") >= 90, "part < 0 or part > 98", "part < 30"]
+    calls = []
+    for i in range(60):
+        B = (1, 1, 3, 0, 2)[i % 5]
+        where = [wheres[(i + b) % 6] for b in range(B)] if i % 7 == 6 else wheres[i % 6]
+        k = [1 + (i + b) % 9 for b in range(B)] if i % 4 == 3 else (5, 20, 500)[i % 3]
+        query = torch.randn(B, D, generator=draw) if i % 5 != 1 else torch.randn(D, generator=draw)
+        query = query.half() if i % 11 == 10 else query.double() if i % 11 == 9 else query
+        calls.append((query.numpy() if i % 2 else query, k, where))
+    with Batcher(index, most=16) as batcher, ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda call: batcher.search(*call), calls))
+    for call, hits in zip(calls, found, strict=True):
+        same(hits, index.search(*call))
+
+
+def test_what_waits_becomes_one_search(monkeypatch):
+    index = made("cpu")
+    held = Held(index, monkeypatch)
+    with Batcher(index, most=8, queue=100) as batcher:
+        first = batcher.submit(torch.ones(D), 3)
+        assert held.begun.acquire(timeout=10)
+        others = [batcher.submit(torch.ones(2, D), 3, "part < 50") for _ in range(5)]
+        assert len(batcher) == 10
+        assert not first.done()
+        held.go.set()
+        assert [len(answer.result(10)) for answer in [first, *others]] == [1, 2, 2, 2, 2, 2]
+        assert len(batcher) == 0
+    # At most 8 queries; a filter and a k that all share go as one.
+    assert held.asked == [(1, 3, None), (8, 3, "part < 50"), (2, 3, "part < 50")]
+
+
+def test_a_call_waits_for_others_as_long_as_it_says(monkeypatch):
+    """After a search of two calls one waits for a second; alone after alone it does not wait."""
+    index = made("cpu")
+    held = Held(index, monkeypatch)
+    held.go.set()
+    with Batcher(index, wait=30.0) as batcher:
+        begun = time.monotonic()
+        for _ in range(3):
+            batcher.search(torch.ones(D), 3)
+        assert time.monotonic() - begun < 10
+        held.go.clear()
+        first = batcher.submit(torch.ones(D), 3)
+        assert all(held.begun.acquire(timeout=10) for _ in range(4))
+        pair = [batcher.submit(torch.ones(D), 3) for _ in range(2)]
+        held.go.set()
+        for answer in (first, *pair):
+            answer.result(10)
+        alone = batcher.submit(torch.ones(D), 3)
+        time.sleep(0.1)
+        assert not alone.done()
+        batcher.submit(torch.ones(D), 3).result(10)
+        assert alone.done()
+        assert [asked[0] for asked in held.asked] == [1, 1, 1, 1, 2, 2]
+        batcher.wait = 0.05
+        batcher.search(torch.ones(D), 3, timeout=10)
+
+
+def test_what_does_not_fit_is_refused_before_it_waits():
+    index = made("cpu")
+    with Batcher(index, most=4) as batcher:
+        x = torch.ones(D)
+        for arguments, sentence in [
+            ((torch.ones(3),), r"query must be \(queries, 16\)"),
+            ((torch.ones(5, D),), r"query must be at most 4 queries \(most\), got 5"),
+            ((torch.ones(D).int(),), "query must be floats"),
+            ((x, 0), "k must be from 1 to 2,048, got 0"),
+            ((x, True), "k must be from 1 to 2,048, got True"),
+            ((x, [1, 2]), "k must be positive integers, one for each of 1 queries"),
+            ((x, 3, "colour == 'red'"), "no column 'colour'"),
+            ((x, 3, ["part < 3"] * 2), "where must have an expression for each of 1 queries, got 2"),
+            ((x, 3, 7), "where must be an expression"),
+        ]:
+            with pytest.raises(ValueError, match=sentence):
+                batcher.submit(*arguments)
+        with pytest.raises(ValueError, match="no item has the value 'z'"):
+            batcher.search(x, 3, "kind == 'z'", strict=True)
+        assert batcher.search(x, 3, "kind == 'z'").ids.tolist() == [[-1] * 3]
+
+
+def test_a_search_that_fails_fails_alone(monkeypatch):
+    index = made("cpu")
+    search = index.search
+
+    def failing(query, k, where):
+        if (query == 7).any():
+            raise torch.OutOfMemoryError("too large")
+        return search(query, k, where)
+
+    monkeypatch.setattr(index, "search", failing)
+    with Batcher(index, most=64, wait=0.1) as batcher:
+        batcher._answered = 5
+        answers = [batcher.submit(torch.full((1, D), float(value)), 3) for value in (1, 7, 2, 7, 3)]
+        for answer, value in zip(answers, (1, 7, 2, 7, 3), strict=True):
+            if value == 7:
+                with pytest.raises(torch.OutOfMemoryError, match="too large"):
+                    answer.result(10)
+            else:
+                same(answer.result(10), search(torch.full((1, D), float(value)), 3))
+
+
+def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
+    index = made("cpu")
+    held = Held(index, monkeypatch)
+    with Batcher(index, most=2, queue=3) as batcher:
+        first = batcher.submit(torch.ones(D), 3)
+        assert held.begun.acquire(timeout=10)
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s; 1 queries wait"):
+            batcher.search(torch.zeros(D), 3, timeout=0.05)
+        waiting = batcher.submit(torch.ones(2, D), 4)
+        with pytest.raises(Overloaded, match=r"3 queries wait, and 1 more are beyond 3, the queue"):
+            batcher.search(torch.ones(D), 3)
+        held.go.set()
+        assert first.result(10).ids.shape == (1, 3)
+        assert waiting.result(10).ids.shape == (2, 4)
+        batcher.search(torch.ones(D), 3, timeout=10)
+    assert [asked[:2] for asked in held.asked] == [(1, 3), (2, 4), (1, 3)], "who gave up is not searched for"
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_close(drain, monkeypatch):
+    index = made("cpu")
+    held = Held(index, monkeypatch)
+    batcher = Batcher(index, most=2)
+    running = batcher.submit(torch.ones(D), 3)
+    assert held.begun.acquire(timeout=10)
+    waiting = [batcher.submit(torch.ones(D), 3) for _ in range(5)]
+    closer = threading.Thread(target=batcher.close, args=(drain,))
+    closer.start()
+    while not batcher._closed:
+        time.sleep(1e-3)
+    with pytest.raises(RuntimeError, match="the batcher is closed"):
+        batcher.search(torch.ones(D), 3)
+    held.go.set()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert not batcher._worker.is_alive()
+    assert running.result(0).ids.shape == (1, 3)
+    for answer in waiting:
+        if drain:
+            assert answer.result(0).ids.shape == (1, 3)
+        else:
+            with pytest.raises(CancelledError):
+                answer.result(0)
+    batcher.close()
+
+
+def test_who_waits_when_a_batcher_is_closed_is_told(monkeypatch):
+    index = made("cpu")
+    held = Held(index, monkeypatch)
+    batcher, said = Batcher(index), []
+
+    def ask():
+        try:
+            batcher.search(torch.ones(D), 3)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    batcher.submit(torch.ones(D), 3)
+    assert held.begun.acquire(timeout=10)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not len(batcher):
+        time.sleep(1e-3)
+    threading.Timer(0.05, held.go.set).start()
+    batcher.close(drain=False)
+    thread.join(10)
+    assert said == ["Batcher.search: the batcher was closed before the search began."]
+
+
+def test_an_event_loop_awaits(device):
+    index = made(device)
+
+    async def ask(batcher, value):
+        return await asyncio.wrap_future(batcher.submit(torch.full((D,), value), 2))
+
+    async def every():
+        with Batcher(index) as batcher:
+            return await asyncio.gather(*(ask(batcher, float(value)) for value in range(-9, 10)))
+
+    for value, hits in zip(range(-9, 10), asyncio.run(every()), strict=True):
+        same(hits, index.search(torch.full((D,), float(value)), 2))
+
+
+def test_searches_beside_updates_see_whole_items(device):
+    index = Index(D, 100, "float32", device=device)
+    index.upsert(np.arange(50), torch.ones(50, D))
+    stop, failed = threading.Event(), []
+
+    def write():
+        version = 1
+        try:
+            while not stop.is_set():
+                version += 1
+                index.upsert(np.arange(50), torch.full((50, D), float(version)))
+        except Exception as error:
+            failed.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    first, last = torch.eye(D)[[0, D - 1]]
+    try:
+        with Batcher(index, wait=0.01) as batcher, ThreadPoolExecutor(4) as threads:
+            for _ in range(25):
+                for hits in threads.map(lambda q: batcher.search(torch.stack([q, last]), 60), [first] * 4):
+                    assert sorted(hits.ids[0, :50].tolist()) == list(range(50))
+                    assert hits.scores[:, :50].unique().numel() == 1
+    finally:
+        stop.set()
+        writer.join()
+    assert not failed, failed
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"most": 0}, "most must be a positive integer, got 0"),
+        ({"queue": True}, "queue must be a positive integer, got True"),
+        ({"most": 10, "queue": 9}, "queue must be at least most, 10 queries, got 9"),
+        ({"wait": -1}, "wait must be a number of seconds, 0 or more, got -1"),
+        ({"wait": float("inf")}, "wait must be a number of seconds, 0 or more, got inf"),
+    ],
+)
+def test_options_that_are_no_such(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Batcher(made("cpu"), **options)
