@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tigon.losses.policy.batch import _clip_ratios
+from tigon.losses.policy.metrics import clip_ratios
 
 
 def ratios(clipped, mask):
@@ -21,7 +21,7 @@ def test_ratios_of_tokens(kept, dtype, device):
     clipped = torch.randint(-1, 2, (7, 33), generator=draw).to(device, dtype)
     mask = (torch.rand(7, 33, generator=draw) < kept).to(device)
     mask[2] = False  # a completion without tokens is in no extreme
-    found = {name: value.item() for name, value in _clip_ratios(clipped, mask, False, "grpo", dtype).items()}
+    found = {name: value.item() for name, value in clip_ratios(clipped, mask, False, "grpo").items()}
     low, lows = ratios(clipped < 0, mask)
     high, highs = ratios(clipped > 0, mask)
     expected = {
@@ -37,7 +37,7 @@ def test_ratios_of_sequences(device):
     """One ratio a sequence: its first column, and every sequence counts."""
     clipped = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [-1.0, -1.0], [0.0, 1.0]], device=device)
     mask = torch.tensor([[True, False]] * 4, device=device)
-    found = {name: value.item() for name, value in _clip_ratios(clipped, mask, True, "grpo", torch.float32).items()}
+    found = {name: value.item() for name, value in clip_ratios(clipped, mask, True, "grpo").items()}
     assert found == {
         "clip_ratio/low_mean": 0.5, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.75,
         "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 1.0,
@@ -45,6 +45,6 @@ def test_ratios_of_sequences(device):
 
 
 def test_no_tokens_at_all():
-    found = _clip_ratios(torch.empty(2, 0), torch.empty(2, 0, dtype=torch.bool), False, "grpo", torch.float32)
+    found = clip_ratios(torch.empty(2, 0), torch.empty(2, 0, dtype=torch.bool), False, "grpo")
     assert found["clip_ratio/low_mean"].item() == 0.0
     assert found["clip_ratio/high_max"].isnan()

@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, token_loss
-from tigon.losses.policy import LOSS_TYPES, MODES
+from tigon.losses.family import Part, Whole
+from tigon.losses.policy import LOSS_TYPES, MODES, kernels
 from tigon.losses.policy import grpo_reference as policy_reference
+from tigon.losses.policy.batch import Objective
+from tigon.losses.policy.family import Policy, Prepared, Sides
 from tigon.nn import GRPOLoss, RLOOLoss
+from tigon.runtime import dispatch
 
 S, T, H, V = 6, 40, 8, 30
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -126,19 +130,112 @@ def test_rloo_is_its_formula(options, chunk_bytes):
     assert 0 < ours[1]["clip_ratio/region_mean"] < 1
 
 
-@pytest.mark.parametrize("case", [7, 13, 22, 26, 30])
-def test_kernels(case, triton_backend, device):
+@pytest.mark.parametrize("known", [True, False])  # whether rows that do not count are left out
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_kernels(case, known, triton_backend, device):
+    """A batch that is one part goes to the kernels of policy losses: their metrics are those of the family, too."""
     options, which = CASES[case]
     options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
-    leaves, target, advantages, near = batch(device, S=3, T=24)
-    exact = call(grpo_reference, leaves, target, advantages, near, options, which)
+    leaves, target, advantages, near = batch(device, S=4, T=24)
+    by_token = case % 3 == 0
+    A = advantages.unsqueeze(1) * torch.rand(4, 24, device=device).add(0.5).double() if by_token else advantages
+    exact = call(grpo_reference, leaves, target, A, near, options, which)
+    with tigon.use_backend("torch"):
+        metrics = call(grpo, leaves, target, A, near, options, which)[1]
     expected = grads(exact[0], leaves)
     leaves = [t.detach().float().requires_grad_() for t in leaves]
-    loss, found = call(grpo, leaves, target, advantages, near, options, which, lengths=ValidLengths(target))
+    lengths = ValidLengths(target) if known else [24] * 4
+    loss, found = call(grpo, leaves, target, A, near, options, which, lengths=lengths)
     torch.testing.assert_close(loss.double(), exact[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["logprob"].double(), exact[1]["logprob"], rtol=1e-4, atol=1e-5)
+    assert list(found) == list(metrics)
+    for name, value in metrics.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-4, atol=1e-5, equal_nan=True)
     for a, b in zip(grads(loss, leaves), expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", ["tokens", "sequences", "nothing"])
+def test_kernels_of_rloo(known, triton_backend, device):
+    leaves, target, advantages, near = batch(device, S=4, T=24)
+    with tigon.use_backend("torch"):
+        near["old"] = near["old"] / 8 + 7 / 8 * call(grpo, leaves, target, advantages, near, {}, "")[1]["logprob"]
+    old = {"tokens": near["old"], "sequences": near["old"].nansum(1) + 0.05, "nothing": None}[known]
+    options = {"advantages": advantages, "old_logprob": old, "epsilon_high": 0.3, "entropy_coefficient": 0.2}
+    with tigon.use_backend("torch"):
+        exact = rloo(leaves[0], leaves[1], target, bias=leaves[2], **options)
+        expected = grads(exact[0], leaves)
+    x, weight, bias = [t.detach().float().requires_grad_() for t in leaves]
+    ours = rloo(x, weight, target, bias=bias, lengths=[24] * 4, **options)
+    torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-4, atol=1e-5)
+    for name, value in exact[1].items():
+        torch.testing.assert_close(ours[1][name].double(), value, rtol=1e-4, atol=1e-5, equal_nan=True)
+    for a, b in zip(grads(ours[0], (x, weight, bias)), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-5)
+
+
+OF_TOKENS = [
+    ({}, "old"), ({"beta": 0.1, "delta": 1.2}, "old ref"), ({"loss_type": "cispo", "epsilon_high": 1.1}, "old"),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "beta": 0.1}, "old ref"),
+    ({"loss_type": "vespo", "importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.01},
+     "old sampler"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("counted", [0, 2**24])  # the batch's tokens: once for all programs, or by each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("options", "which"), OF_TOKENS, ids=str)
+def test_kernels_of_tokens(options, which, dtype, counted, triton_backend, device, monkeypatch):
+    """Sequences beyond one block, tensors of the rollout in other dtypes, a boost: slopes without any logits."""
+    monkeypatch.setattr(kernels, "COUNTED_ANEW", counted)
+    S, T = 3, 2100
+    target = torch.where(torch.rand(S, T) < 0.7, 1, -100).to(device)
+    target[1] = -100
+    mask = target != -100
+    logprob, entropy = (torch.where(mask, torch.rand(S, T, device=device), 0.0) for _ in range(2))
+    padded = torch.where(mask, 0.0, float("nan"))
+    near = [(logprob - 0.3 * torch.randn(S, T, device=device) + padded).to(dtype) for _ in range(3)]
+    near = [t if name in which else None for t, name in zip(near, ("old", "ref", "sampler"), strict=True)]
+    rollout = Rollout(torch.randn(S, device=device), *near)
+    of = Objective.of_grpo(GRPO(**options, entropy_coefficient=0.2), rollout)
+    sides = Sides(rollout.advantages, *near)
+    family = Policy.of(of.words, of.numbers, sides)
+    loss, metrics = torch.empty((), device=device), torch.empty(len(family.metrics), device=device)
+    slopes = [torch.empty_like(logprob) for _ in range(2)]
+    batch = Whole(logprob, entropy, None, None, None, target, -100, sides, S * T)
+    family.launch(batch, loss, metrics, slopes, 64.0)
+    family.launch(batch._replace(visited=S * T // 4), short := loss.clone(), metrics.clone(), slopes, 64.0)
+    assert short.isnan()
+
+    prepared = family.prepare(sides, mask, torch.float32)
+    own = Prepared._make(t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in prepared)
+    part = Part(None, logprob, entropy, None, None, mask, own)
+    expected, found, expected_slopes = token_loss._with_slopes(family, part, 64.0)
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(slopes, expected_slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(metrics, torch.stack(family.finish(found, prepared, mask)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_host_makes_few_calls(monkeypatch):
+    """Of short completions the host's time is the loss's: as on a GPU, without one."""
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda *_: None)
+    x, weight, old = torch.empty(16, 4, 64), torch.empty(1000, 64), torch.empty(16, 4)
+    x, weight, old = x.to("meta", torch.bfloat16).requires_grad_(), weight.to("meta", torch.bfloat16), old.to("meta")
+    target = torch.empty(16, 4, dtype=torch.long, device="meta")
+    rollout = Rollout(torch.empty(16, device="meta"), old, old)
+    for config in (GRPO(), GRPO(loss_type="grpo", beta=0.1, entropy_coefficient=0.1)):
+        with tigon.use_backend("triton"), dispatch.meta_as_gpu(), Calls() as calls:
+            loss, _ = tigon.losses.grpo(x, weight.requires_grad_(), target, rollout, config=config)
+            torch.autograd.grad(loss, (x, weight))
+        assert 20 < calls.count < 60
+
+
+class Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 # --------------------------------------------------------------------------------------------------------------- TRL
@@ -333,16 +430,20 @@ def test_what_the_metrics_count(double):
         ({}, 0.0, 0.0),
         ({}, -1.0, float("inf")),
         ({"delta": 4.0}, -1.0, 4.0),
+        ({"beta": 0.1}, 1.0, -1.2),  # a KL of 0, times a ratio that is not infinite
         ({"loss_type": "sapo"}, 1.0, -4.0),
         ({"loss_type": "sapo"}, -1.0, 4 / 1.05),
     ],
     ids=str,
 )
-def test_a_clipped_ratio_may_be_beyond_fp32(options, advantage, expected):
-    x, weight = torch.randn(1, 3, 4), torch.randn(9, 4, requires_grad=True)
-    target, old = torch.tensor([[1, 2, 3]]), torch.full((1, 3), -200.0)
-    loss, _ = grpo(x, weight, target, advantages=torch.tensor([advantage]), old_logprob=old, **options)
-    torch.testing.assert_close(loss, torch.tensor(expected))
+def test_a_clipped_ratio_may_be_beyond_fp32(options, advantage, expected, backend, device):
+    x, weight = torch.randn(1, 3, 4, device=device), torch.randn(9, 4, device=device, requires_grad=True)
+    target, old = torch.tensor([[1, 2, 3]], device=device), torch.full((1, 3), -200.0, device=device)
+    advantages = torch.tensor([advantage], device=device)
+    if "beta" in options:
+        options = options | {"ref_logprob": grpo(x, weight, target, advantages=advantages)[1]["logprob"]}
+    loss, _ = grpo(x, weight, target, advantages=advantages, old_logprob=old, **options)
+    torch.testing.assert_close(loss, torch.tensor(expected, device=device))
     if loss.isfinite():
         assert not grads(loss, [weight])[0].any()
 
@@ -371,7 +472,7 @@ def test_completions_beyond_65536_tokens(options, device):
     {"top_entropy_quantile": 0.5, "entropy_coefficient": 0.1},
 ])  # fmt: skip
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])  # no sequences, no tokens, none that counts
-def test_nothing_to_learn_from(shape, options, device):
+def test_nothing_to_learn_from(shape, options, backend, device):
     x = torch.randn(*shape, H, device=device, requires_grad=True)
     weight = torch.randn(V, H, device=device, requires_grad=True)
     target = torch.full(shape, -100, device=device)
@@ -543,6 +644,8 @@ def test_compiles_whole():
       "importance_sampling_clip_max": None}, "grpo: importance_sampling_mode 'token_truncate' wants one"),
     ({"sampler_logprob": torch.zeros(S, T), "importance_sampling_clip_min": 4.0}, "clip_min must be less than"),
     ({"target": torch.zeros(S, 3)}, r"grpo: x must be \(S, T, H\) and target \(S, T\), got \(6, 40, 8\) and \(6, 3\)"),
+    ({"advantages": torch.zeros(S, device="meta")}, "grpo: rollout.advantages must be on the device of x"),
+    ({"num_items_in_batch": torch.ones((), device="meta")}, "grpo: config.num_items_in_batch must be on"),
     ({"temperature": 0.0}, "grpo: temperature must be positive, got 0.0"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_gets_a_sentence(options, sentence):

@@ -13,7 +13,7 @@ from tigon.linear.chunks import Chunks
 from tigon.linear.head import Projection
 from tigon.losses import ValidLengths
 from tigon.losses.family import BATCH, FAMILIES, Family, Takes
-from tigon.losses.token_loss import split
+from tigon.losses.parts import split
 
 # torch's word for a buffer that is too small.
 pytestmark = pytest.mark.filterwarnings("error:An output with one or more elements was resized")

@@ -205,7 +205,15 @@ GRPO = Op(
         Bad(_bad_grpo(target=torch.full((2, 3), 9)), r"grpo: target must lie in \[0, 7\).*got 9", {}, True),
     ),
     launches=("token_loss_fwd",),
-    models=(Case("Llama-3-8B", (16, 1024, 4096, 128256), {"loss_type": "grpo"}),),
+    models=(
+        Case("Llama-3-8B", (16, 1024, 4096, 128256), {"loss_type": "grpo"}),
+        Case("short completions", (16, 4, 2048, 151936)),
+        Case(
+            "long completions", (2, 2000, 2048, 151936), {"loss_type": "bnpo", "entropy_coefficient": 0.1, "delta": 2.0}
+        ),
+        Case("of sequences", (64, 16, 2048, 151936), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        Case("vespo", (64, 16, 2048, 151936), {"loss_type": "vespo", "off_policy_mask_threshold": 0.1}),
+    ),
     roundings=32,  # advantages of both signs cancel in the sum: eager's error is luck
     fixed=(4, 5),
     dtensor="refused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 ALONE = 0  # every token by itself
@@ -34,6 +35,26 @@ class Part(NamedTuple):
     mask: Tensor
     sides: Any
     is_top1: Tensor | None = None
+
+
+class Whole(NamedTuple):
+    """A batch that is one part, as a family's own kernels see it: `Part` before anything has been computed of it.
+
+    logprob, entropy, mean_logit, reference: (S, T) fp32, contiguous, 0 where masked; None as in `Part`.
+    target: (S, T), contiguous, ignore_index where a token does not count.
+    sides: the tensors of the call, as they came.
+    visited: how many tokens the walk has visited. If more than that count, the loss is NaN.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    reference: Tensor | None
+    is_top1: Tensor | None
+    target: Tensor
+    ignore_index: int
+    sides: Any
+    visited: int
 
 
 class Nothing(NamedTuple):
@@ -73,6 +94,9 @@ class Family:
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
     per_token: tuple[str, ...] = ()
+    # Whether results are what `finish` makes of them. hidden: how many of `per_token`, the last, are for it alone.
+    finishes: ClassVar[bool] = False
+    hidden: int = 0
     wants_entropy: bool = False
     wants_mean_logit: bool = False
     wants_is_top1: bool = False
@@ -101,6 +125,39 @@ class Family:
         n, m = len(cls.takes.words._fields), len(cls.takes.numbers._fields)
         terms = [Term(name, weight) for name, weight in zip(words[n:], numbers[m:], strict=True)]
         return cls(cls.takes.words(*words[:n]), cls.takes.numbers(*numbers[:m]), given, terms)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the numbers of the batch that the caller gets: what `finish` returns."""
+        return self.sums
+
+    def prepare(self, sides: Any, mask: Tensor, dtype: torch.dtype) -> Any:
+        """The tensors that parts see, from those of the call: a named tuple; once for the batch.
+
+        mask: (S, T), True where a token counts. dtype: of the loss.
+        """
+        return sides
+
+    def finish(self, found: dict[str, Tensor], sides: Any, mask: Tensor) -> Sequence[Tensor]:
+        """The metrics, 0-d each, from sums and results of tokens of all parts, and from what `prepare` has returned."""
+        raise NotImplementedError
+
+    def has_kernels(self) -> bool:
+        """Whether `launch` takes a batch that is one part. Such a family's results of tokens are logprob, or none."""
+        return False
+
+    def has_entropy_slope(self) -> bool:
+        """Whether the loss depends on the entropy, where `launch` computes it."""
+        return False
+
+    def launch(
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+    ) -> None:
+        """All that `prepare`, calling and `finish` do, by kernels: for the usual small batch, whose time is the host's.
+
+        loss: 0-d. metrics: (metrics,). slopes: (S, T) of logprob and of entropy, times boost, or None. All are written.
+        """
+        raise NotImplementedError
 
     def together(self) -> int:
         """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part.

@@ -13,10 +13,9 @@ is walked twice and costs a fourth product. A reference model's head costs one m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,118 +26,12 @@ from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits
 from tigon.linear.upstream import scaled_gradients
 from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.linear.walk import Walk
-from tigon.losses.family import ALONE, BATCH, Family, Part, family_of
+from tigon.losses.family import ALONE, Family, Part, Whole, family_of
+from tigon.losses.parts import Rows, split
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
-from tigon.runtime import can_look, differentiable, differentiable_directly, launcher
-
-# ------------------------------------------------------------------------------------------------------------ parts
-
-
-@dataclass
-class Rows:
-    """The rows of x that a part consists of.
-
-    chunks: the walk over the part's rows alone. at: their places among the part's S' · T, or None if all are present.
-    sequences: (S',) the sequences' numbers; with `alone` the tokens'. None: the part is the batch, in its order.
-    shape: S' and T, or T = 1 with `alone`.
-    """
-
-    chunks: Chunks
-    at: Tensor | None
-    sequences: Tensor | None
-    shape: tuple[int, int]
-    alone: bool = False
-
-    def dense(self, values: Tensor) -> Tensor:
-        """A value, or several (n, rows), for each row, as (S', T) or (n, S', T), zero elsewhere."""
-        if self.at is not None:
-            size = *values.shape[:-1], self.shape[0] * self.shape[1]
-            values = values.new_zeros(size).index_copy_(-1, self.at, values)  # 0 · NaN of fresh memory would be NaN
-        return values.view(*values.shape[:-1], *self.shape)
-
-    def sparse(self, values: Tensor) -> Tensor:
-        """(S', T) as a value for each row."""
-        values = values.reshape(-1)
-        return values if self.at is None else values.index_select(0, self.at)
-
-
-def split(
-    whole: Chunks, target: Tensor, together: int, lengths: Sequence[int], ignore_index: int, most: int
-) -> Iterator[Rows]:
-    """Split the batch into parts. Rows that do not count are left out if the host knows how many count.
-
-    Args:
-        whole: the walk over the batch's S · T rows; where tokens are independent, over those that count.
-        target: (S, T).
-        together: the family's `together()`.
-        lengths: how many targets of each sequence count; empty if the host does not know.
-        most: how many rows the buffer holds.
-    """
-    S, T = target.shape
-    device = target.device
-    if S and (sum(lengths) if lengths else S * T) <= most:
-        # The usual batch of few tokens, whose time is the host's: no part is cut out of it.
-        every, at = not lengths or sum(lengths) == S * T, None
-        if not every:
-            at = torch.argsort((target == ignore_index).to(torch.uint8).view(-1), stable=True)[: sum(lengths)]
-        yield Rows(whole.among(slice(0, S * T) if at is None else at, most), at, None, (S, T))
-        return
-    if together == ALONE:
-        # A token sees no other, so each chunk is a part.
-        for start, stop in whole.spans():
-            rows = whole.places(start, stop)
-            sequences = torch.arange(start, stop, device=device) if isinstance(rows, slice) else rows
-            yield Rows(whole.among(rows, most), None, sequences, (stop - start, 1), alone=True)
-        return
-    stacks = max(1, S) if together == BATCH else together
-    # Without sequences a batch is one stack of none.
-    units = S // stacks
-    # Unit u is sequence u of every stack. A part has its units' sequences as the batch has them, stack behind stack.
-    order = torch.arange(S, device=device).view(stacks, units)
-    for first, last in _packed(_unit_rows(lengths, stacks, units, T), most):
-        sequences = order[:, first:last].reshape(-1)
-        count = (last - first) * stacks * T
-        at = None
-        if lengths:
-            valid = sum(lengths[u + k * units] for u in range(first, last) for k in range(stacks))
-            if valid < count:
-                # As for tokens: a stable sort of a flag puts those that count in front, without a copy to the host.
-                ignored = (target.index_select(0, sequences) == ignore_index).to(torch.uint8).view(-1)
-                at = torch.argsort(ignored, stable=True)[:valid]
-        if at is not None:
-            # `at` counts within the part, whose sequences need not be neighbours in the batch.
-            rows = sequences.index_select(0, at // T) * T + at % T
-        elif stacks == 1:
-            # Consecutive rows stay a slice: products then read x and write dx where they lie, without a gather.
-            rows = slice(first * T, last * T)
-        else:
-            rows = (sequences.unsqueeze(1) * T + torch.arange(T, device=device)).view(-1)
-        yield Rows(whole.among(rows, most), at, sequences, ((last - first) * stacks, T))
-
-
-def _unit_rows(lengths: Sequence[int], stacks: int, units: int, T: int) -> list[int]:
-    if not lengths:
-        return [stacks * T] * units
-    return [sum(lengths[u + k * units] for k in range(stacks)) for u in range(units)]
-
-
-def _packed(rows: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of units, about equally full, that fit the buffer. A unit larger than the buffer is a range of its own."""
-    parts = max(1, -(-sum(rows) // most))
-    # Equal shares rather than full buffers: a short last part would be a small product.
-    aim = min(most, -(-sum(rows) // parts))
-    first = held = 0
-    for unit, own in enumerate(rows):
-        if held and (held + own > most or held >= aim):
-            yield first, unit
-            first = unit
-            held = 0
-        held += own
-    if rows:
-        yield first, len(rows)
-
+from tigon.runtime import can_look, differentiable, differentiable_directly, launcher, use_triton
 
 # ----------------------------------------------------------------------------------------------------------- public
 
@@ -203,7 +96,7 @@ def token_loss(
     budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared, frozen=not needs[1])
     words, numbers = family.encoded()
     # Detached: a graph that hangs on advantages or a reference would live as long as the loss.
-    tensors = [t.detach() for t in sides if t is not None]
+    tensors = [t.detach() if t.requires_grad else t for t in sides if t is not None]
     arguments = (
         x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, tensors, ["", *family.given], family.key,
         ["", *words], [0.0, *numbers], [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index,
@@ -213,7 +106,8 @@ def token_loss(
         _token_loss(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
     )
     results: dict[str, Tensor] = {}
-    kinds = (family.sums, sums), (family.per_sequence, per_sequence), (family.per_token, per_token)
+    per_token_names = family.per_token[: len(family.per_token) - family.hidden]
+    kinds = (family.metrics, sums), (family.per_sequence, per_sequence), (per_token_names, per_token)
     for names, values in kinds:
         if names:
             results |= zip(names, values.detach().unbind(0), strict=True)
@@ -246,15 +140,26 @@ def _token_loss_fake(
     numbers: Sequence[float], lengths: Sequence[int], compute: torch.dtype, budget: int, fp32: bool, need_dx: bool,
     need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (S, T, H), V = x.shape, weight.shape[0]
     instance = family_of(family, words, numbers, given)
     acc = torch.promote_types(compute, torch.float32)
-    loss = x.new_empty((), dtype=acc)
-    results = (
-        x.new_empty(len(instance.sums), dtype=acc),
-        x.new_empty((len(instance.per_sequence), S), dtype=acc),
-        x.new_empty((len(instance.per_token), S, T), dtype=acc),
-    )
+    results = x.new_empty((), dtype=acc), x.new_empty(len(instance.metrics), dtype=acc), *_rows(instance, x, acc)
+    gradients = _gradients_fake(x, weight, lengths, compute, budget, fp32, need_dx, need_dw, need_db, shards)
+    return *results, *gradients
+
+
+def _rows(instance: Family, x: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the results of sequences and of tokens that the caller gets."""
+    S, T, _ = x.shape
+    per_token = len(instance.per_token) - instance.hidden
+    return x.new_empty((len(instance.per_sequence), S), dtype=acc), x.new_empty((per_token, S, T), dtype=acc)
+
+
+def _gradients_fake(
+    x: Tensor, weight: Tensor, lengths: Sequence[int], compute: torch.dtype, budget: int, fp32: bool, need_dx: bool,
+    need_dw: bool, need_db: bool, shards: Shards | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (S, T, H), V = x.shape, weight.shape[0]
+    acc = torch.promote_types(compute, torch.float32)
     dx = x.new_empty((S * T, H) if need_dx else (0,), dtype=compute)
     # In one chunk there is nothing to sum: the product itself rounds once, into the weight's dtype.
     rows = sum(lengths[1:]) if len(lengths) > 1 else S * T
@@ -262,7 +167,7 @@ def _token_loss_fake(
     wide = weight.dtype != compute or compute == torch.float16 or (fp32 and several)
     only = 0 if several or shards is not None else rows
     dw, more = weight_gradient.places(weight, compute, wide, budget, need_dw, only)
-    return loss, *results, dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
+    return dx, dw, more, x.new_empty(V if need_db else 0, dtype=acc)
 
 
 # Lists of words, numbers and lengths have a dummy in front: torch.library takes an empty list for one of tensors.
@@ -279,15 +184,14 @@ def _token_loss_fwd(
     numbers: Sequence[float], lengths: Sequence[int], compute: torch.dtype, budget: int, fp32: bool, need_dx: bool,
     need_dw: bool, need_db: bool, *options: Any, shards: Shards | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    loss, sums, per_sequence, per_token, dx, dw, more, db = _token_loss_fake(
-        x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, given, family, words, numbers, lengths, compute,
-        budget, fp32, need_dx, need_dw, need_db, *options, shards=shards,
+    dx, dw, more, db = _gradients_fake(
+        x, weight, lengths, compute, budget, fp32, need_dx, need_dw, need_db, shards
     )  # fmt: skip
     lengths = lengths[1:]
-    results = {"sums": sums, "per_sequence": per_sequence, "per_token": per_token}
     instance = family_of(family, words, numbers, given)
     boost = instance.boost(*target.shape) if compute == torch.float16 else 1.0
-    batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, sides, compute, options, shards)
+    named = instance.takes.sides(**dict(zip(instance.given, sides, strict=True)))
+    batch = _Batch(x, weight, bias, target, ref_x, ref_weight, ref_bias, named, compute, options, shards)
     # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
     held = budget // max(1, (weight.shape[0] if shards is None else shards.widest) * compute.itemsize)
     counted = sum(lengths) if lengths else target.numel()
@@ -308,26 +212,9 @@ def _token_loss_fwd(
     # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
     # the host does not wait.
     enough = [(target != options[0]).sum() <= known] if known is not None and known < target.numel() else []
-    whole_part = len(parts) == 1 and parts[0].sequences is None
-    if not whole_part:
-        for t in (loss, *results.values()):
-            t.zero_()  # parts add to sums, and no part writes the places of tokens that do not count
+    found = _Results(instance, batch, lone=len(parts) == 1 and parts[0].sequences is None)
     for part in parts:
-        seen, stats, last = batch.forward(instance, part, room)
-        if part.at is not None:
-            # Of this part, as the sort of its own rows cuts off what its lengths do not count.
-            enough.append(seen.mask.sum() <= part.chunks.visited)
-        slopes: list[Tensor | None] = [None, None]
-        if gradients:
-            # Boosted from the start, in fp32: fp16 gradients of a mean over many tokens would underflow.
-            share, found, slopes = _with_slopes(instance, seen, boost)
-        else:
-            share, found = instance(seen)
-        if whole_part:
-            loss, (sums, per_sequence, per_token) = share.detach(), _kept(instance, found, results)
-        else:
-            loss += share.detach()
-            _keep(instance, found, part, results)
+        stats, last, slopes = found.add(part, room, enough, boost if gradients else None)
         # A part without slopes, such as one that is clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
             if need_dx:
@@ -347,9 +234,83 @@ def _token_loss_fwd(
             )  # fmt: skip
             gradients.add(chunk)
     gradients.finish()
+    loss, *results = found.finish()
     if enough:
         loss = torch.where(enough[0] if len(enough) == 1 else torch.stack(enough).all(), loss, float("nan"))
-    return loss, sums, per_sequence, per_token, dx, dw, more, db
+    return loss, *results, dx, dw, more, db
+
+
+class _Results:
+    """The loss and the further results: of the parts so far, and at the end of all.
+
+    lone: there is one part, which is the whole batch in its order.
+    """
+
+    def __init__(self, family: Family, batch: _Batch, lone: bool) -> None:
+        self.family, self.batch, self.lone = family, batch, lone
+        x, target, acc = batch.head.x, batch.target, batch.acc
+        # A small batch's time is the host's, which launches a family's kernels in less time than many small operators.
+        self.by_kernels = lone and target.numel() > 0 and family.has_kernels() and use_triton(x)
+        self.results: tuple[Tensor, ...] = ()
+        if self.by_kernels:
+            return
+        self.mask = target != batch.options[0]
+        self.sides = family.prepare(batch.sides, self.mask, acc)
+        sizes = (len(family.sums),), (len(family.per_sequence), len(target)), (len(family.per_token), *target.shape)
+        # Parts add to sums, and no part writes the places of tokens that do not count. A lone part writes all itself.
+        room = x.new_empty if lone else x.new_zeros
+        self.loss, self.results = room((), dtype=acc), tuple(room(size, dtype=acc) for size in sizes)
+
+    def add(
+        self, part: Rows, room: Tensor, enough: list[Tensor], boost: float | None
+    ) -> tuple[Tensor, Chunk | None, list[Tensor | None]]:
+        """Take in a part. Returns: its rows' statistics, its last chunk, the slopes of logprob and of entropy.
+
+        enough: takes whether all of the part's tokens that count were visited, if that is not certain.
+        boost: None if no gradient is wanted.
+        """
+        family, batch = self.family, self.batch
+        values, stats, last = batch.forward(family, part, room)
+        slopes: list[Tensor | None] = [None, None]
+        if self.by_kernels:
+            if boost is not None:
+                # The entropy's slope last: a family without it takes one tensor.
+                own = values.logprob.new_empty((1 + family.has_entropy_slope(), *batch.target.shape)).unbind()
+                slopes[: len(own)] = own
+            x, acc = batch.head.x, batch.acc
+            self.loss, metrics = x.new_empty((), dtype=acc), x.new_empty(len(family.metrics), dtype=acc)
+            whole = Whole(*values, batch.target, batch.options[0], batch.sides, part.chunks.visited)
+            family.launch(whole, self.loss, metrics, slopes, 1.0 if boost is None else boost)
+            shown = len(family.per_token) - family.hidden
+            per_token = values.logprob.unsqueeze(0) if shown else x.new_empty((0, *batch.target.shape), dtype=acc)
+            self.results = metrics, x.new_empty((0, len(batch.target)), dtype=acc), per_token
+            return stats, last, slopes
+        seen = batch.seen(family, part, values, self.mask, self.sides)
+        if part.at is not None:
+            # Of this part, as the sort of its own rows cuts off what its lengths do not count.
+            enough.append(seen.mask.sum() <= part.chunks.visited)
+        if boost is not None:
+            # Boosted from the start, in fp32: fp16 gradients of a mean over many tokens would underflow.
+            share, found, slopes = _with_slopes(family, seen, boost)
+        else:
+            share, found = family(seen)
+        if self.lone:
+            self.loss, self.results = share.detach(), tuple(_kept(family, found, self.results))
+        else:
+            self.loss += share.detach()
+            _keep(family, found, part, self.results)
+        return stats, last, slopes
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The loss, the metrics, and the results of sequences and of tokens that the caller gets."""
+        if self.by_kernels:
+            return self.loss, *self.results
+        family, (sums, per_sequence, per_token) = self.family, self.results
+        if family.finishes:
+            found = dict(zip((*family.sums, *family.per_token), (*sums, *per_token), strict=True))
+            sums = torch.stack(list(family.finish(found, self.sides, self.mask)))
+            per_token = per_token[: len(family.per_token) - family.hidden].clone()  # the others are not kept alive
+        return self.loss, sums, per_sequence, per_token
 
 
 def _with_slopes(family: Family, part: Part, boost: float) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
@@ -385,26 +346,27 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-def _kept(family: Family, found: dict[str, Tensor], results: dict[str, Tensor]) -> list[Tensor]:
+def _kept(family: Family, found: dict[str, Tensor], results: Sequence[Tensor]) -> list[Tensor]:
     """The results of a part that is the whole batch: like `results`, which are then not written."""
     kept = []
-    for names, like in zip((family.sums, family.per_sequence, family.per_token), results.values(), strict=True):
+    for names, like in zip((family.sums, family.per_sequence, family.per_token), results, strict=True):
         with torch.no_grad():  # instead of a detach for each
             values = [found[name].to(like.dtype).view(like.shape[1:]) for name in names]
             kept.append(torch.stack(values) if values else like)
     return kept
 
 
-def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[str, Tensor]) -> None:
-    if (sums := results["sums"]).numel():  # one launch for all: of a few tokens, launches take longer than the sums
+def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: Sequence[Tensor]) -> None:
+    sums, per_sequence, per_token = results
+    if sums.numel():  # one launch for all: of a few tokens, launches take longer than the sums
         sums.add_(torch.stack([found[name].detach().to(sums.dtype) for name in family.sums]))
     assert part.sequences is not None
     # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
     for i, name in enumerate(family.per_sequence):
-        place = results["per_sequence"][i]
+        place = per_sequence[i]
         place.index_copy_(0, part.sequences, found[name].detach().reshape(-1).to(place.dtype))
     for i, name in enumerate(family.per_token):
-        place = results["per_token"][i]
+        place = per_token[i]
         values = found[name].detach().to(place.dtype)
         if part.alone:
             place.view(-1).index_copy_(0, part.sequences, values.reshape(-1))
@@ -412,12 +374,22 @@ def _keep(family: Family, found: dict[str, Tensor], part: Rows, results: dict[st
             place.index_copy_(0, part.sequences, values)
 
 
+class _Values(NamedTuple):
+    """What the walk reads off a part's logits, (S', T) each: as in `Part`."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    reference: Tensor | None
+    is_top1: Tensor | None
+
+
 class _Batch:
     """The batch as the walk reads it: the heads in the compute dtype, the labels and the side tensors."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ref_x: Tensor | None,
-        ref_weight: Tensor | None, ref_bias: Tensor | None, sides: Sequence[Tensor], compute: torch.dtype,
+        ref_weight: Tensor | None, ref_bias: Tensor | None, sides: Any, compute: torch.dtype,
         options: tuple[Any, ...], shards: Shards | None,
     ) -> None:  # fmt: skip
         self.head = Projection.of(x.reshape(target.numel(), x.shape[-1]), weight, bias, compute)
@@ -468,12 +440,13 @@ class _Batch:
             merge_logprob(parts, labels, results, stats, self.shards.classes, *self.options[1:])
         return chunk
 
-    def forward(self, family: Family, part: Rows, room: Tensor) -> tuple[Part, Tensor, Chunk | None]:
-        """The part as the family sees it, its rows' statistics, and its last chunk, whose logits are in the room."""
+    def forward(self, family: Family, part: Rows, room: Tensor) -> tuple[_Values, Tensor, Chunk | None]:
+        """What the part's logits say, its rows' statistics, and its last chunk, whose logits are in the room."""
         count = part.chunks.visited
         wanted = True, family.wants_entropy, family.wants_mean_logit, self.reference is not None
         # One tensor for all, so that one launch puts in what does not count; each begins at a multiple of 16 bytes.
-        numbers = self.head.x.new_empty((sum(wanted), -(-count // 4) * 4), dtype=self.acc)[:, :count]
+        numbers = self.head.x.new_empty((sum(wanted), -(-count // 4) * 4), dtype=self.acc)
+        numbers = numbers if count % 4 == 0 else numbers[:, :count]
         rows = iter(numbers.unbind())
         logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
         top1 = numbers.new_empty(count, dtype=torch.bool) if family.wants_is_top1 else None
@@ -485,11 +458,15 @@ class _Batch:
         last = self.read(part.chunks, room, (logprob, entropy, None, top1, mean), stats)
         rows = iter(part.dense(numbers).unbind())
         logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
-        top1 = None if top1 is None else part.dense(top1)
-        mask = self.of(part, self.target) != self.options[0]
-        sides = family.takes.sides(**{n: self.of(part, t) for n, t in zip(family.given, self.sides, strict=True)})
         assert logprob is not None
-        return Part(part.sequences, logprob, entropy, mean, reference, mask, sides, top1), stats, last
+        top1 = None if top1 is None else part.dense(top1)
+        return _Values(logprob, entropy, mean, reference, top1), stats, last
+
+    def seen(self, family: Family, part: Rows, values: _Values, mask: Tensor, sides: Any) -> Part:
+        """The part as the family sees it. mask, sides: of the batch, the sides as the family has prepared them."""
+        own = sides._make(None if t is None else self.of(part, t) for t in sides)
+        logprob, entropy, mean, reference, top1 = values
+        return Part(part.sequences, logprob, entropy, mean, reference, self.of(part, mask), own, top1)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

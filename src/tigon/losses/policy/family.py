@@ -1,20 +1,25 @@
 """Policy losses as functions of the log-probabilities of a part of the batch, in forms that are finite in fp32.
 
 The walk of `tigon.losses.token_loss` passes a part of the batch at a time to `Policy`, which returns the part's share
-of the loss. Means over the batch are sums here, weighted by the side tensor `share`.
+of the loss. Means over the batch are sums here, weighted by the tensor `share`. A batch that is one part goes to the
+kernels of `tigon.losses.policy.kernels`, which compute the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.losses.family import ALONE, BATCH, Family, Part, Takes
+from tigon.losses.family import ALONE, BATCH, Family, Part, Takes, Whole
+from tigon.losses.policy.kernels import Formula, policy_slopes
+from tigon.losses.policy.metrics import SAMPLER_NAMES, clip_names, clip_ratios, logged
 from tigon.losses.policy.options import Mode
 
+COUNTED = ("dapo", "cispo", "vespo")  # types that divide by num_items_in_batch
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage
 
@@ -50,22 +55,40 @@ class Numbers(NamedTuple):
     lambda_pos: float = 0.0
     k_neg: float = 0.0
     lambda_neg: float = 0.0
-    divisor: float = 0.0
+    divisor: float = (
+        0.0  # of "dapo", "cispo", "vespo", 0 where it is a tensor or the tokens; of "dr_grpo", a sequence's
+    )
+    bonus: float = 0.0  # the entropy's coefficient, unless that is a tensor
 
 
 class Sides(NamedTuple):
     """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): what a `Rollout` has and the loss uses.
+
+    Padding may hold anything. items, bonus: 0-d, the divisor and the entropy's coefficient where these are tensors.
+    """
+
+    advantages: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    sampler: Tensor | None = None
+    ratio: Tensor | None = None
+    items: Tensor | None = None
+    bonus: Tensor | None = None
+
+
+class Prepared(NamedTuple):
+    """What a part sees of `Sides`, in the dtype of the loss, 0 where masked.
 
     share: (S,) the weight of one token of each sequence in the loss. bonus: (S,) that of a token's entropy.
     """
 
     advantages: Tensor
     share: Tensor
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    sampler: Tensor | None = None
-    ratio: Tensor | None = None
-    bonus: Tensor | None = None
+    old: Tensor | None
+    ref: Tensor | None
+    sampler: Tensor | None
+    ratio: Tensor | None
+    bonus: Tensor | None
 
 
 class Policy(Family, key="policy"):
@@ -80,18 +103,41 @@ class Policy(Family, key="policy"):
     numbers: Numbers
     wants_entropy = True
 
+    finishes = True
+
+    @property
+    def mode(self) -> str:
+        """How the sampler's ratio is computed along the walk; "none" where `old` and sampler give it beforehand."""
+        return "none" if "old" in self.given else self.words.mode
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.words.mode != "none" or "ratio" in self.given
+
+    def has_entropy_slope(self) -> bool:
+        return self.numbers.bonus != 0.0 or "bonus" in self.given
+
     @property
     def sums(self) -> tuple[str, ...]:  # type: ignore[override]
         kl = () if self.words.reference == "none" else ("kl",)
-        return ("entropy", *kl, *(("policy_loss",) if "bonus" in self.given else ()))
+        return ("entropy", *kl, *(("policy_loss",) if self.has_entropy_slope() else ()))
 
     @property
     def per_token(self) -> tuple[str, ...]:  # type: ignore[override]
         further = {"sapo": (), "vespo": ("phi",)}.get(self.words.loss_type, ("clipped",))
-        return ("logprob", *further, *(() if self.words.mode == "none" else ("sampler",)))
+        return ("logprob", *further, *(() if self.mode == "none" else ("sampler",)))
+
+    @property
+    def hidden(self) -> int:  # type: ignore[override]
+        return len(self.per_token) - 1
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        phi = ("vespo/phi_seq_mean",) if self.words.loss_type == "vespo" else ()
+        return (*self.sums, *phi, *clip_names(self.words.loss_type), *(SAMPLER_NAMES if self.has_ratio else ()))
 
     def together(self) -> int:
-        loss_type, level, mode, _ = self.words
+        loss_type, level, mode = *self.words[:2], self.mode
         if self.numbers.top < 1.0:
             return BATCH
         sequences = level != "token" or loss_type == "vespo" or self.numbers.drift < math.inf
@@ -103,13 +149,89 @@ class Policy(Family, key="policy"):
         if self.words.loss_type == "luspo" or self.words.level == "total":
             return float(max(1, sequences))
         size = float(max(1, sequences * min(tokens, 1024)))
-        return min(size, self.numbers.divisor) if self.numbers.divisor else size
+        return min(size, self.numbers.divisor) if self.numbers.divisor and self.words.loss_type in COUNTED else size
+
+    def prepare(self, sides: Sides, mask: Tensor, dtype: torch.dtype) -> Prepared:
+        # What a token counts for is known before the walk, and the walk then only sums.
+        counts = mask.sum(1).to(dtype)
+        tokens = counts.sum().clamp(min=1)  # the mean over no token is 0
+
+        def side(t: Tensor | None) -> Tensor | None:
+            # Padding may hold anything, also -inf and NaN, which 0 · x would keep.
+            return t if t is None else torch.where(mask, t.to(dtype), 0.0) if t.shape == mask.shape else t.to(dtype)
+
+        (A, old, ref, sampler, ratio), (items, bonus) = map(side, sides[:5]), sides[5:]
+        assert A is not None
+        if self.words.mode != "none" and old is not None and sampler is not None:
+            # Old and sampler log-probabilities are both constants: the ratio is computed once.
+            ratio = sampler_ratio(old - sampler, mask, self.words.mode, self.numbers)
+        if self.mode == "none" and self.numbers.drift == math.inf:
+            sampler = None  # nothing in the walk looks at it
+        by_token = None
+        if self.has_entropy_slope():
+            # With a quantile only the parts know how many tokens the bonus is a mean over: they divide themselves.
+            of_all = self.numbers.bonus if bonus is None else bonus
+            by_token = (of_all if self.numbers.top < 1.0 else of_all / tokens) * torch.ones_like(counts)
+        return Prepared(A, self._share(counts, tokens, items), old, ref, sampler, ratio, by_token)
+
+    def _share(self, counts: Tensor, tokens: Tensor, items: Tensor | None) -> Tensor:
+        """(S,) the weight of one token of each sequence in the loss."""
+        loss_type, divisor, S = self.words.loss_type, self.numbers.divisor, max(1, counts.shape[0])
+        if loss_type in ("grpo", "sapo"):
+            return (counts.clamp(min=1) * S).reciprocal()
+        if loss_type == "luspo":
+            return torch.full_like(counts, 1 / S)
+        if loss_type == "dr_grpo":
+            return torch.full_like(counts, 1 / (S * divisor))
+        if loss_type == "bnpo" or (items is None and not divisor):
+            return torch.ones_like(counts) / tokens
+        if items is not None:
+            # A 0-d CPU tensor combines with the device's tensors as a scalar, without a copy.
+            return torch.ones_like(counts) / items.clamp(min=1)
+        return torch.full_like(counts, 1 / divisor)
+
+    def finish(self, found: dict[str, Tensor], sides: Prepared, mask: Tensor) -> list[Tensor]:
+        loss_type, level = self.words[:2]
+        tokens = mask.sum().clamp(min=1)
+        metrics = [found[name] if name == "policy_loss" else found[name] / tokens for name in self.sums]
+        # TRL logs by the shape of what it has: means over sequences where advantages are of sequences.
+        by_sequence = sides.advantages.shape != mask.shape
+        if "phi" in found:
+            metrics.append(logged(found["phi"], mask, by_sequence).mean())
+        if "clipped" in found:
+            by_ratio = by_sequence and level != "token"
+            metrics += clip_ratios(found["clipped"], mask, by_ratio, loss_type).values()
+        ratio = found.get("sampler", sides.ratio)
+        if ratio is not None:
+            by_sequence = ratio.shape != mask.shape or self.words.mode.startswith("sequence")
+            spread = logged(ratio.view(len(mask), -1).expand(mask.shape), mask, by_sequence)
+            metrics += spread.least(), spread.mean(), spread.most()
+        return metrics
+
+    def has_kernels(self) -> bool:
+        return self.numbers.top == 1.0  # a quantile needs a sort
+
+    def launch(
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+    ) -> None:
+        policy_slopes(self.formula(), batch, loss, metrics, slopes, boost)
+
+    def formula(self) -> Formula:
+        """The options as the kernels take them."""
+        (loss_type, level, mode, reference), of = self.words, self.numbers
+        per_sequence = loss_type in ("luspo", "dr_grpo")
+        share = "sequence" if loss_type in ("grpo", "sapo") else "number" if per_sequence else "tokens"
+        if loss_type in COUNTED:
+            share = "items" if "items" in self.given else "number" if of.divisor else "tokens"
+        kind = "clipped" if loss_type in CLIPPED else loss_type
+        places = {name: i for i, name in enumerate(self.metrics)}
+        return Formula(kind, level, mode, reference, share, 1 / (of.divisor or 1.0), per_sequence, of, places)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         assert part.entropy is not None
         of, mask, logprob = self.numbers, part.mask, part.logprob
-        loss_type, level, mode, reference = self.words
-        side: Sides = part.sides
+        (loss_type, level, _, reference), mode = self.words, self.mode
+        side: Prepared = part.sides
         A, own = side.advantages, logprob.detach()
         # Without `old` every ratio is 1 in value, and its gradient is that of the log-probability.
         old = own if side.old is None else side.old

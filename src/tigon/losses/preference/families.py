@@ -33,7 +33,7 @@ class PairSides(NamedTuple):
 
 
 class Pairs(Family):
-    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairSides` does, for `metrics`."""
+    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairSides` does, for `pair_metrics`."""
 
     sums: tuple[str, ...] = PAIR_METRICS
     wants_mean_logit = True
@@ -46,7 +46,7 @@ class Pairs(Family):
         chosen, rejected = t.split(t.shape[0] // 2) if t.shape[0] else (t, t)
         return chosen, rejected
 
-    def metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
+    def pair_metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
         """logps, rewards: (S', 1)."""
         with torch.no_grad():
             pair, token = part.sides.pair_share, part.sides.token_share
@@ -277,7 +277,7 @@ class DPOFamily(Pairs, key="dpo"):
                 loss = loss - weight * self.halves(part.logprob * part.mask * token)[0].sum()
             else:
                 loss = loss + weight * (formula(of_pair) * share).sum()
-        found = self.metrics(part, logps, beta * ratio)
+        found = self.pair_metrics(part, logps, beta * ratio)
         assert part.entropy is not None
         assert part.is_top1 is not None
         found["entropy"] = (part.entropy.detach() * part.mask * sides.all_tokens_share).sum()
@@ -334,7 +334,7 @@ class ORPOFamily(Pairs, key="orpo"):
         ratio = F.logsigmoid(log_odds)
         share = self.halves(pair)[0]
         of_ratio = (ratio * share).sum()
-        found = self.metrics(part, logps, beta * logps)
+        found = self.pair_metrics(part, logps, beta * logps)
         found |= {"nll_loss": nll, "log_odds_ratio": of_ratio, "log_odds_chosen": (log_odds * share).sum()}
         return nll - beta * of_ratio, found
 
@@ -390,7 +390,7 @@ class CPOFamily(Pairs, key="cpo"):
         loss = (losses * self.halves(pair)[0]).sum()
         if nll_weight:
             loss = loss + nll_weight * nll
-        return loss, {**self.metrics(part, logps, beta * reward), "nll_loss": nll}
+        return loss, {**self.pair_metrics(part, logps, beta * reward), "nll_loss": nll}
 
 
 # -------------------------------------------------------------------------------------------------------------- kto

@@ -1,0 +1,465 @@
+"""Policy losses of a batch that is one part, in two launches: what `tigon.losses.policy.family` says in PyTorch.
+
+    of each sequence   its tokens → sums of loss and metrics; d loss / d logprob and d loss / d entropy of each token
+    of the batch       sums → the loss, the metrics
+
+Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
+backward. `Policy` is the specification; slopes are what its autograd computes, ties and infinities included: half to
+each side where both terms of a minimum are equal, a select and no product where 0 would meet an infinite number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.losses.family import Whole
+from tigon.runtime import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
+
+# The sums of a sequence, one column each.
+COUNT, LOSS, ENTROPY, KL, BONUS, LOW, HIGH, PHI, RATIO, LEAST, MOST = (tl.constexpr(i) for i in range(11))
+COLUMNS = 11
+# As in `family`.
+RATIO_BOUND = tl.constexpr(80.0)
+LOG_LEAST = tl.constexpr(math.log(1e-8))
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+INFINITY = tl.constexpr(math.inf)
+# Up to here each program counts the tokens of the batch by itself, out of the cache; beyond it they are counted once.
+COUNTED_ANEW = 2**24
+
+
+class Formula(NamedTuple):
+    """A `Policy`, as its kernels take it.
+
+    kind: the loss_type, or "clipped". level, mode, reference: as in `Words`. numbers: `Numbers`.
+    share: what a token's weight is: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
+        tensor; or a "number".
+    number: that number times S, if it is `per_sequence`.
+    places: of each metric in the result.
+    """
+
+    kind: str
+    level: str
+    mode: str
+    reference: str
+    share: str
+    number: float
+    per_sequence: bool
+    numbers: Any
+    places: dict[str, int]
+
+
+def policy_slopes(
+    formula: Formula, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+) -> None:
+    """Write loss, metrics and slopes, as `Family.launch` has it."""
+    (S, T), of, target, sides = batch.target.shape, formula.numbers, batch.target, batch.sides
+    rows = [None if t is None else _readable(t) for t in sides]
+    A, old, ref, sampler, ratio, items, bonus = rows
+    ref = batch.reference if formula.reference == "head" else ref
+    by_tokens = [t is not None and t.shape == target.shape for t in (A, old, ratio)]
+    items, bonus = (None if t is None else _on_device(t, loss) for t in (items, bonus))
+    has_bonus = bonus is not None or of.bonus != 0.0
+    total = None
+    if (formula.share == "tokens" or has_bonus) and S * S * T > COUNTED_ANEW:
+        total = (target != batch.ignore_index).sum()
+    sums = loss.new_empty((COLUMNS, S))
+    number = formula.number / S if formula.per_sequence else formula.number
+    delta, drift = of.delta < math.inf, of.drift < math.inf
+    numbers = (
+        S, T, batch.ignore_index, boost, number, of.bonus, 1.0 - of.low, 1.0 + of.high, of.high, of.delta, of.beta,
+        of.sampler_low, of.sampler_high, of.drift, of.tau_pos, of.tau_neg, of.k_pos, of.k_neg, of.lambda_pos,
+        of.lambda_neg,
+    )  # fmt: skip
+    constants = (
+        formula.kind, formula.level, formula.mode, formula.share, *by_tokens, delta, drift, formula.reference != "none",
+        bool(of.beta), bool(of.correct_kl), has_bonus,
+    )  # fmt: skip
+    tensors = (
+        target, batch.logprob, batch.entropy, A, old, ref, sampler, ratio, items, bonus, total, *slopes, sums,
+    )  # fmt: skip
+    key = (numbers, constants, *(None if t is None else t.dtype for t in tensors))
+
+    def plan() -> Plan:
+        block = min(1024, next_power_of_2(T))
+        warps = max(1, block // 128)
+        # Without a limit the assembler takes 64 registers, and spills one of them where it could have more.
+        options = {"num_warps": warps, **register_limit(loss.device, 128)}
+        return S, (*numbers, *constants, block, 256 * min(4, warps)), options
+
+    launch(_policy_kernel, key, tensors, plan)
+    logged = not by_tokens[0] and formula.level != "token", not by_tokens[0]
+    of_sequences = (ratio is not None and not by_tokens[2]) or formula.mode.startswith("sequence")
+    names = "entropy", "kl", "policy_loss", "vespo/phi_seq_mean", "cispo_clip_ratio", "clip_ratio/low_mean"
+    places = [formula.places.get(name, -1) for name in (*names, "sampling/importance_sampling_ratio/min")]
+    constants = (*logged, of_sequences, *places)
+
+    def finish() -> Plan:
+        return 1, (S, batch.visited, *constants, min(1024, next_power_of_2(S))), {"num_warps": 4}
+
+    launch(_metrics_kernel, (S, batch.visited, constants), (sums, loss, metrics), finish)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """A side tensor as the kernel reads it: contiguous numbers."""
+    return t.contiguous() if t.dtype.is_floating_point else t.float().contiguous()
+
+
+def _on_device(t: Tensor, like: Tensor) -> Tensor:
+    """A 0-d tensor where kernels can read it. One on the CPU is filled in: no copy makes the host wait."""
+    return like.new_full((), float(t)) if t.device.type == "cpu" != like.device.type else t
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _of_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
+    """Values of tokens, or the sequence's for each of them; 0 for tokens that do not count."""
+    if BY_TOKENS:
+        values = tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
+    else:
+        values = tl.zeros(valid.shape, tl.float32) + tl.load(ptr + sequence).to(tl.float32)
+    return values
+
+
+@jit
+def _clamped(x, least, most):
+    """As torch clamps: a NaN stays one."""
+    return tl.where(x < least, least, tl.where(x > most, most, x))
+
+
+@jit
+def _numbered(x):
+    """torch.nan_to_num(x, nan=0.0)."""
+    return tl.where(x != x, 0.0, _clamped(x, -LARGEST, LARGEST))
+
+
+@jit
+def _bounded(difference, low, high, MODE: tl.constexpr):
+    """The sampler's ratio, clipped or masked to its bounds."""
+    ratio = tl.exp(difference)
+    if MODE == "token_truncate" or MODE == "sequence_truncate":
+        bounded = _clamped(ratio, low, high)
+    else:
+        bounded = tl.where((ratio < low) | (ratio > high), 0.0, ratio)
+    return bounded
+
+
+@jit
+def _sampler_ratio(
+    ratio_ptr, sampler_ptr, sequence, at, valid, near, of_sequence, low, high, MODE: tl.constexpr,
+    BY_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The ratio that is given, or of_sequence, or that of the tokens. near: the old log-probabilities, or the own."""
+    if ratio_ptr is not None:
+        ratio = _of_tokens(ratio_ptr, sequence, at, valid, BY_TOKENS)
+    elif MODE == "sequence_truncate" or MODE == "sequence_mask":
+        ratio = tl.zeros(valid.shape, tl.float32) + of_sequence
+    else:
+        theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        ratio = _bounded(tl.where(valid, _numbered(near - theirs), 0.0), low, high, MODE)
+    return ratio
+
+
+@jit
+def _total(x, which):
+    return tl.sum(tl.where(which, x, 0.0), 0)
+
+
+@jit
+@do_not_specialize("S", "T", "ignore_index")
+def _policy_kernel(
+    target_ptr, logprob_ptr, entropy_ptr, A_ptr, old_ptr, ref_ptr, sampler_ptr, ratio_ptr, items_ptr, bonus_ptr,
+    total_ptr, dlogprob_ptr, dentropy_ptr, sums_ptr,
+    S, T, ignore_index, boost, number, bonus, low, high, cispo_high, delta, beta, sampler_low, sampler_high, drift_most,
+    tau_pos, tau_neg, k_pos, k_neg, lambda_pos, lambda_neg,
+    KIND: tl.constexpr, LEVEL: tl.constexpr, MODE: tl.constexpr, SHARE: tl.constexpr, A_BY_TOKENS: tl.constexpr,
+    OLD_BY_TOKENS: tl.constexpr, RATIO_BY_TOKENS: tl.constexpr, DELTA: tl.constexpr, DRIFT: tl.constexpr,
+    REF: tl.constexpr, BETA: tl.constexpr, CORRECT_KL: tl.constexpr, WITH_BONUS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a sequence. low, high: the bounds of a ratio."""
+    sequence = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    HAS_RATIO: tl.constexpr = (ratio_ptr is not None) or (MODE != "none")
+    OF_SEQUENCE: tl.constexpr = (MODE == "sequence_truncate") or (MODE == "sequence_mask")
+    # ------------------------------------------------------- what the formula needs of the sequence before any token
+    count = 0
+    log_weight_sum, drift_sum, difference_sum, log_w = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, T, BLOCK):
+        t = start + lanes
+        at = sequence * T + t
+        valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        count += tl.sum(valid.to(tl.int32), 0)
+        if LEVEL != "token" or DRIFT or OF_SEQUENCE or KIND == "vespo":
+            logprob = tl.load(logprob_ptr + at, mask=valid, other=0.0)
+            old = logprob
+            if old_ptr is not None and OLD_BY_TOKENS:
+                old = tl.load(old_ptr + at, mask=valid, other=0.0).to(tl.float32)
+            if LEVEL == "total" and old_ptr is not None and not OLD_BY_TOKENS:
+                log_weight_sum += tl.sum(logprob, 0)
+            elif LEVEL != "token":
+                log_weight_sum += tl.sum(logprob - old, 0)
+            if DRIFT:
+                theirs = old
+                if sampler_ptr is not None:
+                    theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
+                drift_sum += _total(_numbered(theirs - logprob), valid)
+            if OF_SEQUENCE:
+                theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
+                difference_sum += _total(_numbered(old - theirs), valid)
+            if KIND == "vespo":
+                # Bounded, so that w^k and e^(−λ w) stay finite.
+                log_w += _total(_clamped(logprob - old, -20.0, 20.0), valid)
+                if HAS_RATIO:
+                    sampled = _sampler_ratio(
+                        ratio_ptr, sampler_ptr, sequence, at, valid, old, 1.0, sampler_low, sampler_high, MODE,
+                        RATIO_BY_TOKENS,
+                    )  # fmt: skip
+                    log_w += _total(_clamped(tl.log(sampled), LOG_LEAST, 20.0), valid)
+    at_least_one = tl.maximum(count, 1).to(tl.float32)
+    log_weight_of_sequence = log_weight_sum
+    if LEVEL == "sequence":
+        log_weight_of_sequence = log_weight_sum / at_least_one
+    if LEVEL == "total" and old_ptr is not None and not OLD_BY_TOKENS:
+        log_weight_of_sequence = log_weight_sum - tl.load(old_ptr + sequence).to(tl.float32)
+    drifted = drift_sum / at_least_one
+    sampled_of_sequence = 1.0
+    if OF_SEQUENCE:
+        sampled_of_sequence = _bounded(difference_sum, sampler_low, sampler_high, MODE)
+    log_w = _clamped(log_w, LOG_LEAST, 20.0)
+    # ----------------------------------------------------------------------------------- what a token counts for
+    tokens = 1.0
+    if SHARE == "tokens" or WITH_BONUS:
+        if total_ptr is not None:
+            total = tl.load(total_ptr)
+        else:
+            total = tl.zeros((), tl.int64)
+            for start in range(0, S * T, COUNT_BLOCK):
+                at = start + tl.arange(0, COUNT_BLOCK)
+                labels = tl.load(target_ptr + at, mask=at < S * T, other=ignore_index)
+                total += tl.sum((labels != ignore_index).to(tl.int32), 0)
+        tokens = tl.maximum(total, 1).to(tl.float32)
+    if SHARE == "sequence":
+        share = 1.0 / (at_least_one * S)
+    elif SHARE == "tokens":
+        share = 1.0 / tokens
+    elif SHARE == "items":
+        items = tl.load(items_ptr).to(tl.float32)
+        share = 1.0 / tl.where(items < 1.0, 1.0, items)
+    else:
+        share = number
+    if WITH_BONUS:
+        if bonus_ptr is not None:
+            bonus = tl.load(bonus_ptr).to(tl.float32)
+        bonus = bonus / tokens
+    slope = share * boost
+    # ------------------------------------------------------------------------------------------ tokens: loss, slopes
+    loss_sum, entropy_sum, kl_sum, low_sum, high_sum, phi_sum, ratio_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    ratio_least, ratio_most, dlog_weight_sum = INFINITY, -INFINITY, 0.0
+    for start in range(0, T, BLOCK):
+        t = start + lanes
+        at = sequence * T + t
+        valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        logprob = tl.load(logprob_ptr + at, mask=valid, other=0.0)
+        A = _of_tokens(A_ptr, sequence, at, valid, A_BY_TOKENS)
+        old = logprob
+        if old_ptr is not None and OLD_BY_TOKENS:
+            old = tl.load(old_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        # The one number of a sequence is logged where its first token would be, whether that counts or not.
+        first = t == 0
+        counts = valid
+        if LEVEL == "total":
+            # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
+            counts = valid | (first & (count == 0))
+        if LEVEL == "token":
+            log_weight = logprob - old
+        else:
+            log_weight = tl.zeros((BLOCK,), tl.float32) + log_weight_of_sequence
+        # A clipped ratio has a slope of 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
+        finite = tl.where(log_weight > RATIO_BOUND, RATIO_BOUND, log_weight)
+        open_ = log_weight <= RATIO_BOUND
+        if KIND == "clipped" and not DELTA:
+            # At negative advantages the smaller term is the one without an upper bound: a ratio there stays infinite.
+            finite = tl.where(A >= 0, finite, log_weight)
+            open_ = open_ | (A < 0)
+        ratio = tl.exp(finite)
+        dratio = tl.zeros((BLOCK,), tl.float32)
+        dlogprob = tl.zeros((BLOCK,), tl.float32)
+        # dratio, dlogprob: of the loss of a token, before its share.
+        if KIND == "clipped":
+            bounded, unbounded = ratio, open_ | True
+            if DELTA:
+                bounded, unbounded = tl.where(ratio > delta, delta, ratio), ratio <= delta
+            one, other = bounded * A, _clamped(ratio, low, high) * A
+            loss = -tl.where(one < other, one, other)
+            # torch's slope of a minimum: half for each of two equal terms.
+            of_one = tl.where(one == other, 0.5, tl.where(one > other, 0.0, 1.0))
+            of_other = tl.where(one == other, 0.5, tl.where(one < other, 0.0, 1.0))
+            dratio = -tl.where(unbounded, of_one * A, 0.0)
+            dratio -= tl.where((ratio >= low) & (ratio <= high), of_other * A, 0.0)
+            up, down = (bounded > high) & (A > 0), (bounded < low) & (A < 0)
+            logged = valid
+            if LEVEL != "token" and not A_BY_TOKENS:
+                logged = first
+            low_sum += tl.sum((down & logged).to(tl.float32), 0)
+            high_sum += tl.sum((up & logged).to(tl.float32), 0)
+        elif KIND == "cispo":
+            weight = tl.where(ratio > cispo_high, cispo_high, ratio) * A
+            loss, dlogprob = -weight * logprob, -weight
+            logged = valid
+            if LEVEL != "token" and not A_BY_TOKENS:
+                logged = first
+            high_sum += tl.sum(((ratio > cispo_high) & (A > 0) & logged).to(tl.float32), 0)
+        elif KIND == "sapo":
+            tau = tl.where(A > 0, tau_pos, tau_neg)
+            gate = tl.sigmoid(tau * (ratio - 1.0))
+            loss = -gate * (4.0 / tau) * A
+            dratio = -4.0 * A * (1.0 - gate) * gate
+        else:
+            k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
+            lam = tl.where(lam < 1e-4, 1e-4, lam)
+            # One exponential of the sum: the factors by themselves overflow fp32 where their product does not.
+            phi = tl.exp(lam + k * log_w - lam * tl.exp(log_w))
+            loss, dlogprob = -phi * A * logprob, -phi * A
+            phi_sum += _total(phi, valid if A_BY_TOKENS else first)
+        if DRIFT:
+            keep = tl.where((A >= 0) | (drifted <= drift_most), 1.0, 0.0)
+            loss, dratio, dlogprob = loss * keep, dratio * keep, dlogprob * keep
+        if HAS_RATIO:
+            sampled = _sampler_ratio(
+                ratio_ptr, sampler_ptr, sequence, at, valid, old, sampled_of_sequence, sampler_low, sampler_high, MODE,
+                RATIO_BY_TOKENS,
+            )  # fmt: skip
+            if KIND != "vespo":  # whose φ has it already
+                loss, dratio, dlogprob = loss * sampled, dratio * sampled, dlogprob * sampled
+            logged = valid
+            if OF_SEQUENCE or (ratio_ptr is not None and not RATIO_BY_TOKENS):
+                logged = first
+            ratio_sum += _total(sampled, logged)
+            ratio_least = tl.minimum(ratio_least, tl.min(tl.where(logged, sampled, INFINITY), 0))
+            ratio_most = tl.maximum(ratio_most, tl.max(tl.where(logged, sampled, -INFINITY), 0))
+        if REF:
+            d = tl.load(ref_ptr + at, mask=valid, other=0.0).to(tl.float32) - logprob
+            grown = tl.exp(d)
+            kl = grown - d - 1.0
+            dkl = 1.0 - grown
+            of_ratio = kl
+            if CORRECT_KL:
+                kl, dkl = kl * ratio, dkl * ratio
+            kl_sum += _total(kl, valid)
+            if BETA:
+                loss, dlogprob = loss + beta * kl, dlogprob + beta * dkl
+                if CORRECT_KL:
+                    dratio += beta * of_ratio
+        # A select, not a product with the mask: padding may have any logits, and 0 · inf is NaN.
+        loss_sum += _total(loss * share, counts)
+        entropy_sum += tl.sum(tl.load(entropy_ptr + at, mask=valid, other=0.0), 0)
+        if dlogprob_ptr is not None:
+            dlog_weight = tl.where(valid & open_, dratio * slope * ratio, 0.0)
+            own = tl.where(valid, dlogprob * slope, 0.0)
+            if LEVEL == "token":
+                own += dlog_weight
+            else:
+                dlog_weight_sum += tl.sum(dlog_weight, 0)
+            tl.store(dlogprob_ptr + at, own, mask=t < T)
+        if dentropy_ptr is not None:
+            tl.store(dentropy_ptr + at, tl.where(valid, -bonus * boost, 0.0), mask=t < T)
+    if LEVEL != "token" and dlogprob_ptr is not None:
+        # The slope of the sequence's one ratio, to each of its tokens.
+        of_each = dlog_weight_sum
+        if LEVEL == "sequence":
+            of_each = dlog_weight_sum / at_least_one
+        tl.debug_barrier()  # other threads may have written what is read again
+        for start in range(0, T, BLOCK):
+            t = start + lanes
+            at = sequence * T + t
+            valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+            own = tl.load(dlogprob_ptr + at, mask=valid, other=0.0)
+            tl.store(dlogprob_ptr + at, own + of_each, mask=valid)
+    tl.store(sums_ptr + COUNT * S + sequence, count.to(tl.float32))
+    tl.store(sums_ptr + LOSS * S + sequence, loss_sum)
+    tl.store(sums_ptr + ENTROPY * S + sequence, entropy_sum)
+    tl.store(sums_ptr + KL * S + sequence, kl_sum)
+    tl.store(sums_ptr + BONUS * S + sequence, bonus * entropy_sum if WITH_BONUS else 0.0)
+    tl.store(sums_ptr + LOW * S + sequence, low_sum)
+    tl.store(sums_ptr + HIGH * S + sequence, high_sum)
+    tl.store(sums_ptr + PHI * S + sequence, phi_sum)
+    tl.store(sums_ptr + RATIO * S + sequence, ratio_sum)
+    tl.store(sums_ptr + LEAST * S + sequence, ratio_least)
+    tl.store(sums_ptr + MOST * S + sequence, ratio_most)
+
+
+@jit
+@do_not_specialize("S", "visited")
+def _metrics_kernel(
+    sums_ptr, loss_ptr, metrics_ptr, S, visited,
+    CLIPS_OF_SEQUENCES: tl.constexpr, PHI_OF_SEQUENCES: tl.constexpr, RATIO_OF_SEQUENCES: tl.constexpr,
+    AT_ENTROPY: tl.constexpr, AT_KL: tl.constexpr, AT_LOSS: tl.constexpr, AT_PHI: tl.constexpr, AT_CISPO: tl.constexpr,
+    AT_CLIPS: tl.constexpr, AT_RATIO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, which adds the sequences' sums in one order. AT_…: the place of a metric, -1 if there is none."""
+    total = tl.zeros((), tl.int64)
+    loss, entropy, kl, bonus, lows, highs, phi, ratio = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    low_least, high_most, ratio_least, ratio_most = INFINITY, -INFINITY, INFINITY, -INFINITY
+    for start in range(0, S, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        here = i < S
+        i = sums_ptr + i
+        count = tl.load(i + COUNT * S, mask=here, other=0.0)
+        total += tl.sum(count.to(tl.int64), 0)
+        loss += tl.sum(tl.load(i + LOSS * S, mask=here, other=0.0), 0)
+        entropy += tl.sum(tl.load(i + ENTROPY * S, mask=here, other=0.0), 0)
+        bonus += tl.sum(tl.load(i + BONUS * S, mask=here, other=0.0), 0)
+        if AT_KL >= 0:
+            kl += tl.sum(tl.load(i + KL * S, mask=here, other=0.0), 0)
+        if AT_PHI >= 0:
+            phi += tl.sum(tl.load(i + PHI * S, mask=here, other=0.0), 0)
+        if AT_CLIPS >= 0 or AT_CISPO >= 0:
+            low = tl.load(i + LOW * S, mask=here, other=0.0)
+            high = tl.load(i + HIGH * S, mask=here, other=0.0)
+            lows += tl.sum(low, 0)
+            highs += tl.sum(high, 0)
+            # A sequence without tokens, 0 / 0, is in no extreme.
+            each = tl.where(count > 0, count, 1.0)
+            some = here & (count > 0)
+            if CLIPS_OF_SEQUENCES:
+                each, some = tl.where(here, 1.0, 1.0), here
+            low_least = tl.minimum(low_least, tl.min(tl.where(some, low / each, INFINITY), 0))
+            high_most = tl.maximum(high_most, tl.max(tl.where(some, high / each, -INFINITY), 0))
+        if AT_RATIO >= 0:
+            ratio += tl.sum(tl.load(i + RATIO * S, mask=here, other=0.0), 0)
+            ratio_least = tl.minimum(ratio_least, tl.min(tl.load(i + LEAST * S, mask=here, other=INFINITY), 0))
+            ratio_most = tl.maximum(ratio_most, tl.max(tl.load(i + MOST * S, mask=here, other=-INFINITY), 0))
+    tokens, sequences = tl.maximum(total, 1).to(tl.float32), tl.maximum(S, 1).to(tl.float32)
+    # Too few tokens were visited, and those left out would be missing without a word.
+    tl.store(loss_ptr, tl.where(total <= visited, loss - bonus, float("nan")))
+    tl.store(metrics_ptr + AT_ENTROPY, entropy / tokens)
+    if AT_KL >= 0:
+        tl.store(metrics_ptr + AT_KL, kl / tokens)
+    if AT_LOSS >= 0:
+        tl.store(metrics_ptr + AT_LOSS, loss)
+    if AT_PHI >= 0:
+        tl.store(metrics_ptr + AT_PHI, phi / (sequences if PHI_OF_SEQUENCES else tokens))
+    all_clips = sequences if CLIPS_OF_SEQUENCES else tokens
+    if AT_CISPO >= 0:
+        tl.store(metrics_ptr + AT_CISPO, highs / all_clips)
+    if AT_CLIPS >= 0:
+        tl.store(metrics_ptr + AT_CLIPS, lows / all_clips)
+        tl.store(metrics_ptr + AT_CLIPS + 1, highs / all_clips)
+        tl.store(metrics_ptr + AT_CLIPS + 2, lows / all_clips + highs / all_clips)
+        # Without any sequence the extremes are NaN.
+        tl.store(metrics_ptr + AT_CLIPS + 3, tl.where(low_least == INFINITY, float("nan"), low_least))
+        tl.store(metrics_ptr + AT_CLIPS + 4, tl.where(high_most == -INFINITY, float("nan"), high_most))
+    if AT_RATIO >= 0:
+        mean = ratio / (sequences if RATIO_OF_SEQUENCES else tokens)
+        # A comparison drops a NaN, which a sum keeps.
+        nothing = (mean != mean) | ((total == 0) & (not RATIO_OF_SEQUENCES))
+        tl.store(metrics_ptr + AT_RATIO, tl.where(nothing, float("nan"), ratio_least))
+        tl.store(metrics_ptr + AT_RATIO + 1, mean)
+        tl.store(metrics_ptr + AT_RATIO + 2, tl.where(nothing, float("nan"), ratio_most))
