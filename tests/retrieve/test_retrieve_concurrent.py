@@ -347,3 +347,30 @@ def test_an_update_without_searches_does_not_pause(monkeypatch):
         index.upsert([0], torch.ones(1, 2))
     monkeypatch.setattr(updates, "LATELY", 0.0)
     index.upsert([0], torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("n", [1, 2, 5, 256])  # odd numbers end beside a multiple of 16 bytes
+def test_arrays_and_vectors_arrive_together(n, dtype, device):
+    rows, words = np.arange(n), np.arange(3 * n).reshape(3, n) << 40
+    given = [rows[:0], rows, words, rows[: n // 2]]
+    vectors = torch.randn(n, 7).to(dtype)
+    for own in (vectors, vectors.to(device)):
+        *parts, arrived = writing.sent_together(given, device, own)
+        assert [part.tolist() for part in parts] == [array.tolist() for array in given]
+        assert (arrived.view(torch.uint8).cpu() == vectors.view(torch.uint8)).all()
+        assert all(part.device.type == device.type for part in (*parts, arrived))
+        if device.type == "cuda":
+            assert all(part.data_ptr() % 16 == 0 for part in (*parts, arrived) if part.numel())
+
+
+def test_the_share_of_a_filter_follows_updates():
+    """It is remembered from one search to the next, and no longer."""
+    index = Index(2, 50, schema=SCHEMA)
+    for version in range(1, 11):
+        index.upsert([version], torch.ones(1, 2), {"version": [version], "parity": ["odd" if version % 2 else "even"]})
+        assert index.explain("parity == 'odd'").share == index.explain("parity == 'odd'").share == pytest.approx(
+            len(range(1, version + 1, 2)) / version
+        )  # fmt: skip
+    index.delete([1, 3, 5])
+    assert index.explain("parity == 'odd'").share == pytest.approx(2 / 7)

@@ -20,6 +20,8 @@ from tigon.retrieve.tables import Ints
 
 # Numbers and times are counted by the highest bits of their codes. Of float32 those are sign, exponent and three more.
 BITS = 12
+# Filters whose shares are remembered.
+REMEMBERED = 1024
 
 
 class Counts:
@@ -31,6 +33,8 @@ class Counts:
         self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
+        # By their identity the clauses whose share was asked for since items last came or went, and the share.
+        self._shares: dict[int, tuple[Clauses, float]] = {}
 
     def later(self, words: Tensor, event: torch.cuda.Event) -> None:
         """Count rows out once the event has happened, of which the words will be there then."""
@@ -70,6 +74,7 @@ class Counts:
                 grown[: len(self.bins[name])] = self.bins[name]
                 self.bins[name] = grown
             self.bins[name][: len(found)] += sign * found
+        self._shares.clear()
 
     def _dropped(self, name: str) -> int:
         """How many bits of a code its bin does not tell."""
@@ -78,6 +83,16 @@ class Counts:
 
     def share(self, clauses: Clauses) -> float:
         """The share of the items for which all clauses hold, estimated; 1 if there are no items."""
+        known = self._shares.get(id(clauses))
+        if known is not None and known[0] is clauses:
+            return known[1]
+        share = self._share(clauses)
+        if len(self._shares) >= REMEMBERED:
+            self._shares.clear()
+        self._shares[id(clauses)] = clauses, share
+        return share
+
+    def _share(self, clauses: Clauses) -> float:
         passing = 1.0
         for clause in clauses:
             failing = 1.0

@@ -166,13 +166,17 @@ class Turns:
             self._searches.setdefault(stream, torch.cuda.Event()).record(stream)
 
     @contextmanager
-    def write(self, device: torch.device) -> Iterator[None]:
-        """Writing rows that no search looks at. Vectors that the caller's stream still computes are waited for."""
+    def write(self, device: torch.device, *, given: bool = True) -> Iterator[None]:
+        """Writing rows that no search looks at.
+
+        given: whether what is written comes from the caller, whose stream may still compute it, and is waited for.
+        """
         if device.type != "cuda":
             yield
             return
         stream = self._stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if given:
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
 

@@ -225,7 +225,7 @@ def reserve(index: Index, items: Prepared) -> None:
     rows = min(len(items.ids), max(1, PIECE // max(1, vector)))
     needed = rows * (vector + 8 * (2 * index.schema.words + 3))
     try:
-        with index.turns.write(index.device):
+        with index.turns.write(index.device, given=False):
             torch.empty(needed, dtype=torch.uint8, device=index.device)
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
@@ -295,7 +295,7 @@ def show(index: Index, shown: Ints, hidden: Ints) -> None:
     places, bits = index.rows.mark(shown, hidden)
     if len(bits) % 2:
         bits = np.append(bits, np.int32(0))
-    with index.turns.write(index.device):
+    with index.turns.write(index.device, given=False):
         alone = _is_run(places)
         to_places, marks = sent_together([places[:0] if alone else places, bits.view(np.int64)], index.device)
         at: Any = slice(int(places[0]), int(places[-1]) + 1) if alone else to_places
@@ -343,17 +343,22 @@ def sent_together(numbers: Sequence[Ints], device: torch.device, vectors: Tensor
     if device.type != "cuda":
         parts = [torch.from_numpy(np.ascontiguousarray(array)) for array in numbers]
         return parts if vectors is None else [*parts, vectors.to(device)]
-    sizes = [array.size for array in numbers]
-    count = sum(sizes)
+    # Each begins at a multiple of 16 bytes, as kernels are compiled for.
+    sizes = [array.size + array.size % 2 for array in numbers]
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    count = starts[-1]
     beside = vectors is not None and vectors.device.type == "cpu"
     length = vectors.numel() * vectors.element_size() if beside and vectors is not None else 0
     here = torch.empty(8 * count + length, dtype=torch.uint8, pin_memory=True)
-    np.concatenate([array.reshape(-1) for array in numbers], out=here[: 8 * count].view(torch.int64).numpy())
+    ints = here[: 8 * count].view(torch.int64).numpy()
+    for array, start in zip(numbers, starts, strict=False):
+        ints[start : start + array.size] = array.reshape(-1)
     if beside and vectors is not None:
         here[8 * count :].view(vectors.dtype).view(vectors.shape).copy_(vectors)
     there = here.to(device, non_blocking=True)
-    ints = there[: 8 * count].view(torch.int64).split(sizes)
-    parts = [part.view(array.shape) for part, array in zip(ints, numbers, strict=True)]
+    sent_ints = there[: 8 * count].view(torch.int64)
+    pairs = zip(numbers, starts, strict=False)
+    parts = [sent_ints[start : start + array.size].view(array.shape) for array, start in pairs]
     if vectors is None:
         return parts
     return [*parts, there[8 * count :].view(vectors.dtype).view(vectors.shape) if beside else vectors.to(device)]
