@@ -274,6 +274,7 @@ def _put_rows(index: Index, rows: Ints, keys: Ints, vectors: Tensor, words: Ints
             if index.schema.words:
                 index.attributes[:, at] = attributes
             index.kept.renew(index, renewed)
+        index.turns.give_way()
         _forget(index, from_rows)
     index.turns.give_way()
 
