@@ -17,6 +17,7 @@ from tigon.bench.ranges import FAMILIES, Dice, small_model
 from tigon.bench.runner import Settings
 from tigon.bench.sweep import Room, draw_one
 from tigon.bench.training import SIDES
+from tigon.bench.verdicts import device_of
 from tigon.presets import auto_class, preset_config
 
 CPU = torch.device("cpu")
@@ -66,6 +67,25 @@ def test_both_sides_are_checked_and_timed():
         low, high = row.total_range_ms
         assert 0 < low <= row.total_ms <= high
         assert 0 < max(row.errors.values()) < 0.05
+
+
+def test_the_kernels_of_a_step_are_the_device_s_time(monkeypatch):
+    """Those of each side, also of one that is behind as called; a recording that fails leaves the rest of the row."""
+    kernels = iter([{"matmul": 0.25, "norms": 0.125, "idle": 9.0}, {"matmul": 0.5, "idle": 1.0}, None])
+
+    def recorded(step, device):
+        found = next(kernels)
+        if found is None:
+            raise RuntimeError("no profiler")
+        step()
+        return found
+
+    monkeypatch.setattr(drawn_models, "recorded", recorded)
+    monkeypatch.setitem(SIDES, "compile", lambda model: None)
+    rows = measure(SHAPE, "bf16", OPTIONS, CPU, SHORT, ("tigon", "hf", "compile"))
+    assert [(row.implementation, row.device_ms) for row in rows] == [("tigon", 0.375), ("hf", 0.5), ("compile", None)]
+    verdict = device_of({row.implementation: row.to_dict() for row in rows})
+    assert (verdict.word, verdict.peer, verdict.ours, verdict.theirs) == ("first", "hf", 0.375, 0.5)
 
 
 def test_a_token_between_two_experts_makes_no_side_wrong(monkeypatch):

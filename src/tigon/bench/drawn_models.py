@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tigon.bench.children import end, start
 from tigon.bench.inputs import DTYPES, Shape
+from tigon.bench.kernels import recorded
 from tigon.bench.runner import (
     LONG_MS,
     Row,
@@ -225,6 +226,19 @@ def _time(
     for side, totals in found.items():
         if totals:
             fill_total(rows[side], totals)
+            rows[side].device_ms = _kernels_ms(timed[side], device)
+
+
+def _kernels_ms(run: Callable[[], Tensor], device: torch.device) -> float | None:
+    """Milliseconds in which a step's kernels run, as the profiler records them; None on a device without kernels.
+
+    No CUDA graph, as of operators: transformers' models look at masks and positions, and no graph can wait for that.
+    """
+    try:
+        kinds = recorded(run, device)
+    except Exception:  # the time of the call stands, whatever happens to the recording
+        return None
+    return sum(ms for kind, ms in kinds.items() if kind != "idle") or None
 
 
 # ------------------------------------------------------------------------------------------------------------- process

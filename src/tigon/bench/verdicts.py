@@ -61,10 +61,10 @@ def verdict_of(by: By) -> Verdict:
 
 
 def device_of(by: By) -> Verdict | None:
-    """Of the time of the device alone, without the host's; None for whole models, and where Tigon's is not known."""
+    """Of the time of the device alone, without the host's; None where Tigon's is not known."""
     device = {name: {**row, "device_ms": _device_ms(row)} for name, row in by.items()}
     row = device.get(OURS)
-    if row is None or row["op"] == "model" or row["status"] != "ok" or row["device_ms"] is None:
+    if row is None or row["status"] != "ok" or row["device_ms"] is None:
         return None
     peer = best_peer(device, "device_ms")
     if peer is None:
@@ -88,7 +88,9 @@ def host_limits(row: dict[str, Any]) -> bool:
 def _device_ms(row: dict[str, Any]) -> float | None:
     """The device's time; of a call that the host cannot limit the time of the call, None where it is not known."""
     found: float | None = row["device_ms"]
-    return row["total_ms"] if found is None and row["total_ms"] and not host_may_limit(row) else found
+    if found is not None or row["op"] == "model" or not row["total_ms"] or host_may_limit(row):
+        return found
+    return float(row["total_ms"])
 
 
 def memory_of(by: By) -> Verdict | None:
@@ -227,7 +229,7 @@ def behind(content: dict[str, Any]) -> Cells:
 
 def _limit(row: dict[str, Any]) -> str:
     """What Tigon's call waits for."""
-    if row["op"] == "model" or (row["device_ms"] is None and host_may_limit(row)):
+    if row["device_ms"] is None and (row["op"] == "model" or host_may_limit(row)):
         return "–"  # not known
     return "host" if host_limits(row) else "device"
 
