@@ -216,6 +216,13 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
                 search()
+        for (name, options), shape in itertools.product(OF_PAIRS, ((16, 4), (2, 2000))):
+            if not brief or worth((torch.bfloat16, Case("", ()), None), brief):
+                context |= {"op": name, "case": "a part", "shape": shape, "frozen": None, "dtype": "bfloat16"}
+                x = torch.empty(*shape, 2048, dtype=torch.bfloat16, requires_grad=True)
+                weight = torch.empty(151936, 2048, dtype=torch.bfloat16, requires_grad=True)
+                labels = torch.empty(shape, dtype=torch.long)
+                getattr(tigon.losses, name)(x, weight, labels, **options)[0].backward()
         units = *itertools.product((torch.bfloat16, torch.float16), (16, 32), (0,)), (torch.bfloat16, 16, 0.05)
         for dtype, rank, dropout in units:
             if not brief or worth((dtype, Case("", ()), None), brief):
@@ -237,6 +244,11 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     return list(launches.values())
 
 
+# Losses of pairs, of which a batch that is one part goes to kernels.
+OF_PAIRS = (
+    ("orpo", {}), ("simpo", {}), ("cpo", {"config": tigon.losses.CPO(loss_type="ipo")}),
+    ("dpo", {"config": tigon.losses.DPO(reference_free=True)}),
+)  # fmt: skip
 # Each kernel that bits have of their own.
 ONCE_BITS = "bits of one, 1 queries", "bits of one, 256 queries"
 

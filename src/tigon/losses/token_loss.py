@@ -97,6 +97,9 @@ def token_loss(
     words, numbers = family.encoded()
     # Detached: a graph that hangs on advantages or a reference would live as long as the loss.
     tensors = [t.detach() if t.requires_grad else t for t in sides if t is not None]
+    for field, t in zip(family.given, tensors, strict=True):
+        if t.device != x.device and t.dim():  # a kernel would read a host address; a number may be the host's
+            raise ValueError(f"{name}: {field} must be on the device of x, {x.device}, got {t.device}.")
     arguments = (
         x, weight, bias, target.contiguous(), ref_x, ref_weight, ref_bias, tensors, ["", *family.given], family.key,
         ["", *words], [0.0, *numbers], [-1, *known], compute, budget, accumulate == "fp32", *needs, ignore_index,

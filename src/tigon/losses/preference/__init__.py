@@ -42,15 +42,14 @@ from tigon.losses.preference.families import (
     CPOWords,
     DPOFamily,
     DPONumbers,
-    DPOSides,
+    DPOTensors,
     DPOWords,
     KTOFamily,
     KTOSides,
     MeanRatio,
     MeanRatioSides,
     ORPOFamily,
-    ORPOSides,
-    PairSides,
+    ORPOTensors,
 )
 from tigon.losses.preference.options import CPO, DPO, KTO, ORPO, Mismatched, SimPO, Unpaired
 from tigon.losses.token_loss import token_loss
@@ -116,15 +115,12 @@ def dpo(
     given = () if ref is None or isinstance(ref, Hidden) else tuple(ref)
     for t, side in zip(given, ("chosen", "rejected"), strict=True) if given else ():
         _check_logps("dpo", f"ref's {side}", t, pairs)
-    mask = as_labels(target, c.ignore_index) != c.ignore_index
-    shares, counts = _shares(x, mask)
-    sides = DPOSides(
-        *shares,
-        all_tokens_share=_filled(x, 1.0) / counts.sum().clamp(min=1),
-        reference=torch.cat(given) if given else None,
-        token_weights=None if c.ld_alpha is None else _token_weights(mask, c.ld_alpha, shares.pair_share.dtype),
-        delta=None if c.bco_delta is None else _filled(x, c.bco_delta),
-    )
+    weights = None
+    if c.ld_alpha is not None:
+        mask = as_labels(target, c.ignore_index) != c.ignore_index
+        weights = _token_weights(mask, c.ld_alpha, torch.promote_types(x.dtype, torch.float32))
+    delta = None if c.bco_delta is None else _filled(x, c.bco_delta)
+    sides = DPOTensors(torch.cat(given) if given else None, weights, delta)
     numbers = DPONumbers(c.beta, c.label_smoothing, c.f_alpha_divergence_coef, c.discopop_tau)
     terms = [Term(name, weight) for name, weight in zip(c.types, c.weights, strict=True)]
     family = DPOFamily.of(DPOWords(c.f_divergence_type), numbers, sides, terms)
@@ -166,12 +162,11 @@ def orpo(
         raise misplaced("orpo", unknown, ORPO)
     c = config
     _pairs("orpo", x, target)
-    shares, _ = _shares(x, as_labels(target, c.ignore_index) != c.ignore_index)
     if completion_mask is not None and completion_mask.shape != target.shape:
         raise ValueError(
             f"orpo: completion_mask must have target's shape {tuple(target.shape)}, got {tuple(completion_mask.shape)}."
         )
-    sides = ORPOSides(*shares, completion=completion_mask)
+    sides = ORPOTensors(completion_mask)
     family = ORPOFamily.of(Nothing(), Beta(c.beta), sides)
     return token_loss(family, sides, x, head, target, ignore_index=c.ignore_index, temperature=c.temperature, walk=walk)
 
@@ -360,16 +355,6 @@ def _filled(x: Tensor, value: Tensor | float) -> Tensor:
     return scalar(value, x.device, torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0])
 
 
-def _shares(x: Tensor, mask: Tensor) -> tuple[PairSides, Tensor]:
-    """The tensors of all losses of pairs, and (2,) how many tokens count in each half."""
-    S = x.shape[0]
-    pair = _filled(x, 2 / max(2, S))
-    # By halves: the NLL is a mean over the chosen's tokens, and no part of the walk sees them all.
-    counts = mask.sum(1).view(2, S // 2).sum(1)
-    token = counts.clamp(min=1).to(pair.dtype).reciprocal().unsqueeze(1).expand(2, S // 2).reshape(S)
-    return PairSides(pair, token), counts
-
-
 def _token_weights(mask: Tensor, ld_alpha: float, dtype: torch.dtype) -> Tensor:
     """Weights of tokens: 1 up to the length of the pair's shorter completion, ld_alpha for tokens beyond it."""
     # A token's number among those of its sequence that count: prompts are of different lengths.
@@ -384,7 +369,7 @@ def _contrast(
     walk: Walk,
 ) -> Result:  # fmt: skip
     _pairs(name, x, target)
-    sides, _ = _shares(x, as_labels(target, config.ignore_index) != config.ignore_index)
+    sides = Nothing()
     return token_loss(
         CPOFamily.of(words, numbers, sides), sides, x, head, target, ignore_index=config.ignore_index,
         temperature=config.temperature, walk=walk, name=name,

@@ -1,20 +1,22 @@
 """The preference losses as functions of the log-probabilities of whole sequences, in forms that are stable in fp32.
 
 The walk of `tigon.losses.token_loss` passes a part of the batch at a time to a family, which returns the part's share
-of the loss. Means over the batch are therefore sums here, weighted by shares, which are the first side tensors.
+of the loss. Means over the batch are therefore sums here, weighted by shares, which `prepare` puts first. A batch that
+is one part goes to the kernels of `tigon.losses.preference.kernels`, where these know the type.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.family import BATCH, Family, Part, Takes
+from tigon.losses.family import BATCH, Family, Nothing, Part, Takes, Whole
+from tigon.losses.preference.kernels import Contrast, pair_slopes
 
 PAIR_METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
@@ -40,6 +42,30 @@ class Pairs(Family):
 
     def together(self) -> int:
         return 2
+
+    def shares(self, mask: Tensor, dtype: torch.dtype) -> tuple[PairSides, Tensor]:
+        """The tensors of all losses of pairs, and (2,) how many tokens count in each half."""
+        S = mask.shape[0]
+        pair = mask.new_full((), 2 / max(2, S), dtype=dtype).expand(S)
+        # By halves: the NLL is a mean over the chosen's tokens, and no part of the walk sees them all.
+        counts = mask.sum(1).view(2, S // 2).sum(1)
+        token = counts.clamp(min=1).to(dtype).reciprocal().unsqueeze(1).expand(2, S // 2).reshape(S)
+        return PairSides(pair, token), counts
+
+    def contrast(self) -> Contrast | None:
+        """The family as the kernels take it; None if they do not know it."""
+        return None
+
+    def has_kernels(self) -> bool:
+        return self.contrast() is not None
+
+    def launch(
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+    ) -> None:
+        contrast, sides = self.contrast(), batch.sides
+        assert contrast is not None
+        reference, completion = getattr(sides, "reference", None), getattr(sides, "completion", None)
+        pair_slopes(contrast, batch, reference, completion, loss, metrics, slopes, boost)
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen and the rejected rows of (S', ...)."""
@@ -211,12 +237,18 @@ class DPONumbers(NamedTuple):
     tau: float
 
 
-class DPOSides(NamedTuple):
-    """After those of all pairs, (S,) but for the third:
-
-    all_tokens_share: 1 / all tokens that count. reference: log-probabilities that are given. token_weights: (S, T), in
-    the sequences' log-probabilities. delta: what "bco_pair" takes off the rewards.
+class DPOTensors(NamedTuple):
+    """reference: (S,) log-probabilities that are given. token_weights: (S, T), in the sequences' log-probabilities.
+    delta: (S,), what "bco_pair" takes off the rewards.
     """
+
+    reference: Tensor | None = None
+    token_weights: Tensor | None = None
+    delta: Tensor | None = None
+
+
+class DPOSides(NamedTuple):
+    """After those of all pairs, all_tokens_share: (S,), 1 / all tokens that count; and `DPOTensors`."""
 
     pair_share: Tensor
     token_share: Tensor
@@ -229,12 +261,23 @@ class DPOSides(NamedTuple):
 class DPOFamily(Pairs, key="dpo"):
     """Its terms are rows of `DPO_LOSSES`."""
 
-    takes = Takes(DPOWords, DPONumbers, DPOSides)
+    takes = Takes(DPOWords, DPONumbers, DPOTensors)
     words: DPOWords
     numbers: DPONumbers
     sums = (*PAIR_METRICS, "entropy", "mean_token_accuracy")
     wants_entropy = True
     wants_is_top1 = True
+
+    def prepare(self, sides: DPOTensors, mask: Tensor, dtype: torch.dtype) -> DPOSides:
+        shares, counts = self.shares(mask, dtype)
+        all_tokens = (counts.sum().clamp(min=1).to(dtype).reciprocal()).expand(mask.shape[0])
+        return DPOSides(*shares, all_tokens, *sides)
+
+    def contrast(self) -> Contrast | None:
+        plain = self.words.divergence == "reverse_kl" and "token_weights" not in self.given
+        if not plain or [term.name for term in self.terms] != ["sigmoid"]:
+            return None
+        return Contrast("dpo", average=False, beta=self.numbers.beta, weight=self.terms[0].weight)
 
     def together(self) -> int:
         return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.terms) else 2
@@ -307,8 +350,14 @@ class Beta(NamedTuple):
     beta: float
 
 
+class ORPOTensors(NamedTuple):
+    """completion: (S, T), the tokens that the odds are of, if not all."""
+
+    completion: Tensor | None = None
+
+
 class ORPOSides(NamedTuple):
-    """After those of all pairs, completion: (S, T), the tokens that the odds are of, if not all."""
+    """After those of all pairs, `ORPOTensors`."""
 
     pair_share: Tensor
     token_share: Tensor
@@ -316,9 +365,15 @@ class ORPOSides(NamedTuple):
 
 
 class ORPOFamily(Pairs, key="orpo"):
-    takes = Takes(numbers=Beta, sides=ORPOSides)
+    takes = Takes(numbers=Beta, sides=ORPOTensors)
     numbers: Beta
     sums = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+
+    def prepare(self, sides: ORPOTensors, mask: Tensor, dtype: torch.dtype) -> ORPOSides:
+        return ORPOSides(*self.shares(mask, dtype)[0], *sides)
+
+    def contrast(self) -> Contrast | None:
+        return Contrast("orpo", average=True, beta=self.numbers.beta, nll_weight=1.0)
 
     def boost(self, sequences: int, tokens: int) -> float:
         return max(1.0, sequences * tokens / 2)
@@ -362,10 +417,21 @@ class CPONumbers(NamedTuple):
 
 
 class CPOFamily(Pairs, key="cpo"):
-    takes = Takes(CPOWords, CPONumbers, PairSides)
+    takes = Takes(CPOWords, CPONumbers)
     words: CPOWords
     numbers: CPONumbers
     sums = (*PAIR_METRICS, "nll_loss")
+
+    def prepare(self, sides: Nothing, mask: Tensor, dtype: torch.dtype) -> PairSides:
+        return self.shares(mask, dtype)[0]
+
+    def contrast(self) -> Contrast | None:
+        loss_type, logps = self.words
+        beta, gamma, smoothing, nll_weight, alpha = self.numbers
+        if alpha != 0.0:
+            return None
+        kind = loss_type if loss_type in ("hinge", "ipo") else "sigmoid"
+        return Contrast(kind, logps == "average", beta, gamma, smoothing, nll_weight=nll_weight)
 
     def boost(self, sequences: int, tokens: int) -> float:
         average, nll = self.words.logps == "average", self.numbers.nll_weight != 0

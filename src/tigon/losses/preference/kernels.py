@@ -1,0 +1,309 @@
+"""Losses of pairs of a batch that is one part, in two launches: `tigon.losses.preference.families` by kernels.
+
+    of each pair    its tokens → log-probabilities of both sequences → the loss, its slopes, the metrics' terms
+    of the batch    terms → the loss, the metrics
+
+Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
+backward. The types that most runs use have kernels; the others, and the specification, are the families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.losses.family import Whole
+from tigon.runtime import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
+
+# The terms of a pair, one column each: those of `PAIR_METRICS`, three that differ by family, the loss, the counts.
+COLUMNS = 14
+# Half a unit in the last place below 1: as `log1mexp` has it.
+LEAST = tl.constexpr(2.0**-24)
+LN2 = tl.constexpr(0.6931471805599453)
+# Up to here each program counts the tokens of the chosen by itself, out of the cache; beyond it they are counted once.
+COUNTED_ANEW = 2**24
+
+
+class Contrast(NamedTuple):
+    """A family of pairs, as its kernels take it.
+
+    kind: "dpo", "orpo", or how CPO compares rewards: "sigmoid", "hinge", "ipo".
+    average: a sequence's log-probability is the mean over its tokens.
+    gamma: taken off the difference of rewards, before β. weight: of the contrast. nll_weight: of the chosen's NLL.
+    """
+
+    kind: str
+    average: bool
+    beta: float
+    gamma: float = 0.0
+    smoothing: float = 0.0
+    weight: float = 1.0
+    nll_weight: float = 0.0
+
+
+def pair_slopes(
+    of: Contrast, batch: Whole, reference: Tensor | None, completion: Tensor | None, loss: Tensor, metrics: Tensor,
+    slopes: Sequence[Tensor | None], boost: float,
+) -> None:  # fmt: skip
+    """Write loss, metrics and slopes, as `Family.launch` has it.
+
+    reference: log-probabilities of sequences, (S,). completion: (S, T), the tokens that a mean is over.
+    """
+    (S, T), target = batch.target.shape, batch.target
+    pairs = S // 2
+    total = None
+    if of.nll_weight and pairs * pairs * T > COUNTED_ANEW:
+        total = (target[:pairs] != batch.ignore_index).sum()
+    terms = loss.new_empty((COLUMNS, pairs))
+    numbers = (
+        pairs, T, batch.ignore_index, boost, of.beta, of.gamma, of.smoothing, of.weight, of.nll_weight,
+        1 / (2 * of.beta),
+    )  # fmt: skip
+    constants = of.kind, of.average, of.nll_weight != 0.0
+    tensors = (
+        target, batch.logprob, batch.entropy, batch.mean_logit, batch.reference, _bytes(batch.is_top1),
+        None if reference is None else reference.contiguous(), _bytes(completion), total, slopes[0], terms,
+    )  # fmt: skip
+    key = (numbers, constants, *(None if t is None else t.dtype for t in tensors))
+
+    def plan() -> Plan:
+        block = min(1024, next_power_of_2(T))
+        warps = max(1, block // 128)
+        options = {"num_warps": warps, **register_limit(loss.device, 128)}
+        return pairs, (*numbers, *constants, block, 256 * min(4, warps)), options
+
+    launch(_pairs_kernel, key, tensors, plan)
+    of_batch = pairs, batch.visited, of.nll_weight
+
+    def finish() -> Plan:
+        return 1, (*of_batch, of.kind, min(1024, next_power_of_2(pairs))), {"num_warps": 4}
+
+    launch(_pair_metrics_kernel, (of_batch, of.kind), (terms, loss, metrics), finish)
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    """Bools as the kernel reads them."""
+    if mask is None:
+        return None
+    mask = mask.contiguous()
+    return mask.view(torch.int8) if mask.dtype == torch.bool else mask
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _log_sigmoid(z):
+    u = tl.exp(-tl.abs(z))
+    # log(1 + u), and what rounding 1 + u has lost: near 0 that is all.
+    w = 1.0 + u
+    return tl.where(z < 0, z, 0.0) - (tl.log(w) + (u - (w - 1.0)) / w)
+
+
+@jit
+def _one_minus_exp(x):
+    """1 − exp(x) of x < 0, to the last digits also near 0."""
+    # Above −log 2 by its series: expm1(x) = x (1 + x/2 (1 + x/3 (1 + …))).
+    series = 1.0
+    for i in tl.static_range(9):
+        series = 1.0 + series * x / (10 - i)
+    return tl.where(x < -LN2, 1.0 - tl.exp(x), -x * series)
+
+
+@jit
+def _log_odds(logp):
+    """log p − log(1 − p), and its slope by log p."""
+    x = tl.where(logp > -LEAST, -LEAST, logp)
+    rest = _one_minus_exp(x)
+    return logp - tl.log(rest), 1.0 + tl.where(logp <= -LEAST, tl.exp(x) / rest, 0.0)
+
+
+@jit
+def _chosen(ptr, at, counts):
+    """Whether tokens count that are in the completion, too."""
+    if ptr is not None:
+        here = counts & (tl.load(ptr + at, mask=counts, other=0) != 0)
+    else:
+        here = counts
+    return here
+
+
+@jit
+def _sequence_sums(
+    target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, sequence, T, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a sequence: tokens, tokens of the completion; sums of log-probabilities over each, of the reference's, of
+    entropies and mean logits; the tokens than which none is likelier."""
+    count, within = 0, 0
+    all_logprob, logprob, theirs, entropy, logits, hits = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        at = sequence * T + t
+        counts = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        here = _chosen(completion_ptr, at, counts)
+        count += tl.sum(counts.to(tl.int32), 0)
+        within += tl.sum(here.to(tl.int32), 0)
+        own = tl.load(logprob_ptr + at, mask=counts, other=0.0)
+        all_logprob += tl.sum(own, 0)
+        logprob += tl.sum(tl.where(here, own, 0.0), 0)
+        logits += tl.sum(tl.load(mean_ptr + at, mask=counts, other=0.0), 0)
+        if theirs_ptr is not None:
+            theirs += tl.sum(tl.load(theirs_ptr + at, mask=counts, other=0.0), 0)
+        if entropy_ptr is not None:
+            entropy += tl.sum(tl.load(entropy_ptr + at, mask=counts, other=0.0), 0)
+        if top1_ptr is not None:
+            hits += tl.sum(tl.load(top1_ptr + at, mask=counts, other=0).to(tl.float32), 0)
+    return count, within, all_logprob, logprob, theirs, entropy, logits, hits
+
+
+@jit
+def _sequence_slopes(
+    target_ptr, completion_ptr, dlogprob_ptr, sequence, T, ignore_index, of_completion, of_all, BLOCK: tl.constexpr
+):
+    """Write the slope of each token: that of the sequence's log-probability, and that of the NLL."""
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        at = sequence * T + t
+        counts = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        here = _chosen(completion_ptr, at, counts)
+        slope = tl.where(here, of_completion, 0.0) + tl.where(counts, of_all, 0.0)
+        tl.store(dlogprob_ptr + at, slope, mask=t < T)
+
+
+@jit
+@do_not_specialize("B", "T", "ignore_index")
+def _pairs_kernel(
+    target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, reference_ptr, completion_ptr, total_ptr,
+    dlogprob_ptr, terms_ptr,
+    B, T, ignore_index, boost, beta, gamma, smoothing, weight, nll_weight, ipo,
+    KIND: tl.constexpr, AVERAGE: tl.constexpr, NLL: tl.constexpr, BLOCK: tl.constexpr, COUNT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a pair: the chosen sequence (…_w), and the rejected one (…_l), B sequences behind it."""
+    w = tl.program_id(0).to(tl.int64)
+    l = w + B  # noqa: E741
+    count_w, within_w, all_w, logp_w, theirs_w, entropy_w, logits_w, hits_w = _sequence_sums(
+        target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, w, T, ignore_index, BLOCK
+    )
+    count_l, within_l, _, logp_l, theirs_l, entropy_l, logits_l, _ = _sequence_sums(
+        target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, l, T, ignore_index, BLOCK
+    )
+    divisor_w, divisor_l = 1.0, 1.0
+    if AVERAGE:
+        divisor_w = tl.maximum(within_w, 1).to(tl.float32)
+        divisor_l = tl.maximum(within_l, 1).to(tl.float32)
+        logp_w, logp_l = logp_w / divisor_w, logp_l / divisor_l
+    if reference_ptr is not None:
+        theirs_w = tl.load(reference_ptr + w).to(tl.float32)
+        theirs_l = tl.load(reference_ptr + l).to(tl.float32)
+    first, second, third = 0.0, 0.0, 0.0  # the terms that differ by family
+    # slope_w, slope_l: of the contrast, by the log-probability of each.
+    if KIND == "orpo":
+        odds_w, slope_w = _log_odds(logp_w)
+        odds_l, slope_l = _log_odds(logp_l)
+        odds = odds_w - odds_l
+        log_ratio = _log_sigmoid(odds)
+        contrast = -beta * log_ratio
+        slope = -beta * tl.sigmoid(-odds)
+        slope_w, slope_l = slope * slope_w, -slope * slope_l
+        first, second, third = -all_w, log_ratio, odds
+    else:
+        # The order of the families: β multiplies the difference of rewards.
+        margin = (logp_w - theirs_w) - (logp_l - theirs_l) - gamma
+        z = beta * margin
+        if KIND == "hinge":
+            contrast = tl.where(z < 1.0, 1.0 - z, z * 0.0)
+            slope = tl.where(z < 1.0, -beta, 0.0)
+        elif KIND == "ipo":
+            contrast = (margin - ipo) * (margin - ipo)
+            slope = 2.0 * (margin - ipo)
+        else:
+            contrast = -_log_sigmoid(z)
+            contrast = contrast + smoothing * (-_log_sigmoid(-z) - contrast)
+            slope = beta * (smoothing * tl.sigmoid(z) - (1.0 - smoothing) * tl.sigmoid(-z))
+        slope_w, slope_l = slope, -slope
+        if KIND == "dpo":
+            first, second = entropy_w + entropy_l, hits_w
+        else:
+            first = -all_w
+    reward_w, reward_l = beta * (logp_w - theirs_w), beta * (logp_l - theirs_l)
+    if dlogprob_ptr is not None:
+        nll = 0.0
+        if NLL:
+            if total_ptr is not None:
+                total = tl.load(total_ptr)
+            else:
+                total = tl.zeros((), tl.int64)
+                for start in range(0, B * T, COUNT_BLOCK):
+                    at = start + tl.arange(0, COUNT_BLOCK)
+                    labels = tl.load(target_ptr + at, mask=at < B * T, other=ignore_index)
+                    total += tl.sum((labels != ignore_index).to(tl.int32), 0)
+            nll = -nll_weight * boost / tl.maximum(total, 1).to(tl.float32)
+        share = weight * boost / B
+        _sequence_slopes(
+            target_ptr, completion_ptr, dlogprob_ptr, w, T, ignore_index, slope_w * share / divisor_w, nll, BLOCK
+        )
+        _sequence_slopes(
+            target_ptr, completion_ptr, dlogprob_ptr, l, T, ignore_index, slope_l * share / divisor_l, 0.0, BLOCK
+        )
+    terms_ptr += w
+    tl.store(terms_ptr, reward_w)
+    tl.store(terms_ptr + B, reward_l)
+    tl.store(terms_ptr + 2 * B, tl.where(reward_w > reward_l, 1.0, 0.0))
+    tl.store(terms_ptr + 3 * B, reward_w - reward_l)
+    tl.store(terms_ptr + 4 * B, logp_w)
+    tl.store(terms_ptr + 5 * B, logp_l)
+    tl.store(terms_ptr + 6 * B, logits_w)
+    tl.store(terms_ptr + 7 * B, logits_l)
+    tl.store(terms_ptr + 8 * B, first)
+    tl.store(terms_ptr + 9 * B, second)
+    tl.store(terms_ptr + 10 * B, third)
+    tl.store(terms_ptr + 11 * B, weight * contrast)
+    tl.store(terms_ptr + 12 * B, count_w.to(tl.float32))
+    tl.store(terms_ptr + 13 * B, count_l.to(tl.float32))
+
+
+@jit
+def _column(terms_ptr, column, B, BLOCK: tl.constexpr):
+    total = 0.0
+    for start in range(0, B, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(terms_ptr + column * B + i, mask=i < B, other=0.0), 0)
+    return total
+
+
+@jit
+@do_not_specialize("B", "visited")
+def _pair_metrics_kernel(
+    terms_ptr, loss_ptr, metrics_ptr, B, visited, nll_weight, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program, which adds the pairs' terms in one order."""
+    count_w, count_l = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for start in range(0, B, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count_w += tl.sum(tl.load(terms_ptr + 12 * B + i, mask=i < B, other=0.0).to(tl.int64), 0)
+        count_l += tl.sum(tl.load(terms_ptr + 13 * B + i, mask=i < B, other=0.0).to(tl.int64), 0)
+    tokens_w, tokens_l = tl.maximum(count_w, 1).to(tl.float32), tl.maximum(count_l, 1).to(tl.float32)
+    pairs = tl.maximum(B, 1).to(tl.float32)
+    for i in tl.static_range(6):
+        tl.store(metrics_ptr + i, _column(terms_ptr, i, B, BLOCK) / pairs)
+    tl.store(metrics_ptr + 6, _column(terms_ptr, 6, B, BLOCK) / tokens_w)
+    tl.store(metrics_ptr + 7, _column(terms_ptr, 7, B, BLOCK) / tokens_l)
+    loss = _column(terms_ptr, 11, B, BLOCK) / pairs
+    first = _column(terms_ptr, 8, B, BLOCK)
+    if KIND == "dpo":
+        tl.store(metrics_ptr + 8, first / tl.maximum(count_w + count_l, 1).to(tl.float32))
+        tl.store(metrics_ptr + 9, _column(terms_ptr, 9, B, BLOCK) / tokens_w)
+    else:
+        nll = first / tokens_w
+        tl.store(metrics_ptr + 8, nll)
+        if nll_weight != 0.0:  # 0 · inf would be NaN
+            loss += nll_weight * nll
+        if KIND == "orpo":
+            tl.store(metrics_ptr + 9, _column(terms_ptr, 9, B, BLOCK) / pairs)
+            tl.store(metrics_ptr + 10, _column(terms_ptr, 10, B, BLOCK) / pairs)
+    # Too few tokens were visited, and those left out would be missing without a word.
+    tl.store(loss_ptr, tl.where(count_w + count_l <= visited, loss, float("nan")))
