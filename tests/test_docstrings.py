@@ -16,12 +16,18 @@ import torch.nn.functional as F
 import tigon
 from tigon.lazy import homes_of
 from tigon.linear.adapters import gated_lora_linear
+from tigon.losses.over_items import item_softmax
 from tigon.ops.gated_linear import gated_linear
 
 ROOMS = ("tigon.ops.", "tigon.losses.", "tigon.linear.")
 HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(ROOMS)}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
-OPERATORS = {**FUNCTIONS, "gated_linear": gated_linear, "gated_lora_linear": gated_lora_linear}
+OPERATORS = {
+    **FUNCTIONS,
+    "gated_linear": gated_linear,
+    "gated_lora_linear": gated_lora_linear,
+    "item_softmax": item_softmax,
+}
 
 
 class Replaced(NamedTuple):
@@ -138,6 +144,11 @@ REPLACED = [
         "prefix_attention(q, k, v, tigon.PrefixLayout(prefix_lengths, suffix_lengths))", "o",
         {"q": randn(12, 4, 8), "k": randn(12, 2, 8), "v": randn(1, 12, 2, 8)[0], "prefix_lengths": [3, 2],
          "suffix_lengths": [[1, 2], [3, 1]]},
+    ),
+    Replaced(
+        "item_softmax(query, items, target, bias, scale=scale)",
+        "loss",
+        {"query": randn(5, 8), "items": randn(30, 8), "target": torch.arange(5), "bias": randn(30), "scale": 0.5},
     ),
 ]  # fmt: skip
 GIVEN = {

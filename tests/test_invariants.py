@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+import tigon.retrieve
 from tigon.lazy import homes_of
 from tigon.runtime import dispatch as backend_module
 
@@ -694,7 +695,8 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 
 def arguments_of(name: str) -> set[str]:
     """The names of a public function's parameters, and of the fields of what they hold."""
-    home = next(m for m in (tigon, tigon.losses, import_module("tigon.ops.gated_linear")) if name in dir(m))
+    homes = tigon, tigon.losses, tigon.retrieve, import_module("tigon.ops.gated_linear")
+    home = next(m for m in homes if name in dir(m))
     parameters = inspect.signature(getattr(home, name)).parameters
     words = set(parameters)
     if dataclasses.is_dataclass(config := parameters["config"].default if "config" in parameters else None):

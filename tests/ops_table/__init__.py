@@ -10,6 +10,7 @@ from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.experts import MOE_MLP
 from ops_table.gated import GATED_LINEAR, GATED_MLP, GEGLU, REGLU, RELU2, SWIGLU
+from ops_table.item_softmax import ITEM_SOFTMAX
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
@@ -40,6 +41,7 @@ OPS: tuple[Op, ...] = (
     PREFIX_ATTENTION,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
+    ITEM_SOFTMAX,
     LOGPROB,
     LINEAR_LOGPROB,
     GRPO,

@@ -1,4 +1,5 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
+from tigon.losses.over_items import item_softmax as item_softmax
 from tigon.retrieve.batching import Batcher as Batcher
 from tigon.retrieve.batching import Overloaded as Overloaded
 from tigon.retrieve.calibrating import Calibration as Calibration

@@ -1,0 +1,222 @@
+"""Launching the kernels: tiles, shares of the items, library ops, gradient.
+
+The forward pass is attention whose keys and values are both the items: beside the log-sum-exp it gives the sum of items
+by their probabilities, which is the gradient of the queries. The backward pass computes the scores once more, for the
+gradient of the items: four matrix products in all, and no score in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.losses.over_items.kernels import _items_kernel, _merge_kernel, _scan_kernel
+from tigon.runtime import Plan, cdiv, differentiable, launch, launcher, multiprocessors, next_power_of_2, shared_memory
+from tigon.runtime import device as facts
+
+# ------------------------------------------------------------------------------------------------------------ tiles
+
+
+class Tile(NamedTuple):
+    """queries and items of a tile, warps, stages: blocks of a loop in flight at once."""
+
+    queries: int
+    items: int
+    warps: int
+    stages: int
+
+
+# What is tuned on a GPU, for 16-bit numbers of up to so many dimensions.
+TILES = {
+    "scan": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "items": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3), 256: Tile(64, 128, 8, 2)},
+}
+# For fp32, whose products are three of the tensor cores' and take twice the registers: above 64 dimensions some spill.
+TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
+# Queries of a program that merges shares.
+MERGED = 8
+# Bytes that the shares of all queries may take, and how many there are at most.
+SHARES_BYTES, SHARES = 2**28, 64
+# What it costs to begin a share, in blocks of items.
+BEGIN = 4
+
+
+def tile_of(kind: str, q: Tensor) -> Tile:
+    D = q.shape[1]
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
+    tile = TILES_FP32[width] if q.dtype == torch.float32 else TILES[kind][width]
+    stay, move = (tile.queries, tile.items) if kind == "scan" else (tile.items, tile.queries)
+    # The tile that stays, and blocks in flight. Consumer GPUs and AMD's have less room than an H100.
+    line, room = max(16, next_power_of_2(D)) * q.element_size(), shared_memory(q.device) - 1024
+    stages = tile.stages
+    while stages > 1 and line * (stay + stages * move) > room:
+        stages -= 1
+    return tile._replace(stages=stages)
+
+
+def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple[int, int]:
+    """(parts, items of a part, whole blocks): programs end together, and each has enough to do."""
+    tiles, blocks = cdiv(M, tile.queries), cdiv(N, tile.items)
+    most = max(1, min(SHARES, blocks, SHARES_BYTES // (4 * M * (D + 2))))
+
+    def cost(parts: int) -> int:
+        return cdiv(tiles * parts, multiprocessors) * (cdiv(blocks, parts) + BEGIN)
+
+    parts = min(range(1, most + 1), key=cost)
+    share = cdiv(blocks, parts)
+    return cdiv(blocks, share), share * tile.items
+
+
+def _constants(q: Tensor) -> dict[str, Any]:
+    # In fp16 powers are kept times 2¹⁵. fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
+    precision = "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
+    return {"SHIFT": 15 if q.dtype == torch.float16 else 0, "PRECISION": precision}
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _item_softmax_fwd_fake(
+    q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+    need_dq: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    M = q.shape[0]
+    rows = [q.new_empty(M, dtype=torch.float32) for _ in range(2)]
+    loss = q.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
+    return loss, *rows, q.new_empty(q.shape if need_dq else (0,), dtype=torch.float32), loss.new_empty(())
+
+
+@launcher(
+    "(Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? positive, "
+    "Tensor? positive_bias, float scale, int ignore_index, str reduction, bool need_dq) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _item_softmax_fwd_fake,
+)
+def _item_softmax_fwd(
+    q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+    need_dq: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns: loss, log-sum-exp in units of log 2, p − 1 of the target, dloss/dq, what the sum is multiplied by."""
+    (M, D), N = q.shape, items.shape[0]
+    _, lse, less, dq, _ = _item_softmax_fwd_fake(
+        q, items, target, bias, ids, own, positive, positive_bias, scale, ignore_index, reduction, need_dq
+    )
+    losses = torch.empty_like(lse)
+    if M:
+        q, items, positive = _unit_strides(q, items, positive)
+        tile = tile_of("scan", q)
+        parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if N else (0, 0)
+        m, total = losses.new_empty(parts, M), losses.new_empty(parts, M)
+        acc = losses.new_empty(parts, M, D) if need_dq else None
+        constants, factor = _constants(q), scale / math.log(2)
+        width = max(16, next_power_of_2(D))
+
+        def scan() -> Plan:
+            arguments = M, N, share, q.stride(0), items.stride(0), factor, D, tile.queries, tile.items, width
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            return cdiv(M, tile.queries) * parts, (*arguments, *constants.values()), options
+
+        def merge() -> Plan:
+            stride = 0 if positive is None else positive.stride(0)
+            arguments = (
+                M, N, parts, q.stride(0), items.stride(0), stride, factor, ignore_index, D, MERGED, width,
+                constants["SHIFT"],
+            )  # fmt: skip
+            return cdiv(M, MERGED), arguments, {"num_warps": 4}
+
+        key = (factor, ignore_index, tile, parts, share, _key(q, items, target, bias, ids, own, positive, acc))
+        if parts:
+            launch(_scan_kernel, key, (q, items, target if own is None else own, bias, ids, m, total, acc), scan)
+        tensors = (q, items, target, bias, m, total, acc, positive, positive_bias, losses, lse, less)
+        launch(
+            _merge_kernel, (*key, _key(positive_bias)), (*tensors, dq if need_dq else None), merge,
+        )  # fmt: skip
+    if reduction == "none":
+        return losses, lse, less, dq, losses.new_empty(())
+    if reduction == "sum":
+        return losses.sum(), lse, less, dq, losses.new_ones(())
+    inverse = 1.0 / (target != ignore_index).sum().clamp(min=1).to(torch.float32)
+    return losses.sum() * inverse, lse, less, dq, inverse
+
+
+def _item_softmax_bwd_fake(
+    g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor, scale: float, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = q, items, q
+    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))  # type: ignore[return-value]
+
+
+@launcher(
+    "(Tensor g, Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? positive, "
+    "Tensor lse, Tensor less, Tensor dq, Tensor inverse, float scale, bool[] wants) -> (Tensor, Tensor, Tensor)",
+    _item_softmax_bwd_fake,
+)
+def _item_softmax_bwd(
+    g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor, scale: float, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """g: (M,), or 0-d for a sum of losses. wants: of q, items and positive; what is not wanted has no elements."""
+    empty = q.new_empty(0)
+    upstream = g.unsqueeze(-1) if g.dim() else g * inverse
+    own_dq = (dq * upstream).to(q.dtype) if wants[0] else empty
+    dpositive = ((less.unsqueeze(-1) * upstream) * (q * scale)).to(q.dtype) if wants[2] else empty
+    if not wants[1]:
+        return own_dq, items.new_empty(0), dpositive
+    dx = items.new_empty(items.shape)
+    q, items = _unit_strides(q, items)
+    (M, D), N = q.shape, items.shape[0]
+    if g.dim():
+        # In [−1, 1], so that no dtype underflows or overflows: the largest is multiplied at the end, in fp32.
+        most = g.abs().amax() if M else g.new_ones(())
+        factor = torch.where(most > 0, most, 1.0)
+        weight = g / factor
+    else:
+        factor, weight = upstream, None
+    if N:
+
+        def plan() -> Plan:
+            tile = tile_of("items", q)
+            arguments = (
+                M, N, q.stride(0), items.stride(0), scale / math.log(2), positive is not None, D, tile.queries,
+                tile.items, max(16, next_power_of_2(D)), *_constants(q).values(),
+            )  # fmt: skip
+            return cdiv(N, tile.items), arguments, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+        tensors = (q, items, target, own, bias, ids, lse, less, weight, factor, dx)
+        launch(_items_kernel, (scale, positive is not None, _key(*tensors)), tensors, plan)
+    return own_dq, dx, dpositive
+
+
+def _unit_strides(*tensors: Tensor | None) -> list[Any]:
+    return [t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, items, target, bias, ids, own, positive, _, ctx.scale = inputs[:9]
+    ctx.save_for_backward(q, items, target, bias, ids, own, positive, *output[1:])
+
+
+def _backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if g is None:
+        return (None,) * 12
+    needs = ctx.needs_input_grad
+    wants = [needs[0], needs[1], needs[6]]
+    dq, dx, dp = _item_softmax_bwd(g.contiguous(), *ctx.saved_tensors, ctx.scale, wants)
+    rest = (None,) * 4
+    return dq if wants[0] else None, dx if wants[1] else None, *rest, dp if wants[2] else None, *(None,) * 5
+
+
+_item_softmax = differentiable(_item_softmax_fwd, _setup_context, _backward)

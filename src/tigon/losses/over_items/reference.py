@@ -1,0 +1,50 @@
+"""The softmax over items in plain PyTorch, with all scores: its specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def item_softmax_reference(
+    query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
+    ignore_index: int = -100, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    q, x = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (query, items))
+    z = q @ x.mT * scale
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    flat = z.reshape(target.numel(), z.shape[-1])
+    losses = torch.nn.functional.cross_entropy(
+        flat, target.reshape(-1).long(), ignore_index=ignore_index, reduction="none"
+    )
+    return reduced(losses.view(target.shape), target, ignore_index, reduction)
+
+
+def contrast_reference(
+    query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor, own: Tensor,
+    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+) -> Tensor:  # fmt: skip
+    """One positive a query against all items of another id. The positive is row `target` of items, or `positive`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, x = query.to(wide), items.to(wide)
+    z = q @ x.mT * scale
+    if bias is not None:
+        z = z + bias.to(wide)
+    at = torch.where(target == ignore_index, 0, target)
+    if positive is None:
+        right = z.gather(1, at.unsqueeze(1)).squeeze(1)
+    else:
+        right = (q * positive.to(wide)).sum(-1) * scale
+        right = right if positive_bias is None else right + positive_bias.to(wide)
+    others = z.masked_fill(ids == own.unsqueeze(1), -torch.inf)
+    losses = torch.logsumexp(torch.cat([right.unsqueeze(1), others], 1), 1) - right
+    return reduced(torch.where(target == ignore_index, 0.0, losses), target, ignore_index, reduction)
+
+
+def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (target != ignore_index).sum().clamp(min=1)
