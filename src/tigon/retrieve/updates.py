@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -112,9 +112,11 @@ class Turns:
         self.writing = threading.RLock()  # one update at a time
         self.lock = threading.Lock()
         self.compiling = threading.Lock()  # one filter at a time
-        self.host = threading.Lock()  # held by a search until all of it is launched
         self.searched = -LATELY  # when the last search was
+        self._asking: dict[object, None] = {}  # searches that are not launched as a whole yet
         self._gave_way = 0.0
+        self._go = threading.Lock()  # which an update waits for while `_waits`, and a search that is launched releases
+        self._waits = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._switched: torch.cuda.Event | None = None
@@ -132,10 +134,18 @@ class Turns:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """A search, from its first step on the host to its last: updates give way to it."""
-        with self.host:
-            self.searched = time.monotonic()
+        """A search, from its first step on the host to its last: updates give way to it. It waits for none itself."""
+        search = object()
+        self._asking[search] = None
+        self.searched = time.monotonic()
+        try:
             yield
+        finally:
+            del self._asking[search]
+            if self._waits:
+                self._waits = False
+                with suppress(RuntimeError):  # another search has released it just now
+                    self._go.release()
 
     def give_way(self) -> None:
         """Between two steps of an update, which holds `writing` and no other lock: let searches go first.
@@ -147,8 +157,12 @@ class Turns:
         if now - self._gave_way < STEP or now - self.searched > LATELY:
             return
         time.sleep(PAUSE)
-        if self.host.acquire(timeout=PATIENCE):  # not for ever: searches may come without end
-            self.host.release()
+        if self._asking:
+            self._go.acquire(blocking=False)
+            self._waits = True
+            if self._asking:  # still: it will see that an update waits
+                self._go.acquire(timeout=PATIENCE)  # not for ever: searches may come without end
+            self._waits = False
         self._gave_way = time.monotonic()
 
     @contextmanager
