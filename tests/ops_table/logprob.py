@@ -214,6 +214,7 @@ GRPO = Op(
         Case("of sequences", (64, 16, 2048, 151936), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         Case("vespo", (64, 16, 2048, 151936), {"loss_type": "vespo", "off_policy_mask_threshold": 0.1}),
     ),
+    wide_loads=False,  # its own kernels read numbers of tokens and rows; those of the logits are logprob's
     roundings=32,  # advantages of both signs cancel in the sum: eager's error is luck
     fixed=(4, 5),
     dtensor="refused",
