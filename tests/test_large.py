@@ -20,6 +20,7 @@ from ops_table import OPS, Case, Op
 from torch import Tensor
 
 import tigon
+from tigon import retrieve
 
 LIMIT = 2**31
 # Tensors of LIMIT bf16 numbers that may be there at once.
@@ -168,6 +169,29 @@ def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
     assert weight.grad[:before].count_nonzero() == 0
 
 
+def check_items(before: int, D: int, device: torch.device) -> None:
+    """A softmax over items of which all but the last do not count: the loss and the gradients are those of the last."""
+    query = torch.randn(70, D, dtype=torch.bfloat16, device=device).requires_grad_()
+    items = torch.randn(1000, D, dtype=torch.bfloat16, device=device)
+    table = torch.cat((items.new_full((before, D), 0.5), items)).requires_grad_()
+    items.requires_grad_()
+    bias = torch.cat((torch.full((before,), -1e4, device=device), torch.zeros(1000, device=device)))
+    target = torch.randint(0, 1000, (70,), device=device)
+    expected = retrieve.item_softmax(query, items, target, scale=0.3)
+    got = retrieve.item_softmax(query, table, target + before, bias, scale=0.3)
+    torch.testing.assert_close(got, expected)
+    dq, dx = torch.autograd.grad(expected, (query, items))
+    dq_of_table, dtable = torch.autograd.grad(got, (query, table))
+    for one, other in ((dq_of_table, dq), (dtable[before:], dx)):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7 * other.abs().max().item())
+    assert dtable[:before].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_items_beyond_32_bits(device, triton_backend, memory):
+    check_items(LIMIT // 128 - 500, 128, device)  # so that the limit lies within the items that count
+
+
 def check_requests(heads: tuple[int, int, int], limit: int, device: torch.device) -> None:
     """prefix_attention, whose rows are [all prefixes | all suffixes]: each of many equal requests gets one's bits."""
     H, G, D = heads
@@ -195,6 +219,10 @@ def test_requests_beyond_32_bits(device, triton_backend, memory):
 
 
 # ------------------------------------------------------------------------------------------------- the test itself
+
+
+def test_a_few_items(device, backend):
+    check_items(3000, 16, device)
 
 
 def test_a_few_requests(device, triton_backend):

@@ -81,4 +81,5 @@ ITEM_SOFTMAX = Op(
     spills=32,
     dtensor="refused",
     products=True,
+    large=(Case("queries", (3000, 64, 40), {"reduction": "none", "scale": 0.5}),),
 )

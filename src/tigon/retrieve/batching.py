@@ -101,7 +101,8 @@ class Batcher:
             timeout: seconds; None: as long as it takes. A call that has not begun by then is given up.
 
         Returns: `Hits` on the host.
-        Raises: as `Index.search`; TimeoutError; and as `submit`.
+        Raises: TimeoutError if there is no answer in time; ValueError as `Index.search`; Overloaded as `submit`;
+            RuntimeError as `submit`.
         """
         answer = self.submit(query, k, where, strict=strict)
         try:

@@ -146,7 +146,13 @@ class FrequencyEstimator(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
-        """Take a batch of ids, (n,), into account, and return the log of each one's probability, (n,) in fp32."""
+        """Take a batch into account.
+
+        Args:
+            ids: (n,), integers.
+
+        Returns: the log of the probability that a batch holds each id, (n,) in fp32.
+        """
         self.now += 1
         places = self._places(ids)
         last = self.last.gather(1, places)
@@ -161,7 +167,13 @@ class FrequencyEstimator(nn.Module):
 
     @torch.no_grad()
     def log_q(self, ids: Tensor) -> Tensor:
-        """log of the probability that a batch holds each id, (n,) in fp32; of ids never seen as of the rarest."""
+        """What `forward` returns, with nothing learned.
+
+        Args:
+            ids: (n,), integers; one that was never seen is as the rarest.
+
+        Returns: (n,), fp32.
+        """
         distance = self.distance.gather(1, self._places(ids)).amax(0)
         rarest = self.now.float().clamp(min=1.0)
         return -torch.where(distance > 0, distance, rarest).log().view(ids.shape)
