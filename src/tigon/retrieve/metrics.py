@@ -1,16 +1,27 @@
 """How good answers are: recall, NDCG and MRR of ranked ids against the ids that are right.
 
-Every function takes `ids`, (queries, k), the best first; −1 and None stand for no item. `right` holds a set of ids for
-each query; queries without any are left out of the mean.
+`recall`, `ndcg`, `mrr` and `overlap` take `ids`, (queries, k), the best first; −1 and None stand for no item. `right`
+holds a set of ids for each query; queries without any are left out of the mean.
+
+`evaluate` ranks all items for vectors of queries on their device, without the items that each query has had already, as
+recommenders are compared: never against sampled items. `ranking` is the same for rows that were ranked before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tigon.ops.filtered_topk import RowBits, filtered_topk
+from tigon.runtime import check_tensors
+
+if TYPE_CHECKING:
+    from tigon.retrieve.index import Index
 
 Ranked = npt.NDArray[Any]
 
@@ -63,6 +74,170 @@ def overlap(ids: Ranked, others: Ranked) -> float:
     Raises: ValueError if they have different numbers of queries.
     """
     return recall(ids, [[name for name in row if name is not None and name != -1] for row in others.tolist()])
+
+
+def evaluate(
+    query: Tensor, items: Tensor | Index, right: Tensor, exclude: Tensor | None = None, k: int | Sequence[int] = 20, *,
+    batch_size: int = 1024,
+) -> dict[str, float]:  # fmt: skip
+    """Rank all items for each query, without those that are excluded, and compare with those that are right.
+
+    Args:
+        query: (Q, D) floats, on the items' device.
+        items: (N, D), or an `Index` whose ids are integers.
+        right: (P, 2) integers, pairs of a query's row and an item's row, or id for an `Index`. Pairs that come again
+            count once; queries without any are not searched, and are in no mean.
+        exclude: (E, 2), pairs of what is not ranked for a query, such as its training items. The search passes over
+            them, so the rest is ranked exactly, however many they are.
+        k: cut-offs, up to 2048.
+        batch_size: queries of one search; a bit is needed for each of them and each item.
+    Returns: what `ranking` returns.
+    Raises: ValueError for shapes, dtypes, devices and rows that do not fit.
+    """
+    name = "metrics.evaluate"
+    table = items if isinstance(items, Tensor) else items.embeddings
+    check_tensors(name, query=query, items=table, right=right, exclude=exclude)
+    if query.dim() != 2 or query.shape[1:] != table.shape[1:] or query.device != table.device:
+        raise ValueError(
+            f"{name}: query must be (Q, {table.shape[-1]}), as wide as the items, on {table.device}, got "
+            f"{tuple(query.shape)} on {query.device}."
+        )
+    if batch_size < 1:
+        raise ValueError(f"{name}: batch_size must be positive, got {batch_size}.")
+    cuts = _cuts(name, k)
+    right = _pairs(name, "right", right, len(query), query.device)
+    out = torch.zeros(0, 2, dtype=torch.int64) if exclude is None else exclude
+    out = _pairs(name, "exclude", out.to(query.device), len(query), query.device)
+    if isinstance(items, Tensor):
+        for argument, pairs in (("right", right), ("exclude", out)):
+            _check_rows(name, argument, pairs, len(table))
+    else:
+        right, out = _rows_of(name, items, right), _rows_of(name, items, out)
+        out = out[out[:, 1] < len(table)]
+    asked = right[:, 0].unique()
+    bounds = torch.searchsorted(out[:, 0].contiguous(), torch.stack((asked, asked + 1)))
+    found = []
+    for start in range(0, len(asked), batch_size):
+        part = slice(start, start + batch_size)
+        bits = _passing(out, bounds[:, part], len(table))
+        found.append(_best(query[asked[part]].detach(), items, max(cuts), bits))
+    rows = torch.cat(found) if found else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
+    # The queries that are asked are numbered anew, as `rows` has them.
+    place = torch.stack((torch.searchsorted(asked, right[:, 0].contiguous()), right[:, 1]), 1)
+    return ranking(rows, place, cuts, len(table) if isinstance(items, Tensor) else len(items))
+
+
+def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> dict[str, float]:
+    """Metrics of ranked rows at cut-offs, on their device.
+
+    Args:
+        rows: (Q, K) int64, the best first; −1 where there is none.
+        right: (P, 2) integers, pairs of a query's number and the row of an item that is right for it.
+        k: cut-offs, up to K.
+        items: how many there are, for the coverage.
+    Returns: for each cut-off, of the queries that have a right item, the means of `recall@k` (the share of **all** its
+        right items that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and
+        `hit_rate@k` (whether any was found), and `coverage@k`, the share of the items that some query found. NaN if no
+        query has a right item.
+    Raises: ValueError for shapes and cut-offs that do not fit.
+    """
+    name = "metrics.ranking"
+    check_tensors(name, rows=rows, right=right)
+    if rows.dim() != 2 or rows.dtype != torch.int64:
+        raise ValueError(f"{name}: rows must be (Q, K) int64, got {tuple(rows.shape)} {rows.dtype}.")
+    cuts = _cuts(name, k, rows.shape[1])
+    right = _pairs(name, "right", right, len(rows), rows.device)
+    many = torch.bincount(right[:, 0], minlength=len(rows))
+    counted = many > 0
+    # Pairs as one number each: whether a found row is right is a search in a sorted list.
+    # One more than there are rows: −1 is equal to none.
+    width = int(torch.cat((rows.view(-1), right[:, 1])).max()) + 2 if len(rows) else 1
+    keys = (right[:, 0] * width + right[:, 1]).contiguous()
+    asked = torch.arange(len(rows), device=rows.device)[:, None] * width + rows
+    place = torch.searchsorted(keys, asked.contiguous()).clamp(max=max(len(keys) - 1, 0))
+    hit = keys[place] == asked if len(keys) else torch.zeros_like(rows, dtype=torch.bool)
+    discount = 1 / torch.arange(2, rows.shape[1] + 2, dtype=torch.float64, device=rows.device).log2()
+    most = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
+    found: dict[str, float] = {}
+    for cut in cuts:
+        at = hit[:, :cut].double()
+        first = (at / torch.arange(1, cut + 1, dtype=torch.float64, device=rows.device)).amax(1)
+        values = {
+            "recall": at.sum(1) / many,
+            "ndcg": (at @ discount[:cut]) / most[many.clamp(max=cut)],
+            "mrr": first,
+            "hit_rate": at.amax(1),
+        }
+        found |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
+        shown = rows[counted, :cut]
+        found[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
+    return found
+
+
+def _cuts(name: str, k: int | Sequence[int], most: int = 2048) -> list[int]:
+    cuts = sorted({k} if isinstance(k, int) else set(k))
+    if not cuts or any(isinstance(cut, bool) or not isinstance(cut, int) or not 1 <= cut <= most for cut in cuts):
+        raise ValueError(f"{name}: k must be integers from 1 to {most:,}, got {k!r}.")
+    return cuts
+
+
+def _pairs(name: str, argument: str, pairs: Tensor, queries: int, device: torch.device) -> Tensor:
+    """Distinct pairs in order."""
+    floats = pairs.dtype.is_floating_point or pairs.dtype == torch.bool
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or floats or pairs.device != device:
+        raise ValueError(
+            f"{name}: {argument} must be (pairs, 2) integers on {device}, of a query and an item, got "
+            f"{tuple(pairs.shape)} {pairs.dtype} on {pairs.device}."
+        )
+    if len(pairs) and not 0 <= int(pairs[:, 0].min()) <= int(pairs[:, 0].max()) < queries:
+        wrong = pairs[(pairs[:, 0] < 0) | (pairs[:, 0] >= queries)][0, 0]
+        raise ValueError(f"{name}: {argument} must hold queries from 0 to {queries - 1:,}, got {int(wrong)}.")
+    distinct: Tensor = torch.unique(pairs.long(), dim=0)
+    return distinct
+
+
+def _check_rows(name: str, argument: str, pairs: Tensor, items: int) -> None:
+    wrong = pairs[(pairs[:, 1] < 0) | (pairs[:, 1] >= items)]
+    if len(wrong):
+        raise ValueError(
+            f"{name}: {argument} must hold rows of the {items:,} items, got {int(wrong[0, 1])} for query "
+            f"{int(wrong[0, 0])}."
+        )
+
+
+def _rows_of(name: str, index: Index, pairs: Tensor) -> Tensor:
+    """Pairs with rows in place of ids; for ids that are not there numbers beyond all rows, each another."""
+    if index.ids is not None and index.ids.kind != "int64":
+        raise ValueError(f"{name}: the index must have integers for ids, got strings: pass index.embeddings.")
+    rows = torch.full_like(pairs[:, 1], -1)
+    if index.ids is not None and len(pairs):
+        rows = torch.from_numpy(np.asarray(index.ids.find(pairs[:, 1].cpu().numpy())[1])).to(rows)
+    beyond = len(index.embeddings) + torch.arange(len(rows), device=rows.device)
+    return torch.stack((pairs[:, 0], torch.where(rows < 0, beyond, rows)), 1)
+
+
+def _passing(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
+    """A bit for each query and item: whether it is ranked. bounds: (2, B), where a query's pairs are in `out`."""
+    counts = bounds[1] - bounds[0]
+    if not int(counts.sum()):
+        return None
+    B, words = bounds.shape[1], (items + 31) // 32
+    query = torch.repeat_interleave(torch.arange(B, device=out.device), counts)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts - bounds[0], counts)
+    item = out[torch.arange(len(query), device=out.device) - before, 1]
+    # No pair comes twice: the sum of a word's bits is the word.
+    hidden = torch.zeros(B * words, dtype=torch.int64, device=out.device)
+    hidden.index_add_(0, query * words + (item >> 5), torch.ones_like(item) << (item & 31))
+    return RowBits((~hidden).to(torch.int32).view(B, words), torch.arange(B, dtype=torch.int32, device=out.device))
+
+
+def _best(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) -> Tensor:
+    """(B, k) rows."""
+    if isinstance(items, Tensor):
+        return filtered_topk(query, items.detach(), k, where=bits)[1]
+    from tigon.retrieve import searching
+
+    return searching.rows_of_bits(items, query, k, bits)
 
 
 def _hits(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

@@ -224,6 +224,20 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
     return scores, rows, exact
 
 
+@torch.no_grad()
+def rows_of_bits(index: Index, query: Tensor, k: int, bits: RowBits | None) -> Tensor:
+    """(B, k), the rows that an exhaustive search finds among those whose bits are set; None: among all."""
+    with index.turns.asking(), index.turns.search(index.device):
+        end = index.rows.end
+        if not end:
+            return torch.full((len(query), k), -1, dtype=torch.int64, device=index.device)
+        if bits is not None:
+            bits = bits._replace(bits=bits.bits[:, : (end + 31) // 32])
+        live = None if index.rows.count == end else index.live[: (end + 31) // 32]
+        asked, _ = _query(index, query)
+        return filtered_topk(asked, index.embeddings[:end], k, where=bits, live=live, bias=_bias(index, end))[1]
+
+
 def _too_large(queries: int) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
         f"Index.search: the device's memory does not suffice for {queries} {'query' if queries == 1 else 'queries'} at "
