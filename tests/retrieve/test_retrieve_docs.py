@@ -8,14 +8,14 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs" / "retrieve"
 
 
-@pytest.mark.parametrize("page", ["index", "filters", "updates", "batching", "train"])
+@pytest.mark.parametrize("page", ["index", "filters", "updates", "batching", "train", "links"])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
-    for package in ("pyarrow", "pandas", "safetensors") if page == "index" else ("safetensors",):
+    for package in ("pyarrow", "pandas", "safetensors") if page in ("index", "links") else ("safetensors",):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     names = {}
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= (1 if page == "train" else 3)
+    assert len(blocks) >= (1 if page in ("train", "links") else 3)
     for block in blocks:
         exec(compile(block, f"{page}.md", "exec"), names)
     said = capsys.readouterr().out

@@ -7,6 +7,9 @@ from tigon.retrieve.columns import Category as Category
 from tigon.retrieve.columns import Tags as Tags
 from tigon.retrieve.hits import Hits as Hits
 from tigon.retrieve.index import Index as Index
+from tigon.retrieve.links import Edge as Edge
+from tigon.retrieve.links import Links as Links
+from tigon.retrieve.links import LinkWeights as LinkWeights
 from tigon.retrieve.losses import FrequencyEstimator as FrequencyEstimator
 from tigon.retrieve.losses import in_batch_softmax as in_batch_softmax
 from tigon.retrieve.losses import sampled_softmax as sampled_softmax
