@@ -289,6 +289,15 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
         ("two terms", half, torch.float16, 256, 128, 100, {"bias": True}),
         ("bytes", half, byte, 256, 128, 100, {}),
         ("bytes", half, byte, 16, 128, 100, {}),
+        *[
+            (f"{n} tags, {B} queries", half, half, B, 128, 100, {"tags": n})
+            for n, B in ((48, 16), (48, 256), (90, 256))
+        ],
+        ("200 tags", half, half, 256, 128, 100, {"tags": 200}),
+        ("48 tags, a list", half, half, 1, 128, 100, {"tags": 48, "where": one}),
+        ("48 tags, two terms", wide, half, 256, 128, 100, {"tags": 48}),
+        ("48 tags, width 768", half, half, 256, 768, 100, {"tags": 48}),
+        ("48 tags, fp32", wide, wide, 256, 128, 100, {"tags": 48}),
         ("fp32", wide, wide, 1, 128, 100, {}),
         ("fp32", wide, wide, 256, 128, 100, {}),
         ("fp16", torch.float16, torch.float16, 256, 128, 100, {}),
@@ -304,7 +313,14 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
         "codes, a list",
     )
     # Their scans, tiles and filters are those of other cases; k = 1000 and a width of 768 are compiled of no codes.
-    wider = "codes, fp32, live rows", "codes, width 768", "codes, dense with a filter"
+    wider = (
+        "48 tags, two terms",
+        "48 tags, fp32",
+        "200 tags",
+        "codes, fp32, live rows",
+        "codes, width 768",
+        "codes, dense with a filter",
+    )
     for why, dtype, stored, B, D, k, options in cases:
         if brief and (why in wider if brief == "cuda:90" else why not in once):
             continue
@@ -318,6 +334,11 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
                 bits = torch.empty(options["bits"], rows // 32, dtype=torch.int32)
                 which = None if len(bits) == 1 else torch.empty(B, dtype=torch.int32)
                 given["where"] = tigon.RowBits(bits, which)
+            if "tags" in options:
+                bits = [(n // 50, 1 << n % 50, 1 << n % 50) for n in range(min(options["tags"], 100))]
+                bits += [(1, 0x3FF, code) for code in range(options["tags"] - len(bits))]
+                given |= {"attributes": beside["attributes"], "tags": tigon.RowTags(bits, device="meta")}
+                given["tag_weights"] = torch.empty(B, options["tags"], dtype=wide)
             if "live" in options:
                 given["live"] = beside["live"]
             if "bias" in options:

@@ -33,6 +33,7 @@ from tigon.ops.filtered_topk.bits import RowBits as RowBits
 from tigon.ops.filtered_topk.codes import CodedItems as CodedItems
 from tigon.ops.filtered_topk.codes import encode_items as encode_items
 from tigon.ops.filtered_topk.filters import RowFilter as RowFilter
+from tigon.ops.filtered_topk.tags import RowTags as RowTags
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu

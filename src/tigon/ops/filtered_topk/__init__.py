@@ -24,9 +24,10 @@ from tigon.ops.filtered_topk.launches import _filtered_topk
 from tigon.ops.filtered_topk.plan import kind_of
 from tigon.ops.filtered_topk.reference import filtered_topk_reference
 from tigon.ops.filtered_topk.signed import by_signs, check_signs, sign_topk
+from tigon.ops.filtered_topk.tags import RowTags
 from tigon.runtime import check_tensors, use_triton
 
-__all__ = ["CodedItems", "RowBits", "RowFilter", "encode_items", "filtered_topk", "filtered_topk_reference"]
+__all__ = ["CodedItems", "RowBits", "RowFilter", "RowTags", "encode_items", "filtered_topk", "filtered_topk_reference"]
 
 Plan = Literal["auto", "dense", "compact", "bitmaps", "codes"]
 Where = RowFilter | Sequence[RowFilter | None] | RowBits
@@ -44,6 +45,8 @@ def filtered_topk(
     where: RowFilter | Sequence[RowFilter | None] | RowBits | None = None,
     live: Tensor | None = None,
     bias: Tensor | None = None,
+    tags: RowTags | None = None,
+    tag_weights: Tensor | None = None,
     plan: Plan = "auto",
     share: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -55,12 +58,15 @@ def filtered_topk(
             bits, which a search reads first where that moves fewer bytes. The answer is the same. With signs for codes
             it is approximate where they are read: rows that are among the best may be missing.
         k: 1 to 2048.
-        attributes: (W, N) int64, W words of each row, which the filters test. Their highest bit is never used.
+        attributes: (W, N) int64, W words of each row, which filters and tags test. Their highest bit is never used.
         where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
             once where they are the same object. Make them with `device=` where you compile the call. A `tigon.RowBits`
             instead of filters that were tested before: a search then reads N/8 bytes of each, and no attributes.
         live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
         bias: (N,) fp32, added to the scores of a row.
+        tags: T values of the attributes. Make them with `device=` where you compile the call.
+        tag_weights: (B, T) fp32, finite: for each query what a row's having each of the values adds to its score.
+            Codes of the items are not read then, and signs are not either: the answer is exact.
         plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows
             with a filter for each query; "codes" the signs of all that pass at most one filter. "auto" takes what moves
             fewest bytes. The answer is the same, but for signs.
@@ -72,7 +78,8 @@ def filtered_topk(
         asked for: the answer has none.
 
     Scores are sums in fp32 of the numbers as they are stored, in an order that depends on D and k alone: the same query
-    gets the same bits whatever its batch and the plan.
+    gets the same bits whatever its batch and the plan. Weights of tags are added at the end, one after another in the
+    order of word and value; tags whose weight is 0 change no bit.
 
     Replaces::
 
@@ -87,12 +94,18 @@ def filtered_topk(
     if coded is not None:
         _check_codes(coded, k)
     _check_rows(query, items, attributes, live, bias)
+    if _check_tags(query, attributes, tags, tag_weights, plan):
+        coded = None
     where = _checked_filters(query, items.shape[0], attributes, where, plan)
     if by_signs(query, coded, where, plan, share) and coded is not None:
         return sign_topk(query, coded, k, attributes, where, live, bias)
     # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
     if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
-        return filtered_topk_reference(query, items, k, attributes=attributes, where=where, live=live, bias=bias)
+        return filtered_topk_reference(
+            query, items, k, attributes=attributes, where=where, live=live, bias=bias, tags=tags,
+            tag_weights=tag_weights,
+        )  # fmt: skip
+    words = attributes
     if isinstance(where, RowBits):
         kind = kind_of(where.filters if where.which is None else 2, share, plan)
         which, starts = (where.which, where.beginnings()) if kind == "bitmaps" else (None, None)
@@ -105,7 +118,12 @@ def filtered_topk(
         given = attributes, *tables, filters, live, bias, kind
     if coded is not None and coded.scales is not None and coded.error is not None:  # 8-bit codes, no signs
         return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *given, share)[:2]
-    return _filtered_topk(query, items, k, *given)
+    if tags is None or tag_weights is None or not len(tags):
+        return _filtered_topk(query, items, k, *given)
+    moved = tags.to(query.device) if tags.table.device != query.device else tags
+    weights = query.new_zeros((query.shape[0], moved.table.shape[1]), dtype=torch.float32)
+    weights = weights.index_copy(1, moved.places, tag_weights.float())
+    return _filtered_topk(query, items, k, *given, words, moved.table, weights, moved.width)
 
 
 def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:
@@ -164,6 +182,36 @@ def _check_rows(
                     f"filtered_topk: {name} must not require a gradient, which the answer does not have, got one that "
                     "does: search under torch.no_grad(), or pass it detached, and score the found rows again."
                 )
+
+
+def _check_tags(
+    query: Tensor, attributes: Tensor | None, tags: RowTags | None, tag_weights: Tensor | None, plan: str
+) -> bool:
+    """Whether there are tags."""
+    if tags is None and tag_weights is None:
+        return False
+    if not isinstance(tags, RowTags):
+        raise ValueError(f"filtered_topk: tags must be a tigon.RowTags beside tag_weights, got {type(tags).__name__}.")
+    check_tensors("filtered_topk", tag_weights=tag_weights)
+    wanted = query.shape[0], len(tags)
+    floats = torch.float32, torch.float64
+    if tag_weights is None or tag_weights.shape != wanted or tag_weights.dtype not in floats:
+        got = "None" if tag_weights is None else f"{tuple(tag_weights.shape)} {tag_weights.dtype}"
+        raise ValueError(f"filtered_topk: tag_weights must be {wanted} fp32, a query and a tag each, got {got}.")
+    if tag_weights.device != query.device:
+        raise ValueError(
+            f"filtered_topk: tag_weights must be on {query.device}, as query is, got {tag_weights.device}."
+        )
+    if torch.is_grad_enabled() and tag_weights.requires_grad:
+        raise ValueError(
+            "filtered_topk: tag_weights must not require a gradient, which the answer does not have, got one that does."
+        )
+    have = 0 if attributes is None else attributes.shape[0]
+    if have < tags.words:
+        raise ValueError(f"filtered_topk: attributes must have the {tags.words} words that the tags test, got {have}.")
+    if plan == "codes":
+        raise ValueError("filtered_topk: plan must not be 'codes' with tags, which signs know nothing of, got 'codes'.")
+    return True
 
 
 def _check_codes(coded: CodedItems, k: int) -> None:

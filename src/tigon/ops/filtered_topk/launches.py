@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk.compact import _list_bits_kernel, _list_kernel, _words_kernel
-from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_of
+from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_of, tag_steps
 from tigon.ops.filtered_topk.rescore import _rescore_kernel
 from tigon.ops.filtered_topk.scan import _scan_kernel, _split_kernel
 from tigon.ops.filtered_topk.select import _choose_kernel, _fold_kernel, _pick_kernel
+from tigon.ops.filtered_topk.tags import Tagged
 from tigon.runtime import Plan as Launch
 from tigon.runtime import cdiv, launch, launcher, next_power_of_2
 from tigon.runtime import device as facts
@@ -42,7 +43,7 @@ class Rows(NamedTuple):
     """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
     filter; live bits, biases. which: the filter of each query, where there are several. listing: from what the scan
     makes the list itself, attributes, table, bitmaps and live bits, or bits and live bits. starts: where in `word` each
-    filter's bits begin, if it holds those."""
+    filter's bits begin, if it holds those. tagged: weights of what rows have beside."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -52,11 +53,13 @@ class Rows(NamedTuple):
     bias: Tensor | None
     listing: tuple[Tensor | None, ...] | None = None
     starts: Tensor | None = None
+    tagged: Tagged | None = None
 
 
 def _filtered_topk_fake(
     query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B = query.shape[0]
     return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
@@ -64,16 +67,19 @@ def _filtered_topk_fake(
 
 @launcher(
     "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
-    "int filters, Tensor? live, Tensor? bias, str kind) -> (Tensor, Tensor)",
+    "int filters, Tensor? live, Tensor? bias, str kind, Tensor? words=None, Tensor? tags=None, Tensor? weights=None, "
+    "int width=0) -> (Tensor, Tensor)",
     _filtered_topk_fake,
 )
 def _filtered_topk(
     query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table.
 
     Without attributes, bitmaps are the bits of rows for each filter, and table (F,) says where in them each begins.
+    words: attributes that tags (3, C) test, `width` columns of one word at a time; weights: (B, C) fp32.
     """
     (B, D), N = query.shape, items.shape[0]
     scores = query.new_empty((B, k), dtype=torch.float32)
@@ -85,13 +91,17 @@ def _filtered_topk(
     bias = None if bias is None else _unit_stride(bias)
     live = None if live is None else live.contiguous()
     high, low, scale = _terms(query, items)
+    tagged = None if words is None or tags is None or weights is None else _tagged(words, tags, weights, width)
     plan = _plan_of(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
-        two_terms=low is not None, room=facts.shared_memory(query.device),
+        two_terms=low is not None, room=facts.shared_memory(query.device), width=width,
+        steps=0 if tags is None else tags.shape[1] // width, many=facts.has_copy_engine(query.device),
     )  # fmt: skip
-    number = _number((plan, k, filters, kind, _key(query, high, items, attributes, table, bitmaps, live, bias)))
+    tensors = query, high, items, attributes, table, bitmaps, live, bias, words, tags
+    number = _number((plan, k, filters, kind, width, _key(*tensors)))
     size = cdiv(B, plan.pieces)
     given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
+    given = given if tagged is None else given._replace(tagged=tagged)
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
     if plan.pieces == 1:
         picks = _picked((high, low, scale), stored, given, filters, plan, (number, B))
@@ -100,6 +110,7 @@ def _filtered_topk(
     for start in range(0, B, size):
         at = slice(start, start + size)
         part = given if given.which is None else given._replace(which=given.which[at])
+        part = part if tagged is None else part._replace(tagged=tagged.part(at))
         terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
         key = number, len(terms[0])
         picks = _picked(terms, stored, part, filters, plan, key)
@@ -133,6 +144,20 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
 
     launch(_split_kernel, _key(query, high), (query, high, low, scale), plan)
     return high, low, scale
+
+
+def _tagged(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
+    """The weights of tags in two terms of fp16 as well: together they leave out 2⁻²² of each."""
+    B, C = weights.shape
+    words, weights = _unit_stride(words), weights.contiguous()
+    high, low = (weights.new_empty((B, C), dtype=torch.float16) for _ in range(2))
+    scale = weights.new_empty((B,))
+
+    def plan() -> Launch:
+        return B, (C, C, next_power_of_2(C)), {"num_warps": 4}
+
+    launch(_split_kernel, _key(weights, high), (weights, high, low, scale), plan)
+    return Tagged(words, tags, weights, high, low, scale, width)
 
 
 def _rows(
@@ -214,16 +239,21 @@ def _launch_scan(
         mode = 4 if filters <= 32 else 5
     attributes, table, bitmaps, live = rows.listing or (None, rows.starts, None, rows.live)
     given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
-    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps, certified)
+    tagged = rows.tagged
+    beside_tags = (None,) * 5 if tagged is None else (tagged.words, tagged.table, tagged.high, tagged.low, tagged.scale)
+    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps, certified, *beside_tags)
 
     def plan_scan() -> Launch:
         tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
         middle_at = starts[of_strips + 1] if sizes.middle else 0
         beside = (0 if attributes is None else attributes.stride(0), 0 if table is None else table.shape[0])
+        columns = 0 if tagged is None else tagged.table.shape[1]
+        width = 0 if tagged is None else tagged.width
         arguments = (
-            B, N, blocks, *beside, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips], D, sizes.group,
+            B, N, blocks, *beside, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips],
+            0 if tagged is None else tagged.words.stride(0), columns, D, sizes.group,
             sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit,
-            min(LISTING, sizes.strip) if rows.listing else 0, tile.stages,
+            min(LISTING, sizes.strip) if rows.listing else 0, tile.stages, width, tag_steps(columns, width),
         )  # fmt: skip
         return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
 
@@ -307,12 +337,17 @@ def _rescored(
     candidates = query.new_empty((B, K * G), dtype=torch.float32)
     of_rows = query.new_empty((B, K * G), dtype=torch.int32)
     given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
-    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts, certified, best)
+    tagged = rows.tagged
+    beside_tags = (None,) * 3 if tagged is None else (tagged.words, tagged.table, tagged.weights)
+    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts, certified, best, *beside_tags)
 
     def plan_rescore() -> Launch:
         depth = max(16, min(128, next_power_of_2(D)))
         unit = _unit(items)
-        arguments = N, K, query.stride(0), items.stride(0) // unit, D, G, sizes.strip, sizes.places, depth, unit
+        of_tags = (0, 0) if tagged is None else (tagged.words.stride(0), tagged.table.shape[1])
+        arguments = (
+            N, K, query.stride(0), items.stride(0) // unit, *of_tags, D, G, sizes.strip, sizes.places, depth, unit,
+        )  # fmt: skip
         # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
         return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
 

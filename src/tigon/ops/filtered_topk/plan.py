@@ -135,30 +135,55 @@ TILES_FP32 = {16: Tile(16, 64, 64, 4, 3), 256: Tile(64, 64, 64, 8, 2)}
 ROOM = 232448
 
 
+def tag_steps(columns: int, width: int) -> int:
+    """How many steps of a tile's product with tags keep their weights where they are: 1, 2, or 0 for more."""
+    steps = columns // width if width else 0
+    return steps if steps <= 2 else 0
+
+
 def tile_of(
-    B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM
+    B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM, width: int = 0,
+    steps: int = 0, many: bool = True,
 ) -> Tile:  # fmt: skip
-    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory of a program."""
+    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory of a program. width:
+    columns of tags that a step of their product has, 0 without tags; steps: of those. many: whether products read their
+    numbers from shared memory, as from the H100 on, which leaves registers for larger tiles with tags."""
     if dtype == torch.float32:
         tile = TILES_FP32[16 if B <= 16 else 256]
     elif D > 128:
         tile = TILES_WIDE[16 if B <= 16 else 64 if B <= 64 else 256]
     else:
         most = next((n for n in TILES if n >= B), 256)
-        tile = TILES_FILTERED[most] if kind == "bitmaps" else TILES[most][kind == "compact"]
+        tile = TILES_FILTERED[most] if kind == "bitmaps" or width else TILES[most][kind == "compact"]
         if two_terms:
             tile = tile._replace(queries=min(tile.queries, 128), stages=min(tile.stages, 3))
+    if width:
+        tile = _with_tags(tile, dtype, steps, two_terms, many)
     tile = tile._replace(depth=max(16, min(tile.depth, next_power_of_2(D))))
     size = 4 if dtype == torch.float32 else 2
-    while tile.stages > 1 and _shared(tile, D, size, two_terms) > room:
+    while tile.stages > 1 and _shared(tile, D, size, two_terms, width, steps) > room:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.queries > 16 and _shared(tile, D, size, two_terms) > room:
+    while tile.queries > 16 and _shared(tile, D, size, two_terms, width, steps) > room:
         tile = tile._replace(queries=tile.queries // 2)
     return tile
 
 
-def _shared(tile: Tile, D: int, size: int, two_terms: bool) -> int:
+def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many: bool) -> Tile:
+    """Their product has sums of its own: of tiles that leave no registers for these, less."""
+    if dtype == torch.float32:
+        return tile._replace(queries=min(tile.queries, 16), warps=4)
+    if not many:
+        return tile._replace(queries=min(tile.queries, 32 if steps > 1 or two_terms else 64), rows=64, warps=4)
+    if steps > 2:
+        return tile._replace(queries=min(tile.queries, 32), rows=64, warps=4)
+    return tile
+
+
+def _shared(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0, steps: int = 0) -> int:
     """Bytes of shared memory: queries stay where one step is the whole sum, and else move as rows do."""
+    if width:  # two terms of the weights, and the tags of the rows
+        tags = 2 * width * (2 * tile.queries * min(steps, 2) + tile.rows * min(steps, 2))
+        return tags + _shared(tile, D, size, two_terms)
     queries = tile.queries * (2 if two_terms else 1)
     if tile.depth >= D:
         return size * tile.depth * (queries + tile.stages * tile.rows) + 4096
@@ -177,7 +202,7 @@ def kind_of(filters: int, share: float | None, kind: str = "auto") -> str:
 def plan_of(
     B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
-    room: int = ROOM, kept: bool = False,
+    room: int = ROOM, kept: bool = False, width: int = 0, steps: int = 0, many: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan of a search.
 
@@ -187,7 +212,7 @@ def plan_of(
         words: attribute words that the filters read. kept: whether their bits are read instead.
         share: of the rows that pass; None where nobody knows: half of them are counted.
         live, bias: whether there are any.
-        kind: "auto", or the plan that is asked for. two_terms, room: see `tile_of`.
+        kind: "auto", or the plan that is asked for. two_terms, room, width, steps, many: see `tile_of`.
     """
     kind, sizes = kind_of(filters, share, kind), sizes_of(k)
     levels = levels_of(N, sizes)
@@ -206,10 +231,14 @@ def plan_of(
     one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
     one += 8 * groups * sizes.group
     pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
-    tile = tile_of(cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room)
+    tile = tile_of(
+        cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room, width=width, steps=steps, many=many
+    )  # fmt: skip
+    # Of tags a word for each step, and two terms of the weights.
+    read += int(N * passing) * 8 * steps
     return Plan(
-        kind if N and B else "none", read, int(2 * B * N * passing * D), groups, sizes, levels, tile, pieces,
-        one * cdiv(B, max(pieces, 1)),
+        kind if N and B else "none", read, int(2 * B * N * passing * (D + 2 * width * steps)), groups, sizes, levels,
+        tile, pieces, one * cdiv(B, max(pieces, 1)),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk.bits import RowBits
 from tigon.ops.filtered_topk.filters import RowFilter
+from tigon.ops.filtered_topk.tags import RowTags
 from tigon.runtime import is_traced
 
 # Scores of a chunk: 64 MiB of fp32.
@@ -18,7 +19,7 @@ SCORES = 1 << 24
 def filtered_topk_reference(
     query: Tensor, items: Tensor, k: int, *, attributes: Tensor | None = None,
     where: RowFilter | Sequence[RowFilter | None] | RowBits | None = None, live: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, tags: RowTags | None = None, tag_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, N = query.shape[0], items.shape[0]
     wide = torch.float64 if torch.float64 in (query.dtype, items.dtype) else torch.float32
@@ -30,6 +31,8 @@ def filtered_topk_reference(
         s = q @ items[start:stop].to(wide).t()
         if bias is not None:
             s = s + bias[start:stop].to(wide)
+        if tags is not None and tag_weights is not None and attributes is not None and len(tags):
+            s = s + tag_weights.to(wide) @ tags.has(attributes[:, start:stop]).to(wide)
         hidden = _hidden(attributes, where, live, start, stop)
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)

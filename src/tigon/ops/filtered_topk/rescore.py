@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from tigon.ops.filtered_topk.compact import is_live
 from tigon.ops.filtered_topk.scan import numbers
+from tigon.ops.filtered_topk.tags import add_tags
 from tigon.runtime import do_not_specialize, jit, tl
 
 
 @jit
-@do_not_specialize("N", "K", "stride_q", "units_x")
+@do_not_specialize("N", "K", "stride_q", "units_x", "stride_w", "columns")
 def _rescore_kernel(
     q_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, pick_ptr, candidate_ptr, row_ptr,
-    start_ptr, certified_ptr, best_ptr, N, K, stride_q, units_x, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr,
+    start_ptr, certified_ptr, best_ptr, words_ptr, tags_ptr, weight_ptr,
+    N, K, stride_q, units_x, stride_w, columns, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One group of one query: the scores of its rows in fp32, -inf for what is none, and the rows.
@@ -19,7 +21,7 @@ def _rescore_kernel(
     The order of the sums depends on D and G alone, and no product and sum are contracted: a query's scores have the
     same bits in every plan and batch. start_ptr: where the bits of each filter begin behind word_ptr; None for words.
     certified_ptr: of each query, whether its answer is known; then nothing is scored. best_ptr: (B, K), for the maximum
-    of each group.
+    of each group. tags_ptr: (3, columns), what `RowTags.table` holds; weight_ptr: (B, columns) fp32.
     """
     b = (tl.program_id(0) // K).to(tl.int64)
     r = tl.program_id(0) % K
@@ -58,6 +60,8 @@ def _rescore_kernel(
     s = tl.sum(sums, 1)
     if bias_ptr is not None:
         s += tl.load(bias_ptr + i, mask=there, other=0.0)
+    if tags_ptr is not None:
+        s += add_tags(words_ptr, tags_ptr, weight_ptr + b * columns, stride_w, columns, i, there, G)
     s = tl.where(there & (s == s), tl.where(s == 0, 0.0, s), float("-inf"))
     at = (b * K + r) * G + tl.arange(0, G)
     tl.store(candidate_ptr + at, s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tigon.ops.filtered_topk.compact import is_live, list_bits, list_strip, live_words
+from tigon.ops.filtered_topk.tags import has_tags
 from tigon.runtime import do_not_specialize, jit, tl
 
 
@@ -98,14 +99,18 @@ def write_maxima(
 
 
 @jit
-@do_not_specialize("B", "N", "blocks", "stride_a", "literals", "units_x", "middle_at", "strip_at")
+@do_not_specialize(
+    "B", "N", "blocks", "stride_a", "literals", "units_x", "middle_at", "strip_at", "stride_w", "columns"
+)
 def _scan_kernel(
     q_ptr, low_ptr, scale_ptr, x_ptr, list_ptr, count_ptr, word_ptr, which_ptr, live_ptr, bias_ptr, maxima_ptr,
     attributes_ptr, table_ptr, bitmaps_ptr, certified_ptr,
-    B, N, blocks, stride_a, literals, stride_q, units_x, middle_at, strip_at,
+    words_ptr, tags_ptr, weight_ptr, weight_low_ptr, weight_scale_ptr,
+    B, N, blocks, stride_a, literals, stride_q, units_x, middle_at, strip_at, stride_w, columns,
     D: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr,
     STRIP: tl.constexpr, FILTERS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr, TAGS: tl.constexpr,
+    TAG_STEPS: tl.constexpr,
 ):  # fmt: skip
     """One strip of rows, one block of queries.
 
@@ -116,6 +121,8 @@ def _scan_kernel(
     LISTING: rows of a step in which the program lists those of its strip that pass; 0 where others have, or nobody.
     Without a table the list is made from bits, which then stand in place of the attributes.
     certified_ptr: of each query, whether its answer is known. A block of such queries scans nothing.
+    TAGS: columns of a step of the tags' product; 0 without tags. TAG_STEPS: of such steps 1 or 2, whose weights are
+    loaded once, or 0: `columns / TAGS` of them, loaded again for each tile.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -131,7 +138,7 @@ def _scan_kernel(
         q = tl.load(q_ptr + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
         if low_ptr is not None:
             low = tl.load(low_ptr + q_at, mask=here[:, None] & (d < D)[None, :], other=0.0)
-    if bias_ptr is not None and scale_ptr is not None:
+    if (bias_ptr is not None or TAGS > 0) and scale_ptr is not None:
         scale = tl.load(scale_ptr + b, mask=here, other=1.0)
     if FILTERS >= 2:
         # A filter is a column of the product: -2⁶⁴ in its queries' rows and 2⁶³ in those of the items that fail. The
@@ -148,6 +155,22 @@ def _scan_kernel(
         if FILTERS == 4:
             known = bit < literals
             bits_ptr = word_ptr + tl.load(table_ptr + bit, mask=known, other=0)
+    if TAGS > 0:
+        tag = tl.arange(0, TAGS)
+        weight_scale = tl.load(weight_scale_ptr + b, mask=here, other=0.0)
+        weight_at = b.to(tl.int64)[:, None] * columns + tag[None, :]
+        if TAG_STEPS > 0:
+            weight = tl.load(weight_ptr + weight_at, mask=here[:, None], other=0.0)
+            weight_low = tl.load(weight_low_ptr + weight_at, mask=here[:, None], other=0.0)
+            word = tl.load(tags_ptr)
+            tag_mask = tl.load(tags_ptr + columns + tag)
+            tag_value = tl.load(tags_ptr + 2 * columns + tag)
+        if TAG_STEPS > 1:
+            weight_2 = tl.load(weight_ptr + weight_at + TAGS, mask=here[:, None], other=0.0)
+            weight_low_2 = tl.load(weight_low_ptr + weight_at + TAGS, mask=here[:, None], other=0.0)
+            word_2 = tl.load(tags_ptr + TAGS)
+            tag_mask_2 = tl.load(tags_ptr + columns + TAGS + tag)
+            tag_value_2 = tl.load(tags_ptr + 2 * columns + TAGS + tag)
     first = strip * STRIP
     n = rows_of_strip(
         strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals, STRIP,
@@ -207,10 +230,33 @@ def _scan_kernel(
                 fails = fail_columns(bits_ptr, known, live_ptr, first // 32 + t * (BLOCK_N // 32), N, BLOCK_N)
                 of_word = tl.where((mine - v * 32)[:, None] == bit[None, :], -18446744073709551616.0, 0.0)
                 s = tl.dot(of_word.to(tl.bfloat16), tl.trans(fails), s)
+        if (bias_ptr is not None or TAGS > 0) and scale_ptr is not None:
+            s = s * scale[:, None]
         if bias_ptr is not None:
-            if scale_ptr is not None:
-                s = s * scale[:, None]
             s = s + tl.load(bias_ptr + i)[None, :]
+        if TAGS > 0:
+            # The tags of a row are columns of another product, of ones and zeros in fp16.
+            if TAG_STEPS > 0:
+                has = tl.trans(has_tags(words_ptr, stride_w, i, word, tag_mask, tag_value))
+                v = tl.dot(weight, has)
+                v = tl.dot(weight_low, has, v)
+            else:
+                v = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
+                for column in range(0, columns, TAGS):
+                    weight = tl.load(weight_ptr + weight_at + column, mask=here[:, None], other=0.0)
+                    weight_low = tl.load(weight_low_ptr + weight_at + column, mask=here[:, None], other=0.0)
+                    tag_mask = tl.load(tags_ptr + columns + column + tag)
+                    tag_value = tl.load(tags_ptr + 2 * columns + column + tag)
+                    has = tl.trans(
+                        has_tags(words_ptr, stride_w, i, tl.load(tags_ptr + column), tag_mask, tag_value)
+                    )  # fmt: skip
+                    v = tl.dot(weight, has, v)
+                    v = tl.dot(weight_low, has, v)
+            if TAG_STEPS > 1:
+                has_2 = tl.trans(has_tags(words_ptr, stride_w, i, word_2, tag_mask_2, tag_value_2))
+                v = tl.dot(weight_2, has_2, v)
+                v = tl.dot(weight_low_2, has_2, v)
+            s = s + v * weight_scale[:, None]
         # Two comparisons a row, and an addition a score.
         if FILTERS == 1:
             s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
