@@ -34,3 +34,21 @@ def test_passages_for_a_question_under_filters(example):
     (updated,) = re.findall(r"after an update: \[(.*)\]", said)
     assert "kb-11" in updated
     assert "kb-1'" not in updated
+
+
+def test_links_find_the_planted_edges_and_explain_hits(example):
+    pytest.importorskip("pyarrow")
+    said = example(EXAMPLES / "retrieve_links.py")
+    learned = re.findall(r"^  (\w+)=(\w+) → (\w+)=(\w+), \+[\d.]+$", said, re.MULTILINE)
+    assert set(learned) >= {
+        ("occupation", "programmer", "genres", "scifi"), ("occupation", "doctor", "genres", "drama"),
+        ("occupation", "student", "era", "1990s"),
+    }  # fmt: skip
+    shares = dict(re.findall(r"^(vectors alone|with links|links alone): (\d+) %", said, re.MULTILINE))
+    assert int(shares["with links"]) > 1.5 * int(shares["vectors alone"])
+    parts = re.findall(r"^  film-\d+ +(\S+) = (\S+) of vectors(.*)$", said, re.MULTILINE)
+    assert len(parts) == 3
+    for score, vectors, rest in parts:
+        links = [float(number) for number in re.findall(r", ([+-][\d.]+)", rest)]
+        assert float(vectors) + sum(links) == pytest.approx(float(score), abs=0.02)
+    assert "scifi" in "".join(rest for *_, rest in parts)

@@ -5,6 +5,7 @@ from tigon.retrieve.batching import Overloaded as Overloaded
 from tigon.retrieve.calibrating import Calibration as Calibration
 from tigon.retrieve.columns import Category as Category
 from tigon.retrieve.columns import Tags as Tags
+from tigon.retrieve.hits import HitParts as HitParts
 from tigon.retrieve.hits import Hits as Hits
 from tigon.retrieve.index import Index as Index
 from tigon.retrieve.links import Edge as Edge

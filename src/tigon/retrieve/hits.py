@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from tigon.retrieve.ids import Ids, IntIds, read_ids
+from tigon.retrieve.links import Edge
+
+if TYPE_CHECKING:
+    from tigon.retrieve.linking import HitLinks
+
+
+class HitParts(NamedTuple):
+    """What the score of a hit is made of: score = vectors + the sum of the edges' weights, up to rounding.
+
+    Attributes:
+        id: of the item. score: as in `Hits.scores`.
+        vectors: alpha times the score of the vectors.
+        edges: the links from the query's attributes to the item's, the largest weight first.
+    """
+
+    id: int | str
+    score: float
+    vectors: float
+    edges: list[Edge]
 
 
 class Hits:
@@ -22,9 +41,11 @@ class Hits:
         exact: (B,) bool, whether no item that passes has a higher score than those found.
     """
 
-    def __init__(self, scores: Tensor, keys: Tensor, exact: Tensor, ids: Ids | None) -> None:
+    def __init__(
+        self, scores: Tensor, keys: Tensor, exact: Tensor, ids: Ids | None, links: HitLinks | None = None
+    ) -> None:
         self.scores, self.exact = scores, exact
-        self._keys, self._ids = keys, ids
+        self._keys, self._ids, self._links = keys, ids, links
 
     @property
     def ids(self) -> Tensor | npt.NDArray[Any]:
@@ -47,6 +68,29 @@ class Hits:
         kept = keys[query, rank]
         ids = kept if self._ids is None else self._ids.shown(kept)
         return ids, {"query": query, "rank": rank, "score": self.scores.cpu().numpy()[query, rank]}
+
+    def explain(self) -> list[list[HitParts]]:
+        """For each query its hits, the best first, each with the parts of its score. Without links there is one part.
+
+        The links are those to the attributes that an item had when it was searched.
+
+        Returns: for each query a list of `HitParts`: id, score, vectors, edges.
+        """
+        ids, found = self._found()
+        has = None if self._links is None else self._links.has()
+        parts: list[list[HitParts]] = [[] for _ in range(len(self))]
+        for id, query, rank, score in zip(
+            ids.tolist(), found["query"].tolist(), found["rank"].tolist(), found["score"].tolist(), strict=True
+        ):
+            edges: list[Edge] = []
+            vectors = score
+            if self._links is not None and has is not None:
+                linked = self._links.linked
+                there = has[query, rank].nonzero()[:, 0].tolist()
+                edges = linked.given.edges(query, [linked.values[tag] for tag in there])
+                vectors -= sum(edge.weight for edge in edges)
+            parts[query].append(HitParts(id, score, vectors, edges))
+        return parts
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame with a row for each hit: query, rank from 0, id, score."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.retrieve import calibrating, coded, gathering, over, searching, storage, writing
+from tigon.retrieve import calibrating, coded, gathering, linking, over, searching, storage, writing
 from tigon.retrieve.calibrating import Calibration
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.gathering import Waiting
@@ -20,6 +20,7 @@ from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
 from tigon.retrieve.journal import Journal
 from tigon.retrieve.kept import Kept
+from tigon.retrieve.links import LinkWeights
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
@@ -99,6 +100,7 @@ class Index(nn.Module):
         self.waiting = Waiting()
         self.journal: Journal | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
+        self.tagged: dict[Any, Any] = {}
         self.kept = Kept()
         self._over: tuple[Tensor, ...] = ()
         self.coded_state: tuple[int, ...] | None = None  # of the parameter that the index is over, as its codes know it
@@ -297,6 +299,8 @@ class Index(nn.Module):
         *,
         strict: bool = False,
         candidates: int | None = None,
+        links: LinkWeights | None = None,
+        alpha: float = 1.0,
     ) -> Hits:
         """The k best items that pass, for each query. All that pass are scored, unless the index has codes "sign".
 
@@ -307,16 +311,20 @@ class Index(nn.Module):
             strict: whether a value in a filter that no item has is an error. Otherwise it lets no item through.
             candidates: with codes "sign": how many items are scored exactly, those with the best codes; None for five
                 times k, and at least 256. 0: all are.
+            links: of the queries, what `Links.of` returns. The score of an item is then alpha times that of the vectors
+                plus the weights of the links to its attributes. Codes are not read, and all that pass are scored.
+            alpha: how much vectors count beside links; 0 ranks by links alone. Other than 1 it makes the query fp32.
 
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
         with self.turns.asking():
-            search = searching.asked(self, query, k, where, strict, candidates)
+            search = searching.asked(self, query, k, where, strict, candidates, links, alpha)
             self.kept.prepare(self, search.filters)
             with self.turns.search(self.device):
                 scores, rows, all_scored = searching.found_rows(self, search)
                 ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
+                kept = linking.kept(self, search.links, rows)
             if search.norms is not None:
                 scores = scores - search.norms
             if search.ks is not None:
@@ -324,7 +332,7 @@ class Index(nn.Module):
                 beyond = torch.arange(search.most, device=self.device) >= ks
                 scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
             exact = torch.full((len(scores),), all_scored, device=self.device)
-            return Hits(scores, ids, exact, self.ids)
+            return Hits(scores, ids, exact, self.ids, kept)
 
     @torch.no_grad()
     def warmup(
@@ -379,7 +387,15 @@ class Index(nn.Module):
         with self.turns.writing:
             return calibrating.calibrated(self, queries, k, bits, candidates)
 
-    def explain(self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False) -> Explanation:
+    def explain(
+        self,
+        where: Where = None,
+        k: int = 100,
+        queries: int = 1,
+        *,
+        strict: bool = False,
+        links: LinkWeights | None = None,
+    ) -> Explanation:
         """What a filter does, and what a search with it costs: the share that passes and the plan. Nothing is searched.
 
         On a GPU also the time of the plan's bytes or products, at rates that the first call measures.
@@ -388,13 +404,14 @@ class Index(nn.Module):
             where: an expression or its text.
             k, queries: of the search.
             strict: as in `search`.
+            links: of as many queries, as in `search`.
 
         Returns: an Explanation, to be printed.
         Raises: ValueError for filters that do not fit the schema.
         """
         with self.turns.writing:
             self.counts.settle(wait=True)
-            return searching.explained(self, where, k, queries, strict)
+            return searching.explained(self, where, k, queries, strict, links)
 
     # --------------------------------------------------------------------------------------------------------- state
 
@@ -463,6 +480,7 @@ class Index(nn.Module):
         self.rows = Rows.of(live, int(self.item_ids.shape[0]))
         self.counts = Counts(self.schema)
         self.filters.clear()
+        self.tagged.clear()
         self.coded_state = None if self._over else ()
         self.kept.clear()
         there = np.flatnonzero(self.rows.there())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,9 +61,10 @@ class LinkWeights(NamedTuple):
     links: Links
     held: Held
 
-    def edges(self, query: int, value: Attribute) -> list[Edge]:
-        """The edges from a query's attributes to a value of items."""
-        return self.links._between(self.held.of(query), np.array([self.links.items.numbers[value]]))
+    def edges(self, query: int, values: Iterable[Attribute]) -> list[Edge]:
+        """The edges from a query's attributes to values of items, (column, value), the largest weight first."""
+        numbers = np.array([self.links.items.numbers[value] for value in values], dtype=np.int64)
+        return self.links._between(self.held.of(query), numbers)
 
 
 class Links:

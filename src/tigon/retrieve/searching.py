@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.ops.filtered_topk import CodedItems, RowBits, RowFilter, filtered_topk
 from tigon.ops.filtered_topk.plan import Plan, coded_plan_of, plan_of
 from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
-from tigon.retrieve import coded
+from tigon.retrieve import coded, linking
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.rates import rates_of
@@ -40,7 +40,8 @@ class Asked(NamedTuple):
 
     query: as the operator takes it. norms: (B, 1), what is taken from scores; None if nothing is. most: the largest k.
     ks: of each query, None if one is of all. filters: one for all queries, or one for each; share: of the items that
-    pass the one. candidates: that a query has where signs are read; 0 where they are not.
+    pass the one. candidates: that a query has where signs are read; 0 where they are not. links: beside which vectors
+    count alpha, which the query and norms have already, but no biases.
     """
 
     query: Tensor
@@ -50,9 +51,14 @@ class Asked(NamedTuple):
     filters: RowFilter | list[RowFilter | None] | None
     share: float | None
     candidates: int | None = None
+    links: linking.Linked | None = None
+    alpha: float = 1.0
 
 
-def asked(index: Index, query: Any, k: Any, where: Any, strict: bool, candidates: int | None = None) -> Asked:
+def asked(
+    index: Index, query: Any, k: Any, where: Any, strict: bool, candidates: int | None = None, links: Any = None,
+    alpha: float = 1.0,
+) -> Asked:  # fmt: skip
     """The arguments of a search, checked.
 
     Raises: ValueError for what does not fit the index.
@@ -61,7 +67,9 @@ def asked(index: Index, query: Any, k: Any, where: Any, strict: bool, candidates
     most, ks = ks_of(k, q.shape[0])
     filters, share = _filters(index, where, q.shape[0], strict)
     _check_candidates(index, most, candidates)
-    return Asked(q, norms, most, ks, filters, share, candidates)
+    found = linking.linked(index, links, alpha, q.shape[0])
+    q, norms = linking.weighed(q, norms, alpha)
+    return Asked(q, norms, most, ks, filters, share, candidates, found, alpha)
 
 
 def _check_candidates(index: Index, k: int, candidates: Any) -> None:
@@ -187,17 +195,21 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
         scores = torch.full((B, search.most), -torch.inf, device=index.device)
         return scores, torch.full((B, search.most), -1, dtype=torch.int64, device=index.device), True
     whole = index.rows.count == end and not hidden
-    items = index.embeddings[:end] if search.candidates == 0 else coded.items(index, end, search.candidates)
+    plain = search.candidates == 0 or search.links is not None  # codes know nothing of links
+    items = index.embeddings[:end] if plain else coded.items(index, end, search.candidates)
+    tagged = search.links is not None and len(search.links.tags) > 0
     given: dict[str, Any] = {
-        "attributes": index.attributes[:, :end] if search.filters is not None else None,
+        "attributes": index.attributes[:, :end] if search.filters is not None or tagged else None,
         "live": None if whole else index.live[: (end + 31) // 32],
-        "bias": _bias(index, end),
+        "bias": _bias(index, end, search.alpha),
         "share": search.share,
     }
     bits = index.kept.found(index, search.filters, end)
     filters = search.filters if bits is None else bits
-    if bits is not None:
+    if bits is not None and not tagged:
         given["attributes"] = None
+    if search.links is not None and tagged:
+        given |= {"tags": search.links.tags, "tag_weights": search.links.weights}
 
     def approximate(query: Tensor, where: Any) -> bool:
         coded_items = items if isinstance(items, CodedItems) else None
@@ -216,6 +228,8 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
             own = filters[part] if isinstance(filters, list) else filters
             if isinstance(own, RowBits) and own.which is not None:
                 own = own._replace(which=own.which[part])
+            if search.links is not None and tagged:
+                given["tag_weights"] = search.links.weights[part]
             parts.append(filtered_topk(search.query[part], items, search.most, where=own, **given))
             exact = exact and not approximate(search.query[part], own)
     except torch.OutOfMemoryError as error:
@@ -251,12 +265,12 @@ def _check_k(k: int) -> None:
     filtered_topk(one, one, k)
 
 
-def _bias(index: Index, end: int) -> Tensor | None:
+def _bias(index: Index, end: int, alpha: float = 1.0) -> Tensor | None:
     if index.metric != "l2":
         return None
-    if index.bias is not None:
-        return index.bias[:end]
-    return distance_bias(index.embeddings[:end])  # over a parameter, which may have changed since
+    # Over a parameter, which may have changed since, they are computed anew.
+    bias = index.bias[:end] if index.bias is not None else distance_bias(index.embeddings[:end])
+    return bias if alpha == 1 else bias * alpha
 
 
 def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool) -> None:
@@ -307,7 +321,7 @@ class Explanation(NamedTuple):
         return self.text
 
 
-def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> Explanation:
+def explained(index: Index, where: Any, k: int, queries: int, strict: bool, links: Any = None) -> Explanation:
     found = compiled(index, where, strict)
     clauses = [] if found is None else found.clauses
     share = index.counts.share(clauses)
@@ -328,7 +342,16 @@ def explained(index: Index, where: Any, k: int, queries: int, strict: bool) -> E
         "live": index.rows.count < index.rows.end, "bias": index.metric == "l2",
         "kept": found is not None and found.filter in index.kept.places,
     }  # fmt: skip
-    bounded = index.coding == "int8" and isinstance(coded.items(index, index.rows.end), CodedItems)
+    if links is not None:
+        found_links = linking.linked(index, links, 1.0, queries)
+        assert found_links is not None
+        lines.append(linking.spoken(index, links))
+        if len(found_links.tags):
+            options |= {
+                "width": found_links.tags.width,
+                "steps": found_links.tags.table.shape[1] // found_links.tags.width,
+            }
+    bounded = links is None and index.coding == "int8" and isinstance(coded.items(index, index.rows.end), CodedItems)
     plan = (coded_plan_of(*sizes, **options) if bounded else None) or plan_of(*sizes, **options)
     lines.append(str(plan))
     rates = rates_of(index.device)
