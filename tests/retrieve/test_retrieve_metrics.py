@@ -70,7 +70,9 @@ def drawn(queries=23, items=75, seed=0):
     # Small integers: ties, which both sides settle by row.
     query = torch.randint(-3, 4, (queries, 6), generator=g).float()
     table = torch.randint(-3, 4, (items, 6), generator=g).float()
-    right = torch.stack((torch.randint(0, queries, (60,), generator=g), torch.randint(0, items, (60,), generator=g)), 1)
+    right = torch.stack(
+        (torch.randint(0, queries, (300,), generator=g), torch.randint(0, items, (300,), generator=g)), 1
+    )
     right = right[right[:, 0] != 4]  # one without any
     had = torch.rand(queries, items, generator=g) < 0.3
     had[7] = True

@@ -21,5 +21,6 @@ from tigon.retrieve.ordered import Timestamp as Timestamp
 from tigon.retrieve.schema import Schema as Schema
 from tigon.retrieve.searching import Explanation as Explanation
 from tigon.retrieve.text import parse as parse
+from tigon.retrieve.towers import TwoTowers as TwoTowers
 from tigon.retrieve.where import Expression as Expression
 from tigon.retrieve.where import col as col

@@ -1,0 +1,225 @@
+"""The loop that trains two towers: pairs on the device, batches by a permutation made there, one CUDA graph a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.cli.problem import Problem
+from tigon.ops.embedding import embedding
+from tigon.retrieve import in_batch_softmax, item_softmax, metrics, sampled_softmax
+from tigon.retrieve.towers import TwoTowers
+
+LOSSES = ("item_softmax", "in_batch", "in_batch_logq", "sampled")
+PRECISIONS = ("auto", "bf16", "fp32")
+# Batches that compile kernels and let allocations settle before a step is recorded.
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a fit depends on. negatives: of a step, for the loss `sampled`. metric: what early stopping looks at."""
+
+    loss: str = "item_softmax"
+    dim: int = 64
+    hops: int = 2
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    batch_size: int = 8192
+    scale: float = 8.0
+    negatives: int = 4096
+    epochs: int = 100
+    max_minutes: float = 10.0
+    eval_every: int = 2
+    patience: int = 5
+    precision: str = "auto"
+    metric: str = "ndcg@20"
+
+
+@dataclass
+class Fitted:
+    """towers: as trained. history: a row for each evaluation. best: epochs of the best one; of the last without any."""
+
+    towers: TwoTowers
+    history: list[dict[str, float]]
+    best: int
+    epochs: int
+    seconds: float
+    epoch_seconds: float
+    stopped: bool = False
+
+
+class Objective(nn.Module):
+    """The loss of a batch of pairs, so that a launcher may wrap towers and loss as one module."""
+
+    log_q: Tensor
+
+    def __init__(self, towers: TwoTowers, pairs: Tensor, settings: Settings, narrow: bool) -> None:
+        super().__init__()
+        self.towers, self.settings, self.narrow = towers, settings, narrow
+        counts = pairs[:, 1].bincount(minlength=towers.item.num_embeddings).clamp(min=1)
+        self.register_buffer("log_q", (counts / len(pairs)).log(), persistent=False)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """The mean over the pairs of user (B,) and item (B,), rows."""
+        users, items = self.towers()
+        if self.narrow:
+            users, items = users.bfloat16(), items.bfloat16()
+        scale, query = self.settings.scale, embedding(user, users)
+        if self.settings.loss == "item_softmax":
+            return item_softmax(query, items, item, scale=scale)
+        if self.settings.loss == "sampled":
+            drawn = torch.randint(len(items), (self.settings.negatives,), device=items.device)
+            return sampled_softmax(query, items, item, drawn, scale=scale)
+        log_q = self.log_q[item] if self.settings.loss == "in_batch_logq" else None
+        return in_batch_softmax(query, embedding(item, items), item, log_q, scale=scale)
+
+
+def fit(
+    pairs: Tensor, users: int, items: int, settings: Settings, seed: int, held: Tensor | None = None, *,
+    device: torch.device, graph: bool | None = None, state: dict[str, Any] | None = None,
+    after_epoch: Callable[[int, float, dict[str, Any] | None, Callable[[], dict[str, Any]]], bool] | None = None,
+) -> Fitted:  # fmt: skip
+    """Train two towers.
+
+    Args:
+        pairs: (P, 2) int64, of users' and items' rows.
+        held: (V, 2), pairs to evaluate on, among all items but those of `pairs`. None: all epochs are done.
+        graph: whether a step is recorded and replayed. None: on a GPU.
+        state: what `after_epoch`'s last argument returned at the end of an epoch, from which to go on.
+        after_epoch: called with the epoch, the mean loss, what was evaluated, and a function that returns the state;
+            it ends the run by returning True.
+    Raises: Problem if the loss is not finite.
+    """
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device.type == "cpu")
+    pairs = pairs.to(device)
+    held = None if held is None else held.to(device)
+    torch.manual_seed(seed)
+    towers = TwoTowers(users, items, settings.dim, pairs, hops=settings.hops)
+    narrow = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    module = Objective(towers, pairs, settings, narrow).to(device)
+    graph = device.type == "cuda" if graph is None else graph
+    kind: dict[str, Any] = {"fused": True, "capturable": True} if device.type == "cuda" else {}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, **kind)
+    history: list[dict[str, float]] = []
+    first, spent = 0, 0.0
+    if state is not None:
+        towers.load_state_dict(state["towers"])
+        optimizer.load_state_dict(state["optimizer"])
+        history, first, spent = [dict(row) for row in state["history"]], state["epoch"], state["seconds"]
+    module, optimizer = accelerator.prepare(module, optimizer)
+    steps = _Steps(module, optimizer, accelerator, pairs, min(settings.batch_size, len(pairs)), graph)
+    began, training, done = time.perf_counter() - spent, 0.0, first
+    stopped = False
+    for epoch in range(first + 1, settings.epochs + 1):
+        if _over(history, settings, epoch - 1, time.perf_counter() - began):
+            break
+        start = time.perf_counter()
+        # The epoch decides the order and what is drawn, so that a run that goes on does what it would have done.
+        torch.manual_seed(seed * 1_000_003 + epoch)
+        loss = steps.epoch()
+        training += time.perf_counter() - start
+        done = epoch
+        if not math.isfinite(loss):
+            raise Problem(f"retrieve train: the loss became {loss} in epoch {epoch}; a lower --lr may help", code=1)
+        found = None
+        if held is not None and (epoch % settings.eval_every == 0 or epoch == settings.epochs):
+            found = {"epoch": epoch, "loss": loss, **evaluated(towers, held, pairs)}
+            history.append(found)
+        made = _state(towers, optimizer, history, epoch, time.perf_counter() - began)
+        if after_epoch is not None and after_epoch(epoch, loss, found, made):
+            stopped = True
+            break
+    best = max(history, key=lambda row: row[settings.metric])["epoch"] if history else done
+    seconds = time.perf_counter() - began
+    return Fitted(towers, history, int(best), done, seconds, training / max(done - first, 1), stopped)
+
+
+def _over(history: list[dict[str, float]], settings: Settings, epoch: int, seconds: float) -> bool:
+    """Whether the time is up, or the last evaluations were none the best."""
+    if seconds > 60 * settings.max_minutes and epoch:
+        return True
+    values = [row[settings.metric] for row in history]
+    return bool(values) and len(values) - 1 - values.index(max(values)) >= settings.patience
+
+
+def _state(
+    towers: TwoTowers, optimizer: Any, history: list[dict[str, float]], epoch: int, seconds: float
+) -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "towers": towers.state_dict(), "optimizer": optimizer.state_dict(), "history": history, "epoch": epoch,
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def evaluated(towers: TwoTowers, right: Tensor, exclude: Tensor, k: tuple[int, ...] = (20,)) -> dict[str, float]:
+    """`metrics.evaluate` of the towers' vectors in fp32."""
+    users, items = towers()
+    return metrics.evaluate(users, items, right, exclude, k)
+
+
+class _Steps:
+    """The steps of an epoch. On a GPU one is recorded, and replayed: the host has nothing to compute."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Any, accelerator: Any, pairs: Tensor, batch: int, graph: bool
+    ) -> None:
+        self.module, self.optimizer, self.accelerator, self.batch = module, optimizer, accelerator, batch
+        self.user, self.item = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        self.steps = max(len(pairs) // batch, 1)
+        self.order = torch.randperm(len(pairs), device=pairs.device)
+        self.at = torch.zeros((), dtype=torch.int64, device=pairs.device)
+        self.each = torch.arange(batch, device=pairs.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=pairs.device)
+        self.recorded: Any = self._record() if graph else None
+
+    def _step(self) -> None:
+        rows = self.order[self.at + self.each]
+        loss = self.module(self.user[rows], self.item[rows])
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.total += loss.detach()
+        self.at += self.batch
+
+    def _record(self) -> Any:
+        # The steps that come before must change nothing.
+        kept = [p.detach().clone() for p in self.module.parameters()]
+        states = {p: {k: v.clone() for k, v in s.items()} for p, s in self.optimizer.state.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP):
+                self.at.zero_()
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        with torch.no_grad():
+            for p, before in zip(self.module.parameters(), kept, strict=True):
+                p.copy_(before)
+                for name, value in self.optimizer.state[p].items():
+                    value.copy_(states[p][name]) if p in states else value.zero_()
+        return graph
+
+    def epoch(self) -> float:
+        """The mean loss. The pairs of less than a batch at the end of the order are left to other epochs."""
+        torch.randperm(len(self.order), out=self.order)
+        self.at.zero_()
+        self.total.zero_()
+        for _ in range(self.steps):
+            if self.recorded is None:
+                self._step()
+            else:
+                self.recorded.replay()
+        return float(self.total) / self.steps

@@ -1,0 +1,324 @@
+"""`tigon retrieve train`: two towers from pairs of users and items, and an index of the items."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.agree import processes
+from tigon.cli.problem import Problem, check_writable, device_of, needs
+
+NAME = "retrieve train"
+RECORD, RESULTS, PICTURE, INDEX, QUERIES, TABLES = (
+    "run.json", "results.json", "recall.png", "items.index", "users.npy", "towers.safetensors",
+)  # fmt: skip
+_RUN, _MODEL, _STEP = "Run", "Model", "Optimization"
+
+
+def _in(panel: str, help: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+
+# ruff: noqa: E501 (one line for each option)
+# fmt: off
+def train(
+    data: Annotated[Path | None, typer.Argument(help="Pairs: parquet, csv, json lines or arrow; a .txt file of lines \"user item item …\"; a scipy .npz adjacency matrix; or a folder of train.txt or s_adj_mat.npz and test.txt.")] = None,
+    test: Annotated[Path | None, _in(_RUN, "Pairs to test on, in the forms of the data.")] = None,
+    user: Annotated[str | None, _in(_RUN, "Column of users; default: user or user_id.")] = None,
+    item: Annotated[str | None, _in(_RUN, "Column of items; default: item or item_id.")] = None,
+    output: Annotated[Path, _in(_RUN, "Folder for checkpoints, results and the index.", "--output", "-o")] = Path("retrieve-run"),
+    resume: Annotated[bool, _in(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
+    overwrite: Annotated[bool, _in(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
+    loss: Annotated[str, _in(_STEP, "item_softmax, in_batch, in_batch_logq or sampled.")] = "item_softmax",
+    dim: Annotated[int, _in(_MODEL, "Width of the vectors.", min=1, max=256)] = 64,
+    hops: Annotated[int, _in(_MODEL, "How far a vector pools over training pairs; 0: own embeddings alone.", min=0)] = 2,
+    lr: Annotated[float, _in(_STEP, "Learning rate of AdamW.")] = 1e-3,
+    weight_decay: Annotated[float, _in(_STEP, "Weight decay of AdamW.", min=0)] = 0.0,
+    batch_size: Annotated[int, _in(_STEP, "Pairs of a step.", min=1)] = 4096,
+    scale: Annotated[float, _in(_STEP, "Factor of the cosines: one over the temperature.")] = 8.0,
+    negatives: Annotated[int, _in(_STEP, "For --loss sampled: items drawn a step.", min=1)] = 4096,
+    epochs: Annotated[int, _in(_STEP, "Most passes over the pairs.", min=1)] = 100,
+    max_minutes: Annotated[float, _in(_STEP, "Most minutes of training for a seed.")] = 10.0,
+    val_fraction: Annotated[float, _in(_STEP, "Share of the training pairs that early stopping validates on; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
+    eval_every: Annotated[int, _in(_STEP, "Epochs between validations.", min=1)] = 2,
+    patience: Annotated[int, _in(_STEP, "Validations without a better one before training stops.", min=1)] = 5,
+    seed: Annotated[str, _in(_STEP, "Seeds, separated by commas: a model of each, and their mean and spread.")] = "0",
+    k: Annotated[str, _in(_RUN, "Cut-offs of the test, separated by commas.", "-k")] = "20",
+    precision: Annotated[str, _in(_STEP, "Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    device: Annotated[str, _in(_RUN, "auto, cpu or cuda.")] = "auto",
+) -> None:
+    # fmt: on
+    """Train two towers on pairs of users and items: vectors of items as an index, and those of users to search it."""
+    needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
+    needs(f"tigon {NAME}", "train", "accelerate", "matplotlib")
+    given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
+    given = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
+    if processes() > 1:
+        raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
+    output = output.expanduser().resolve()
+    if resume:
+        record = _record(output)
+        if "results" in record:
+            raise Problem(f"{NAME}: the run in {output} is at its end")
+        given = record["options"]
+    elif data is None:
+        raise Problem(f"{NAME}: the pairs to train on must be given")
+    place = device_of(device, NAME)
+    settings, seeds, cuts = _settings(given)
+    from tigon.cli.retrieve.pairs import read_pairs
+
+    test_path = None if given["test"] is None else Path(given["test"])
+    pairs = read_pairs(Path(given["data"]), test_path, given["user"], given["item"])
+    if resume:
+        if record["data"] != pairs.digest:
+            raise Problem(f"{NAME}: {given['data']} is not what the run in {output} was trained on")
+    else:
+        _make_room(output, overwrite)
+        from tigon.cli.checkpoint import write_json
+
+        record = {"kind": NAME, "options": given, "data": pairs.digest, "stages": {}}
+        write_json(output / RECORD, record)
+    _Run(output, record, pairs, settings, seeds, cuts, given["val_fraction"], place).go()
+
+
+def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
+    from tigon.cli.problem import integers
+    from tigon.cli.retrieve.fitting import LOSSES, PRECISIONS, Settings
+
+    for name, known in (("loss", LOSSES), ("precision", PRECISIONS)):
+        if given[name] not in known:
+            raise Problem(f"{NAME}: --{name} must be one of {', '.join(known)}, got {given[name]}")
+    for name in ("lr", "scale", "max_minutes"):
+        if not 0 < given[name] < float("inf"):
+            raise Problem(f"{NAME}: --{name.replace('_', '-')} must be above 0, got {given[name]}")
+    try:
+        seeds = list(dict.fromkeys(int(part) for part in given["seed"].split(",")))
+    except ValueError:
+        seeds = [-1]
+    if min(seeds) < 0 or max(seeds) > 10**9:
+        raise Problem(f"{NAME}: --seed must be integers from 0 to 10**9, separated by commas, got {given['seed']}")
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    settings = Settings(**{name: value for name, value in given.items() if name in fields})
+    return settings, seeds, sorted(set(integers(NAME, "-k", given["k"], 2048)))
+
+
+def _record(output: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"{NAME}: there is no run in {output} to resume: it has no {RECORD}") from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"{NAME}: {output / RECORD} cannot be read ({error})") from error
+    if not isinstance(found, dict) or found.get("kind") != NAME:
+        raise Problem(f"{NAME}: {output / RECORD} is not the record of a run of tigon {NAME}")
+    return found
+
+
+def _make_room(output: Path, overwrite: bool) -> None:
+    """A folder without a run. What no run wrote is never deleted, nor written over."""
+    check_writable(output, "--output")
+    if output.exists() and any(output.iterdir()):
+        if not (output / RECORD).exists():
+            raise Problem(f"{NAME}: --output {output} holds files that no run wrote; give another --output")
+        _record(output)
+        if not overwrite:
+            raise Problem(
+                f"{NAME}: --output {output} holds a run: --resume goes on with it, --overwrite replaces it"
+            )
+        written = (RESULTS, PICTURE, INDEX, QUERIES, TABLES, ".incomplete", RECORD)
+        for path in [*output.glob("checkpoint-*"), *(output / name for name in written)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+
+
+class _Run:
+    """Stages: a fit that validates, whose best epoch the others train to on all pairs, one for each seed."""
+
+    def __init__(
+        self, output: Path, record: dict[str, Any], pairs: Any, settings: Any, seeds: list[int], cuts: list[int],
+        share: float, device: Any,
+    ) -> None:  # fmt: skip
+        import torch
+
+        from tigon.cli.screen import screen
+
+        self.output, self.record, self.pairs, self.settings = output, record, pairs, settings
+        self.seeds, self.cuts, self.share, self.device = seeds, cuts, share, device
+        self.console = screen(stderr=True)
+        self.train = torch.from_numpy(pairs.train)
+        self.signal = 0
+        self.saved = time.monotonic()
+
+    def go(self) -> None:
+        from tigon.cli.retrieve.fitting import evaluated
+        from tigon.cli.retrieve.pairs import split
+
+        users, items = len(self.pairs.users), len(self.pairs.items)
+        self.console.print(f"{users:,} users, {items:,} items, {len(self.train):,} training pairs on {self.device}")
+        stages: dict[str, Any] = self.record["stages"]
+        settings = self.settings
+        if self.share:
+            import torch
+
+            if "validation" not in stages:
+                kept, held = map(torch.from_numpy, split(self.pairs.train, self.share, self.seeds[0]))
+                fitted = self._fit("validation", kept, held, settings, self.seeds[0])
+                self._done("validation", {"best": fitted.best, "history": fitted.history, **_times(fitted)})
+            settings = dataclasses.replace(settings, epochs=stages["validation"]["best"])
+            self.console.print(f"the best epoch is {settings.epochs}; now on all pairs")
+        for seed in self.seeds:
+            if f"seed {seed}" in stages:
+                continue
+            fitted = self._fit(f"seed {seed}", self.train, None, settings, seed)
+            found: dict[str, Any] = _times(fitted)
+            if self.pairs.test is not None:
+                import torch
+
+                test = torch.from_numpy(self.pairs.test).to(self.device)
+                found |= evaluated(fitted.towers, test, self.train.to(self.device), tuple(self.cuts))
+            if seed == self.seeds[0]:
+                self._save(fitted.towers)
+            self._done(f"seed {seed}", found)
+        self._conclude()
+
+    def _fit(self, stage: str, pairs: Any, held: Any, settings: Any, seed: int) -> Any:
+        from tigon.cli.retrieve.fitting import fit
+        from tigon.cli.retrieve.kept_runs import load, save
+
+        state = load(self.output, stage)
+        if state is not None:
+            self.console.print(f"{stage}: from epoch {state['epoch']}")
+
+        def after(epoch: int, loss: float, found: dict[str, Any] | None, made: Any) -> bool:
+            if found is not None:
+                shown = "  ".join(f"{name} {found[name]:.4f}" for name in ("recall@20", "ndcg@20"))
+                self.console.print(f"{stage}, epoch {epoch}: loss {loss:.4f}  {shown}")
+            # Often enough that little is lost, and so rarely that a short epoch does not wait for the disk.
+            if self.signal or time.monotonic() - self.saved > 20 or (epoch == 1 and state is None):
+                save(self.output, stage, made())
+                self.saved = time.monotonic()
+            return bool(self.signal)
+
+        def note(number: int, _: Any) -> None:
+            if self.signal:
+                raise KeyboardInterrupt
+            self.signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            fitted = fit(
+                pairs, len(self.pairs.users), len(self.pairs.items), settings, seed, held, device=self.device,
+                state=state, after_epoch=after,
+            )  # fmt: skip
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if fitted.stopped:
+            command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
+            raise Problem(
+                f"stopped in {stage} after epoch {fitted.epochs}, with a checkpoint; go on by: {command}",
+                code=128 + self.signal,
+            )
+        return fitted
+
+    def _done(self, stage: str, found: dict[str, Any]) -> None:
+        from tigon.cli.checkpoint import prune, write_json
+
+        self.record["stages"][stage] = found
+        write_json(self.output / RECORD, self.record)
+        prune(self.output, 0)
+
+    def _save(self, towers: Any) -> None:
+        """The first seed's towers: their tables, the items as an index, and the users' vectors."""
+        import numpy as np
+        import torch
+        from safetensors.torch import save_file
+
+        from tigon.retrieve import Index
+
+        with torch.no_grad():
+            users, items = (vectors.cpu() for vectors in towers())
+        index = Index(items.shape[1], len(items), dtype="float32")
+        ids = self.pairs.items
+        index.upsert(ids.tolist() if ids.dtype.kind == "U" else ids, items)
+        index.save(self.output / INDEX)
+        np.save(self.output / QUERIES, users.numpy())
+        save_file({name: value.cpu() for name, value in towers.state_dict().items()}, self.output / TABLES)
+
+    def _conclude(self) -> None:
+        import numpy as np
+        import torch
+        from rich.table import Table
+
+        from tigon import __version__
+        from tigon.cli.checkpoint import write_json
+        from tigon.cli.screen import screen, show
+
+        stages = self.record["stages"]
+        rows = [{"seed": seed, **stages[f"seed {seed}"]} for seed in self.seeds]
+        names = [name for name in rows[0] if name != "seed"]
+        summary = {
+            name: {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+            for name in names for values in [[row[name] for row in rows]]
+        }  # fmt: skip
+        hardware = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
+        self.record["results"] = {
+            "seeds": rows, "summary": summary, "hardware": hardware or platform.machine(),
+            "versions": {"tigon": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }  # fmt: skip
+        _plot(self.output / PICTURE, stages)
+        write_json(self.output / RESULTS, {**self.record["results"], "options": self.record["options"]})
+        write_json(self.output / RECORD, self.record)
+        table = Table("seed", *names)
+        for row in rows:
+            table.add_row(str(row["seed"]), *(_number(row[name]) for name in names))
+        if len(rows) > 1:
+            for kind in ("mean", "sd"):
+                table.add_row(kind, *(_number(summary[name][kind]) for name in names))
+        show(screen(width=None if sys.stdout.isatty() else 10_000), table)
+        print(f"the index of the items is {self.output / INDEX}, vectors of the users {self.output / QUERIES}")
+
+
+def _times(fitted: Any) -> dict[str, float]:
+    return {"epochs": fitted.epochs, "seconds": fitted.seconds, "seconds an epoch": fitted.epoch_seconds}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+def _plot(picture: Path, stages: dict[str, Any]) -> None:
+    """Recall and NDCG of the validation by epoch; without one, the metrics of the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    if "validation" in stages:
+        history = stages["validation"]["history"]
+        for name in ("recall@20", "ndcg@20"):
+            axes.plot([row["epoch"] for row in history], [row[name] for row in history], marker="o", label=name)
+        axes.axvline(stages["validation"]["best"], linewidth=1, color="gray", label="the best epoch")
+        axes.set(xlabel="epoch", ylabel="on the validation pairs")
+    else:
+        for name, found in stages.items():
+            shown = {metric: value for metric, value in found.items() if "@" in metric}
+            axes.plot(list(shown), list(shown.values()), marker="o", label=name)
+        axes.set(ylabel="on the test pairs")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

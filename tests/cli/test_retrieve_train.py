@@ -1,0 +1,147 @@
+"""`tigon retrieve train`: from pairs of users and items to an index, however the run is cut."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+for package in ("safetensors", "accelerate", "matplotlib"):
+    pytest.importorskip(package)
+import pyarrow.parquet as parquet  # noqa: E402
+
+USERS, ITEMS, GROUPS = 60, 48, 4
+SMALL = ("--device", "cpu", "--batch-size", 64, "--dim", 8, "--lr", 0.01, "--eval-every", 1)
+
+
+def drawn():
+    """Users and items of groups, and pairs within them: (train, test)."""
+    draw = np.random.default_rng(0)
+    same = np.arange(USERS)[:, None] % GROUPS == np.arange(ITEMS) % GROUPS
+    pairs = np.argwhere(same & (draw.random((USERS, ITEMS)) < 0.8))
+    late = draw.random(len(pairs)) < 0.15
+    return pairs[~late], pairs[late]
+
+
+def lists(path, pairs):
+    rows = [f"{u} {' '.join(str(i) for i in pairs[pairs[:, 0] == u, 1])}".strip() for u in range(USERS)]
+    path.write_text("\n".join(rows) + "\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    train, test = drawn()
+    lists(folder / "train.txt", train)
+    lists(folder / "test.txt", test)
+    for name, pairs in (("train", train), ("test", test)):
+        ids = {"user": [f"u{u}" for u in pairs[:, 0]], "item_id": pairs[:, 1] + 1000}
+        parquet.write_table(pa.table(ids), folder / f"{name}.parquet")
+    return folder
+
+
+def results(output):
+    return json.loads((output / "results.json").read_text())
+
+
+def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_path):
+    out = tmp_path / "run"
+    shown = tigon("retrieve", "train", folder, *SMALL, "--epochs", 8, "--seed", "0,3", "-k", "5,20", "-o", out).ok()
+    assert "recall@20" in shown.out
+    found = results(out)
+    assert [row["seed"] for row in found["seeds"]] == [0, 3]
+    assert all(row["recall@20"] > 0.9 for row in found["seeds"])  # by chance below 0.5
+    values = [row["recall@5"] for row in found["seeds"]]
+    assert found["summary"]["recall@5"] == pytest.approx({"mean": np.mean(values), "sd": np.std(values, ddof=1)})
+    assert found["versions"]["torch"]
+    assert (out / "recall.png").stat().st_size > 1000
+    assert not list(out.glob("checkpoint-*"))
+    search = ("retrieve", "search", out / "items.index", "--vectors", out / "users.npy", "-k", 10, "--json")
+    rows = [json.loads(line) for line in tigon(*search).ok().out.splitlines()]
+    assert len(rows) == 10 * USERS
+    assert np.mean([row["id"] % GROUPS == row["query"] % GROUPS for row in rows]) > 0.9
+    tigon("retrieve", "train", folder, "-o", out).problem("holds a run", "--overwrite replaces it")
+    tigon("retrieve", "train", "--resume", "-o", out).problem("is at its end")
+    tigon("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite").ok()
+    assert len(results(out)["seeds"]) == 1
+
+
+@pytest.mark.parametrize("loss", ["in_batch", "in_batch_logq", "sampled"])
+def test_a_table_of_ids_and_other_losses(loss, folder, tigon, tmp_path):
+    tigon("retrieve", "train", folder / "train.parquet", "--test", folder / "test.parquet", "--loss", loss, "--hops", 0,
+          *SMALL, "--epochs", 40, "--scale", 5, "--val-fraction", 0, "-o", tmp_path / "run").ok()  # fmt: skip
+    (row,) = results(tmp_path / "run")["seeds"]
+    assert row["epochs"] == 40
+    assert row["recall@20"] > 0.9
+    near = tigon("retrieve", "search", tmp_path / "run" / "items.index", "--like", 1000, "-k", 3, "--json").ok().out
+    assert all(json.loads(line)["id"] % GROUPS == 0 for line in near.splitlines())
+
+
+def test_a_matrix_is_read_where_the_lists_are_not_whole(folder, tigon, tmp_path):
+    train, test = drawn()
+    whole = np.zeros((USERS + ITEMS, USERS + ITEMS), dtype=bool)
+    whole[train[:, 0], USERS + train[:, 1]] = whole[USERS + train[:, 1], train[:, 0]] = True
+    starts = np.concatenate([[0], whole.sum(1).cumsum()])
+    place = tmp_path / "data"
+    place.mkdir()
+    np.savez(place / "s_adj_mat.npz", indptr=starts, indices=whole.nonzero()[1], format=b"csr", shape=whole.shape)
+    lists(place / "test.txt", test)
+    same = (*SMALL, "--epochs", 3, "--val-fraction", 0)
+    tigon("retrieve", "train", place, *same, "-o", tmp_path / "a").ok()
+    tigon("retrieve", "train", folder, *same, "-o", tmp_path / "b").ok()
+    first, second = results(tmp_path / "a"), results(tmp_path / "b")
+    assert first["seeds"][0]["recall@20"] == second["seeds"][0]["recall@20"]
+    assert (np.load(tmp_path / "a" / "users.npy") == np.load(tmp_path / "b" / "users.npy")).all()
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start, tmp_path):
+    same = (*SMALL, "--epochs", 60, "--val-fraction", 0)
+    tigon("retrieve", "train", folder, *same, "-o", tmp_path / "whole").ok()
+    cut = tmp_path / "cut"
+    process = start("retrieve", "train", folder, *same, "-o", cut)
+    end = time.monotonic() + 60
+    while not list(cut.glob("checkpoint-*")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert "with a checkpoint; go on by: tigon retrieve train --resume" in said
+    assert not (cut / "items.index").exists()
+    again = tigon("retrieve", "train", "--resume", "--device", "cpu", "-o", cut).ok()
+    assert "seed 0: from epoch" in again.err
+    assert (np.load(cut / "users.npy") == np.load(tmp_path / "whole" / "users.npy")).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nowhere.txt",), ("there is no file", "nowhere.txt")),
+        ((), ("the pairs to train on must be given",)),
+        (("{folder}", "--loss", "bpr"), ("--loss must be one of item_softmax, in_batch", "got bpr")),
+        (("{folder}", "--lr", "0"), ("--lr must be above 0, got 0",)),
+        (("{folder}", "--seed", "a"), ("--seed must be integers", "got a")),
+        (("{folder}", "--val-fraction", "1e-9"), ("leaves none to validate on",)),
+        (("{folder}/train.parquet", "--item", "thing"), ("--item must be a column of", "got thing")),
+        (("{folder}/train.txt", "--test", "far.txt"), ("pair 1: item 99 is not among the 48 items",)),
+        (("bad.txt",), ("line 2: must be integers",)),
+        (("empty.txt",), ("has no pairs",)),
+        (("--resume",), ("there is no run in", "to resume")),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path):
+    (tmp_path / "far.txt").write_text("0 4 99\n")
+    (tmp_path / "bad.txt").write_text("0 4\n1 x\n")
+    (tmp_path / "empty.txt").write_text("\n")
+    said = tigon("retrieve", "train", *(word.format(folder=folder) for word in arguments), "-o", "x", "--device", "cpu",
+                 cwd=tmp_path)  # fmt: skip
+    assert said.code == 2, said.err
+    assert all(word in said.err for word in words), said.err
+    assert not (tmp_path / "x" / "checkpoint-1").exists()
+
+
+def test_files_of_others_are_left_alone(folder, tigon, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    tigon("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
