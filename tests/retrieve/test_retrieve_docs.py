@@ -8,10 +8,12 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs" / "retrieve"
 
 
-@pytest.mark.parametrize("page", ["index", "filters", "updates", "batching", "train", "links"])
+@pytest.mark.parametrize("page", ["index", "filters", "updates", "batching", "train", "links", "serve"])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for package in ("pyarrow", "pandas", "safetensors") if page in ("index", "links") else ("safetensors",):
         pytest.importorskip(package)
+    if page == "serve":
+        pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     names = {}
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)

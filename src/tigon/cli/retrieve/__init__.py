@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-COMMANDS = ("build", "search", "evaluate", "calibrate", "train", "bench")
+COMMANDS = ("build", "search", "evaluate", "calibrate", "train", "bench", "serve")
 
 retrieve = typer.Typer(
     name="retrieve",

@@ -1,0 +1,105 @@
+"""`tigon retrieve serve`: an index behind HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, device_of, integers, needs, one_line
+
+if TYPE_CHECKING:
+    from tigon.retrieve import Index
+
+NAME = "retrieve serve"
+KEY = "TIGON_API_KEY"
+
+
+def serve(
+    index: Annotated[Path, typer.Argument(help="Folder of an index.", metavar="DIR")],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of the machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: one that is free.", min=0, max=65_535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help=f"Key that requests must bear; default: that in {KEY}, if any.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="A model of sentence-transformers, folder or name, for queries that are texts.")
+    ] = None,
+    journal: Annotated[bool, typer.Option(help="Each update is on the disk before it is answered.")] = True,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 16 << 20,
+    max_batch: Annotated[int, typer.Option(help="Queries of a request, and of one search.", min=1)] = 256,
+    max_queue: Annotated[int, typer.Option(help="Queries that may wait; beyond, a request is answered 429.", min=1)] = (
+        4096
+    ),
+    wait: Annotated[float, typer.Option(help="Milliseconds that a search waits for others at most.", min=0.0)] = 1.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds from SIGTERM in which requests are refused before the port closes.", min=0.0)
+    ] = 0.0,
+    warmup: Annotated[
+        str, typer.Option("--warmup", help="On a GPU: the k, separated by commas, whose kernels are compiled first.")
+    ] = "10,100",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Answer searches and updates over HTTP until SIGTERM or Ctrl-C; /docs describes the requests."""
+    needs(f"tigon {NAME}", "serve", "torch", "numpy", "safetensors", "fastapi", "uvicorn", "prometheus_client")
+    from tigon.retrieve.serve.app import Limits, Service
+    from tigon.retrieve.serve.running import serve as run
+
+    if max_queue < max_batch:
+        raise Problem(f"{NAME}: --max-queue must be at least --max-batch, {max_batch:,}, got {max_queue:,}")
+    ks = integers(NAME, "--warmup", warmup, 2048)
+    key = api_key if api_key is not None else os.environ.get(KEY) or None
+    if key is not None and not (key and key.isascii() and key.isprintable()):
+        raise Problem(f"{NAME}: --api-key must be printable ASCII, at least one character")
+    place = device_of(device, NAME)
+    encode = None if encoder is None else _encoder(encoder, place)
+    opened = _opened(index, journal, place)
+    try:
+        if place.type == "cuda" and len(opened):
+            seconds = opened.warmup(ks, [n for n in (1, 16, 32, 64, 128, max_batch) if n <= max_batch])
+            print(f"kernels compiled in {seconds:.1f} s", file=sys.stderr)
+        limits = Limits(max_body, max_batch, max_queue, wait / 1e3)
+        service = Service(opened, index, key, encode, limits)
+    except BaseException:
+        opened.close()
+        raise
+    begun = time.monotonic()
+
+    def said(port: int) -> None:
+        keyed = "with a key" if key is not None else "without a key"
+        print(
+            f"{index}: {len(opened):,} items × {opened.dim} on {place}, {keyed}, at http://{host}:{port} (/docs)",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    try:
+        run(service, host, port, grace, said)
+    except OSError as error:
+        raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {error.strerror}") from error
+    print(f"ended after {time.monotonic() - begun:,.0f} s; all that was taken is answered", file=sys.stderr)
+
+
+def _opened(path: Path, journal: bool, place: Any) -> Index:
+    from tigon.retrieve import Index
+
+    if not path.is_dir():
+        raise Problem(f"{NAME}: there is no index {path}; tigon retrieve build makes one")
+    try:
+        return Index.open(path, journal=journal, device=place)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{NAME}: {one_line(error)}") from error
+
+
+def _encoder(name: str, place: Any) -> Any:
+    needs(f"tigon {NAME} --encoder", None, "sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+
+    try:
+        model = SentenceTransformer(name, device=str(place))
+    except (OSError, ValueError) as error:
+        raise Problem(f"{NAME}: --encoder {name}: {one_line(error)}") from error
+    return lambda texts: model.encode(texts, convert_to_tensor=True, show_progress_bar=False)

@@ -1,0 +1,217 @@
+"""What requests say, and what is answered: JSON, or the format of safetensors where speed counts.
+
+A body is JSON, or safetensors (`application/octet-stream`), in which fields may be tensors of that name; the other
+fields are JSON under "request" in the metadata. The answer to a body of tensors is tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+
+Array = npt.NDArray[Any]
+BINARY, JSON = b"application/octet-stream", b"application/json"
+# Names of safetensors for dtypes that numpy has.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
+}  # fmt: skip
+# Bytes of a header that is kept.
+KEPT = 4096
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Wrong(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: of HTTP. sentence: what is wrong. headers: that go with it.
+    """
+
+    def __init__(self, status: int, sentence: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        super().__init__(sentence)
+        self.status, self.sentence, self.headers = status, sentence, headers
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SearchBody(Body):
+    """Queries: vectors, or texts where the server has an encoder. One k and filter for all, or one for each."""
+
+    vectors: list[list[float]] | None = Field(None, description="(queries, dim)")
+    texts: list[str] | None = Field(None, description="queries that the server's encoder reads")
+    k: int | list[int] = Field(10, description="items for each query, 1 to 2048")
+    where: str | list[str | None] | None = Field(None, description="a filter, such as country == 'us' and price <= 30")
+    strict: bool = Field(False, description="whether a value that no item has is an error")
+
+
+class UpsertBody(Body):
+    """Items: new ones, and new versions of those whose ids are there. All of a call, or nothing."""
+
+    ids: list[int] | list[str] = Field(description="of the items; all integers or all strings")
+    vectors: list[list[float]] | None = Field(None, description="(items, dim)")
+    table: dict[str, list[Any]] | None = Field(None, description="the attributes: a list for each column")
+
+
+class DeleteBody(Body):
+    """Items to be taken out."""
+
+    ids: list[int] | list[str] = Field(description="of the items; those that are not there are passed over")
+
+
+class Found(BaseModel):
+    """The best first; a list is shorter than k where fewer items pass."""
+
+    ids: list[list[int]] | list[list[str]]
+    scores: list[list[float]]
+    exact: list[bool]
+
+
+class Upserted(BaseModel):
+    upserted: int = Field(description="items of the call")
+    items: int = Field(description="in the index")
+
+
+class Deleted(BaseModel):
+    deleted: int = Field(description="items that were there")
+    items: int
+
+
+class Snapshot(BaseModel):
+    items: int
+    seconds: float
+
+
+class Refusal(BaseModel):
+    detail: str = Field(description="what is wrong, in a sentence")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read(kind: type[B], content: bytes, binary: bool) -> tuple[B, dict[str, Array]]:
+    """A body, and those of its fields that are tensors.
+
+    Raises: Wrong, 422, for what is no such body.
+    """
+    try:
+        return _unpacked(kind, content) if binary else (kind.model_validate_json(content), {})
+    except ValidationError as error:
+        raise Wrong(422, _sentence(error)) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return f"the body must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{place} is no field of this request."
+    more = error.error_count() - 1
+    return f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}{f', and {more} more' if more else ''}."
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a body, behind the header."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+def _unpacked(kind: type[B], content: bytes) -> tuple[B, dict[str, Array]]:
+    """The fields and tensors of a body in the format of safetensors. Tensors look into the body."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    try:
+        if len(content) < 8 or end > len(content):
+            raise ValueError(f"the header should end at byte {end:,} of {len(content):,}")
+        head = _head if end <= KEPT else _head.__wrapped__
+        body, places = head(kind, content[8:end])
+        tensors = {}
+        for name, (dtype, shape, first, last) in places.items():
+            if last > len(content) - end:
+                raise ValueError(f"{name} is not inside the body")
+            tensors[name] = np.frombuffer(content[end + first : end + last], dtype).reshape(shape)
+    except KeyError as error:
+        raise Wrong(422, f"the body must be safetensors of {', '.join(DTYPES)}, got {error}.") from None
+    except ValidationError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Wrong(422, f"the body must be safetensors, with the request as JSON in its metadata: {error}.") from None
+    return body, tensors
+
+
+@functools.lru_cache(1024)
+def _head(kind: type[B], text: bytes) -> tuple[B, dict[str, Place]]:
+    """What a header says. A client's headers are alike, and reading one takes longer than all that follows."""
+    header = json.loads(text)
+    fields = json.loads(header.pop("__metadata__", {}).get("request", "{}"))
+    if not isinstance(fields, dict):
+        raise Wrong(422, f"request in the metadata must be a JSON object, got {type(fields).__name__}.")
+    if both := fields.keys() & header.keys():
+        raise Wrong(422, f"{min(both)} must be a tensor or a field of the request, got both.")
+    if unknown := header.keys() - {"vectors", "ids"}:
+        raise Wrong(422, f"tensors must be named vectors or ids, got {min(unknown)!r}.")
+    places = {}
+    for name, tensor in header.items():
+        dtype, shape, (first, last) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
+        if not 0 <= first <= last or any(n < 0 for n in shape):
+            raise ValueError(f"{name} has the shape {shape} at {first} to {last}")
+        places[name] = Place(dtype, tuple(shape), first, last)
+    # Ids that are a tensor are not made a list to be checked.
+    return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), places
+
+
+def packed(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:
+    """Tensors and fields in the format of safetensors."""
+    parts = [array.tobytes() for array in tensors.values()]
+    kinds = tuple((name, array.dtype, array.shape) for name, array in tensors.items())
+    return b"".join((_written_head(kinds, None if fields is None else json.dumps(fields)), *parts))
+
+
+def _header(kinds: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], request: str | None) -> bytes:
+    header: dict[str, Any] = {} if request is None else {"__metadata__": {"request": request}}
+    offset = 0
+    for name, dtype, shape in kinds:
+        size = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+_plain_header = functools.lru_cache(1024)(_header)
+
+
+def _written_head(kinds: Any, request: str | None) -> bytes:
+    return _plain_header(kinds, None) if request is None else _header(kinds, request)
+
+
+class Answer(NamedTuple):
+    """What a search of a request found, on the host: as of `Hits`, ids as the index has them."""
+
+    scores: Array
+    ids: Array
+    exact: Array
+
+    def written(self, binary: bool) -> bytes:
+        if not binary:
+            counts = (self.scores > -np.inf).sum(1).tolist()
+            rows = zip(self.ids.tolist(), self.scores.tolist(), counts, strict=True)
+            ids, scores = zip(*((names[:n], values[:n]) for names, values, n in rows), strict=True) or ((), ())
+            return to_json({"ids": ids, "scores": scores, "exact": self.exact.tolist()})
+        found = {"scores": self.scores, "exact": self.exact}
+        if self.ids.dtype != object:
+            return packed({**found, "ids": self.ids})
+        return packed(found, {"ids": self.ids.tolist()})

@@ -1,0 +1,530 @@
+"""A server of an index: each client has what it would have alone, limits hold, and what was answered is kept."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors import numpy as tensors
+
+from tigon.retrieve import Category, Index, Number, Schema
+from tigon.retrieve.serve.app import Limits, Service
+
+D, ITEMS = 16, 300
+KINDS = ["a", "b", "c"]
+BINARY = {"content-type": "application/octet-stream"}
+SRC = str(Path(__file__).parents[2] / "src")
+
+
+def made(strings=False):
+    draw = np.random.default_rng(0)
+    index = Index(D, 2 * ITEMS, "float32", schema=Schema(part=Number(0, 99, step=1), kind=Category()))
+    ids = [f"item {i}" for i in range(ITEMS)] if strings else np.arange(ITEMS)
+    table = {"part": draw.integers(0, 100, ITEMS), "kind": draw.choice(KINDS, ITEMS)}
+    index.upsert(ids, torch.from_numpy(draw.standard_normal((ITEMS, D), dtype=np.float32)), table)
+    return index
+
+
+def served(test, index=None, **options):
+    """Run a test that is a coroutine of a client and a service."""
+    service = Service(made() if index is None else index, **options)
+
+    async def run():
+        transport = httpx.ASGITransport(service)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tigon") as client:
+            await test(client, service)
+
+    try:
+        asyncio.run(run())
+    finally:
+        service.close()
+
+
+class Held:
+    """A batcher's index whose searches wait until they are let go, and the sizes of what they were asked."""
+
+    def __init__(self, index, monkeypatch):
+        self.go, self.sizes = threading.Event(), []
+        search = index.search
+
+        def held(query, k, where):
+            self.sizes.append(len(query))
+            assert self.go.wait(20)
+            return search(query, k, where)
+
+        monkeypatch.setattr(index, "search", held)
+
+
+async def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(1e-3)
+
+
+def binary(query, **fields):
+    return tensors.save({"vectors": query}, metadata={"request": json.dumps(fields)})
+
+
+def same(ids, scores, hits):
+    """A batch of another size may round the scores of a CPU otherwise. ids and scores: lists for each query."""
+    wanted = hits.ids if isinstance(hits.ids, np.ndarray) else hits.ids.numpy()
+    for row, values, names, expected in zip(ids, scores, wanted.tolist(), hits.scores.tolist(), strict=True):
+        n = sum(score > -np.inf for score in expected)
+        assert row == names[:n]
+        assert values == pytest.approx(expected[:n], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("strings", [False, True])
+def test_concurrent_requests_have_what_each_has_alone(strings):
+    index = made(strings)
+    draw = np.random.default_rng(1)
+    wheres = [None, "part < 30", "kind == 'a'", "part >= 90", "part < 0 or part > 98"]
+    calls = []
+    for i in range(80):
+        B = (1, 1, 3, 2)[i % 4]
+        where = [wheres[(i + b) % 5] for b in range(B)] if i % 7 == 6 else wheres[i % 5]
+        k = [1 + (i + b) % 9 for b in range(B)] if i % 4 == 3 else (5, 20, 500)[i % 3]
+        query = draw.standard_normal((B, D), dtype=np.float32)
+        calls.append((query.astype(np.float16) if i % 10 == 9 else query, k, where))
+
+    async def test(client, service):
+        async def ask(i, query, k, where):
+            if i % 3 == 2 or query.dtype == np.float16:
+                return await client.post("/search", content=binary(query, k=k, where=where), headers=BINARY)
+            return await client.post("/search", json={"vectors": query.tolist(), "k": k, "where": where})
+
+        answers = await asyncio.gather(*(ask(i, *call) for i, call in enumerate(calls)))
+        assert max(service.counters.batch._sum.get(), 1) > len(calls)
+        for answer, (query, k, where) in zip(answers, calls, strict=True):
+            assert answer.status_code == 200, answer.text
+            hits = index.search(query, k, where)
+            if answer.headers["content-type"] == "application/json":
+                found = answer.json()
+            else:
+                found = {name: array.tolist() for name, array in tensors.load(answer.content).items()}
+                if strings:
+                    size = int.from_bytes(answer.content[:8], "little")
+                    request = json.loads(answer.content[8 : 8 + size])["__metadata__"]["request"]
+                    found["ids"] = json.loads(request)["ids"]
+                counts = [sum(score > -np.inf for score in row) for row in found["scores"]]
+                for name in ("ids", "scores"):
+                    found[name] = [row[:n] for row, n in zip(found[name], counts, strict=True)]
+            same(found["ids"], found["scores"], hits)
+            assert found["exact"] == hits.exact.tolist()
+
+    served(test, index)
+
+
+def test_requests_that_come_together_are_one_search(monkeypatch):
+    index = made()
+    held = Held(index, monkeypatch)
+
+    async def test(client, service):
+        first = asyncio.ensure_future(client.post("/search", json={"vectors": [[1.0] * D]}))
+        await until(lambda: held.sizes == [1])
+        others = [asyncio.ensure_future(client.post("/search", json={"vectors": [[1.0] * D] * 2})) for _ in range(6)]
+        await until(lambda: service.gate.queries + len(service.batcher) == 12)
+        held.go.set()
+        assert {answer.status_code for answer in await asyncio.gather(first, *others)} == {200}
+        assert held.sizes == [1, 8, 4]
+
+    served(test, index, limits=Limits(batch=8))
+
+
+X = [[1.0] * D]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("/search", b"{", 422, "the body must be JSON: EOF"),
+        ("/search", b"[]", 422, "input should be an object"),
+        ("/search", b"{}", 422, "a search must have vectors or texts, one of both."),
+        ("/search", {"vectors": X, "texts": ["a"]}, 422, "one of both"),
+        ("/search", {"texts": ["a"]}, 422, "this server has none"),
+        ("/search", {"vectors": X, "kk": 3}, 422, "kk is no field of this request."),
+        ("/search", {"vectors": [["1"] * D]}, 422, "vectors.0.0: input should be a valid number, and 15 more."),
+        ("/search", b'{"vectors": [[NaN]]}', 422, "vectors.0.0: input should be a finite number"),
+        ("/search", {"vectors": [[1.0] * 3]}, 422, "vectors must have 16 numbers each, the index's dim, got (1, 3)"),
+        ("/search", {"vectors": [[1.0] * D, [1.0]]}, 422, "vectors must have 16 numbers each"),
+        ("/search", {"vectors": []}, 422, "a request must have 1 to 4 queries, got 0"),
+        ("/search", {"vectors": X * 5}, 413, "a request must have 1 to 4 queries, got 5"),
+        ("/search", {"vectors": X, "k": 0}, 422, "k must be from 1 to 2,048"),
+        ("/search", {"vectors": X, "k": [1, 2]}, 422, "one for each of 1 queries"),
+        ("/search", {"vectors": X, "k": True}, 422, "k.int: input should be a valid integer"),
+        ("/search", {"vectors": X, "where": "colour == 'red'"}, 422, "no column 'colour'"),
+        ("/search", {"vectors": X, "where": "part <"}, 422, "is no expression"),
+        ("/search", {"vectors": X, "where": [None, None]}, 422, "where must have a filter for each of 1 queries"),
+        ("/search", {"vectors": X, "where": "kind == 'z'", "strict": True}, 422, "no item has the value 'z'"),
+        ("/upsert", {"ids": [1], "vectors": [[1.0] * 3]}, 422, "vectors must have 16 numbers"),
+        ("/upsert", {"ids": [1], "vectors": X * 2, "table": {"part": [1], "kind": ["a"]}}, 422, "a row for each"),
+        ("/upsert", {"ids": [1], "vectors": X, "table": {"part": [1]}}, 422, "kind"),
+        (
+            "/upsert",
+            {"ids": [1], "vectors": X, "table": {"part": [1], "kind": ["a"], "x": [1]}},
+            422,
+            "a column 'x' that the schema lacks",
+        ),
+        ("/upsert", {"ids": [1], "vectors": X, "table": {"part": [500], "kind": ["a"]}}, 422, "500"),
+        ("/upsert", {"ids": ["x"], "vectors": X, "table": {"part": [1], "kind": ["a"]}}, 422, "ids must be int64"),
+        ("/upsert", {"ids": [1]}, 422, "vectors must be given"),
+        ("/delete", {"ids": ["x"]}, 422, "ids must be int64"),
+        ("/delete", {"ids": [1.5]}, 422, "ids"),
+        ("/nowhere", {}, 404, "Not Found"),
+    ],
+)
+def test_what_is_wrong_is_said_and_changes_nothing(path, body, status, sentence):
+    index = made()
+    before = index.embeddings.clone()
+
+    async def test(client, service):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await client.post(path, content=content)
+        assert (answer.status_code, sentence in answer.json()["detail"]) == (status, True), answer.text
+        assert (await client.post("/search", json={"vectors": X, "k": 3})).status_code == 200
+        assert len(index) == ITEMS
+        assert torch.equal(index.embeddings, before)
+
+    served(test, index, limits=Limits(batch=4))
+
+
+def test_bodies_of_tensors_that_are_none():
+    good = binary(np.ones((1, D), np.float32))
+    nan = np.ones((2, D), np.float32)
+    nan[1, 3] = np.nan
+    cases = [
+        (b"", "the header should end at byte"),
+        (b"\xff" * 20, "the header should end at byte"),
+        (good[:-4], "vectors is not inside the body"),
+        (tensors.save({"vectors": np.ones((1, D), np.int16)}), "'I16'"),
+        (tensors.save({"vectors": np.ones((1, D), np.int32)}), "vectors must be floats"),
+        (tensors.save({"queries": np.ones((1, D), np.float32)}), "must be named vectors or ids"),
+        (binary(nan), "NaN or infinity in query 1"),
+        (binary(np.ones((1, D), np.float32), vectors=[[1.0]]), "got both"),
+        (tensors.save({"vectors": np.ones((1, D), np.float32)}, metadata={"request": "3"}), "must be a JSON object"),
+    ]
+
+    async def test(client, service):
+        for content, sentence in cases:
+            answer = await client.post("/search", content=content, headers=BINARY)
+            assert (answer.status_code, sentence in answer.json()["detail"]) == (422, True), answer.text
+        assert (await client.post("/search", content=good, headers=BINARY)).status_code == 200
+
+    served(test)
+
+
+def test_updates_are_found_and_deleted():
+    index = made()
+
+    async def test(client, service):
+        x = np.eye(D, dtype=np.float32)[:2] * 100
+        table = {"part": [7, 8], "kind": ["new", None]}
+        body = {"ids": [1000, 1001], "vectors": x.tolist(), "table": table}
+        assert (await client.post("/upsert", json=body)).json() == {"upserted": 2, "items": ITEMS + 2}
+        ask = {"vectors": x.tolist(), "k": 1, "where": ["kind == 'new'", "kind is null"]}
+        assert (await client.post("/search", json=ask)).json()["ids"] == [[1000], [1001]]
+        ids = np.array([1002, 1003])
+        content = tensors.save({"vectors": 2 * x, "ids": ids}, metadata={"request": json.dumps({"table": table})})
+        assert (await client.post("/upsert", content=content, headers=BINARY)).json()["items"] == ITEMS + 4
+        assert (await client.post("/search", json={"vectors": x.tolist(), "k": 1})).json()["ids"] == [[1002], [1003]]
+        answer = await client.post("/delete", json={"ids": [1002, 1003, 5000]})
+        assert answer.json() == {"deleted": 2, "items": ITEMS + 2}
+        assert (await client.post("/search", json={"vectors": x.tolist(), "k": 1})).json()["ids"] == [[1000], [1001]]
+        many = [f"{i}" for i in range(3)]
+        assert (await client.post("/upsert", json={"ids": many, "vectors": X * 3})).status_code == 422
+        assert (await client.post("/snapshot")).status_code == 404, "it has no folder"
+
+    served(test, index)
+
+
+def test_texts_go_through_the_encoder():
+    def encode(texts):
+        assert threading.current_thread().name.startswith("tigon.retrieve.serve encoder")
+        return torch.stack([torch.full((D,), float(len(text))) for text in texts]).half()
+
+    async def test(client, service):
+        found = (await client.post("/search", json={"texts": ["a", "bcd"], "k": 2})).json()
+        same(found["ids"], found["scores"], service.index.search(encode_(["a", "bcd"]), 2))
+        assert (await client.get("/health")).json()["texts"] is True
+
+    def encode_(texts):
+        return torch.tensor([[float(len(text))] * D for text in texts])
+
+    served(test, encode=encode)
+
+
+def test_the_queue_has_an_end_and_who_goes_away_leaves_it(monkeypatch):
+    index = made()
+    held = Held(index, monkeypatch)
+
+    async def test(client, service):
+        body = {"vectors": X}
+        tasks = [asyncio.ensure_future(client.post("/search", json=body))]
+        await until(lambda: held.sizes == [1])
+        for waiting in range(1, 7):  # two are lined up behind the search, four wait
+            tasks.append(asyncio.ensure_future(client.post("/search", json=body)))
+            await until(lambda n=waiting: service.gate.queries + len(service.batcher) == n)
+        refused = await client.post("/search", json=body)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert "beyond 4" in refused.json()["detail"]
+        # An ASGI client that goes away: the transport's own clients never do.
+        asked, gone = asyncio.Event(), asyncio.Event()
+
+        async def receive():
+            if not asked.is_set():
+                asked.set()
+                return {"type": "http.request", "body": json.dumps(body).encode()}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        service.batcher.queue += 1
+        scope = {"type": "http", "path": "/search", "method": "POST", "headers": []}
+        leaver = asyncio.ensure_future(service(scope, receive, None))
+        await until(lambda: service.gate.queries == 5)
+        gone.set()
+        await asyncio.wait_for(leaver, 10)
+        held.go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+        assert sum(held.sizes) == 7, "who went away is not searched for"
+        assert service.counters.dropped._value.get() == 1
+
+    served(test, index, limits=Limits(batch=2, queue=4))
+
+
+def test_one_that_fails_in_a_search_fails_alone(monkeypatch):
+    index = made()
+    search = index.search
+
+    def failing(query, k, where):
+        if (query == 7).any():
+            raise torch.OutOfMemoryError("too large")
+        return search(query, k, where)
+
+    monkeypatch.setattr(index, "search", failing)
+
+    async def test(client, service):
+        bodies = [{"vectors": [[value] * D], "k": 2} for value in (1.0, 7.0, 2.0)]
+        answers = await asyncio.gather(*(client.post("/search", json=body) for body in bodies))
+        assert [answer.status_code for answer in answers] == [200, 503, 200]
+        assert answers[1].headers["retry-after"] == "1"
+
+    served(test, index)
+
+
+def test_keys_and_bodies():
+    async def test(client, service):
+        body = {"vectors": X}
+        for headers, status in [
+            ({}, 401),
+            ({"authorization": "Bearer no"}, 401),
+            ({"x-api-key": "séc".encode()}, 401),
+            ({"authorization": "Bearer secret"}, 200),
+            ({"x-api-key": "secret"}, 200),
+        ]:
+            answer = await client.post("/search", json=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            if status == 401:
+                assert answer.headers["www-authenticate"] == "Bearer"
+            assert (await client.get("/metrics", headers=headers)).status_code == status
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/upsert", json={})).status_code == 401
+        large = await client.post("/search", content=b"x" * 1001, headers={"x-api-key": "secret"})
+        assert large.status_code == 413
+        assert large.json()["detail"].startswith("the body must be at most 1,000 bytes, got 1,001")
+
+        async def pieces():
+            for _ in range(20):
+                yield b"x" * 100
+
+        for path in ("/search", "/upsert"):  # no length is told
+            answer = await client.post(path, content=pieces(), headers={"x-api-key": "secret"})
+            assert answer.status_code == 413
+
+    served(test, key="secret", limits=Limits(body=1000))
+
+
+def test_metrics_and_documentation():
+    async def test(client, service):
+        for k in (1, 2):
+            await client.post("/search", json={"vectors": X * 3, "k": k})
+        await client.post("/search", content=b"{")
+        await client.get("/elsewhere")
+        text = (await client.get("/metrics")).text
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert found["tigon_requests_total", "/search", "200"] == 2
+        assert found["tigon_requests_total", "/search", "422"] == 1
+        assert found["tigon_requests_total", "other", "404"] == 1
+        assert found["tigon_request_seconds_count", "/search"] == 3
+        assert found["tigon_queries_total",] == 6
+        assert found["tigon_batch_queries_sum",] == 6
+        assert found["tigon_items",] == ITEMS
+        assert found["tigon_capacity",] == 2 * ITEMS
+        assert found["tigon_waiting_queries",] == 0
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert set(paths) == {"/search", "/upsert", "/delete", "/health", "/metrics"}
+        schema = paths["/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["properties"]) == {"vectors", "texts", "k", "where", "strict"}
+        assert (await client.get("/docs")).status_code == 200
+
+    served(test)
+
+
+def test_the_documented_route_answers_as_the_short_way():
+    index = made()
+
+    async def test(client, service):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.api), base_url="http://api") as api:
+            for content in (b'{"vectors": [[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]], "k": 3}', b"{", b'{"vectors": [[1]]}'):
+                answers = [await one.post("/search", content=content) for one in (client, api)]
+                assert answers[0].content == answers[1].content
+                assert answers[0].status_code == answers[1].status_code
+
+    served(test, index)
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+class Process:
+    """`tigon retrieve serve` of a folder."""
+
+    def __init__(self, folder, *options):
+        command = [sys.executable, "-m", "tigon", "retrieve", "serve", str(folder), "--port", "0", *options]
+        env = os.environ | {"PYTHONPATH": SRC, "TIGON_API_KEY": "k"}
+        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        line = self.process.stderr.readline()
+        assert " at http://127.0.0.1:" in line, line + self.process.stderr.read()
+        port = line.partition(" at http://127.0.0.1:")[2].partition(" ")[0]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": "k"}, timeout=60)
+
+    def end(self):
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def started():
+    """A function that starts a server of a folder, which is ended with the test."""
+    processes = []
+
+    def start(folder, *options):
+        processes.append(Process(folder, *options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.end()
+
+
+def test_what_was_acknowledged_is_there_after_a_kill(tmp_path, started):
+    index = made()
+    index.save(tmp_path / "index")
+    server = started(tmp_path / "index")
+    table = {"part": [1], "kind": ["late"]}
+    for i in range(20):
+        body = {"ids": [5000 + i], "vectors": X, "table": table}
+        assert server.client.post("/upsert", json=body).json()["items"] == ITEMS + i + 1
+        if i == 9:
+            assert server.client.post("/snapshot").json()["items"] == ITEMS + 10
+    assert server.client.post("/delete", json={"ids": [0, 5000]}).json()["deleted"] == 2
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(30)
+    again = Index.open(tmp_path / "index")
+    assert len(again) == ITEMS + 18
+    assert all(5000 + i in again for i in range(1, 20))
+    assert 0 not in again
+    again.close()
+
+
+def test_sigterm_answers_what_is_in_flight(tmp_path, started):
+    made().save(tmp_path / "index")
+    # A search waits for 1.5 s: the last had four queries.
+    server = started(tmp_path / "index", "--wait", "1500", "--grace", "0.5")
+    search = {"vectors": X, "k": 3}
+    assert server.client.post("/search", json={"vectors": X * 4}).status_code == 200
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(server.client.post("/search", json=search)))
+    thread.start()
+    end = time.monotonic() + 20
+    while "tigon_waiting_queries 1.0" not in server.client.get("/metrics").text:
+        assert time.monotonic() < end
+    server.process.terminate()
+    while server.client.get("/health").json()["status"] != "draining":
+        assert time.monotonic() < end
+    refused = server.client.post("/search", json=search)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["detail"]
+    assert refused.headers["retry-after"] == "1"
+    thread.join(30)
+    assert [answer.status_code for answer in answers] == [200]
+    assert server.process.wait(30) == 0
+    assert "all that was taken is answered" in server.process.stderr.read()
+    Index.open(tmp_path / "index").close()  # nobody else has its journal
+
+
+def test_the_index_loads_nothing_of_a_server():
+    code = "import sys, tigon.retrieve; tigon.retrieve.Index, tigon.retrieve.Batcher; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SRC}, stdout=subprocess.PIPE)
+    loaded = {name.partition(".")[0] for name in done.stdout.decode().split()}
+    assert "tigon" in loaded
+    assert not loaded & {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "uvloop"}
+
+
+def test_without_the_extra_the_command_names_it(monkeypatch):
+    import importlib.util
+
+    from tigon.cli import Problem
+    from tigon.cli.retrieve.serve import serve
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "fastapi" else find(name, *rest)
+    )
+    with pytest.raises(Problem, match=r"tigon retrieve serve needs fastapi: pip install '\.\[serve\]' in a checkout"):
+        serve(Path("nowhere"))
+
+
+def test_options_that_are_wrong(tmp_path, monkeypatch):
+    from tigon.cli import Problem
+    from tigon.cli.retrieve.serve import serve
+
+    made().save(tmp_path / "index")
+    monkeypatch.delenv("TIGON_API_KEY", raising=False)
+    options = {
+        "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000,
+        "max_batch": 4, "max_queue": 8, "wait": 1.0, "grace": 0.0, "warmup": "10", "device": "cpu",
+    }  # fmt: skip
+    for change, sentence in [
+        ({"max_queue": 3}, "--max-queue must be at least --max-batch, 4, got 3"),
+        ({"api_key": ""}, "--api-key must be printable ASCII"),
+        ({"warmup": "x"}, "--warmup must be integers"),
+        ({"index": tmp_path / "none"}, "there is no index"),
+        ({"index": tmp_path}, "retrieve serve: "),
+        ({"host": "192.0.2.1"}, "192.0.2.1:0 cannot be listened at"),
+    ]:
+        with pytest.raises(Problem, match=sentence):
+            serve(**{"index": tmp_path / "index", **options, **change})
+    again = Index.open(tmp_path / "index")  # each has closed its journal
+    again.close()
+    held = Index.open(tmp_path / "index")
+    with pytest.raises(Problem, match="is open in another index or process"):
+        serve(tmp_path / "index", **options)
+    held.close()
