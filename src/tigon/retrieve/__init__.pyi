@@ -3,6 +3,7 @@ from tigon.losses.over_items import item_softmax as item_softmax
 from tigon.retrieve.batching import Batcher as Batcher
 from tigon.retrieve.batching import Overloaded as Overloaded
 from tigon.retrieve.calibrating import Calibration as Calibration
+from tigon.retrieve.clusters import ClusteredEmbedding as ClusteredEmbedding
 from tigon.retrieve.columns import Category as Category
 from tigon.retrieve.columns import Tags as Tags
 from tigon.retrieve.hits import HitParts as HitParts
