@@ -141,6 +141,13 @@ def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path
     assert not (tmp_path / "x" / "checkpoint-1").exists()
 
 
+def test_the_time_ends_a_fit_and_is_validated_before(folder, tigon, tmp_path):
+    shown = tigon("retrieve", "train", folder, *SMALL, "--eval-every", 50, "--max-minutes", "1e-6", "-o",
+                  tmp_path / "run").ok()  # fmt: skip
+    assert "validation, epoch 1: loss" in shown.err
+    assert results(tmp_path / "run")["seeds"][0]["epochs"] == 1
+
+
 def test_files_of_others_are_left_alone(folder, tigon, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     tigon("retrieve", "train", folder, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")

@@ -23,6 +23,15 @@ def test_from_a_parquet_file_to_filtered_hits(example):
     assert re.search(r"best now: \['job-new', 'job-\d+'\] \[1.0, 0\.\d+\]", said)
 
 
+def test_towers_that_learn_what_users_like(example):
+    said = example(EXAMPLES / "retrieve_two_towers.py")
+    before, after = (float(x) for x in re.findall(r"recall@20 of later pairs: (0\.\d+)", said))
+    assert before < 0.1  # 20 of 400 items, drawn by chance, hold a twentieth
+    assert after > 0.4  # 20 drawn of the 33 of a user's kind that are left hold 0.6
+    (share,) = re.findall(r"of their kind: (\d+) of 50", said)
+    assert int(share) >= 45
+
+
 def test_passages_for_a_question_under_filters(example):
     said = example(EXAMPLES / "retrieve_rag.py")
     first, second, third = re.findall(r"\?\n((?:  \[kb-.*\n)+)", said)

@@ -131,7 +131,8 @@ def fit(
         if not math.isfinite(loss):
             raise Problem(f"retrieve train: the loss became {loss} in epoch {epoch}; a lower --lr may help", code=1)
         found = None
-        if held is not None and (epoch % settings.eval_every == 0 or epoch == settings.epochs):
+        last = epoch == settings.epochs or time.perf_counter() - began > 60 * settings.max_minutes
+        if held is not None and (epoch % settings.eval_every == 0 or last):
             found = {"epoch": epoch, "loss": loss, **evaluated(towers, held, pairs)}
             history.append(found)
         made = _state(towers, optimizer, history, epoch, time.perf_counter() - began)
