@@ -287,6 +287,7 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
         ("width 768", half, half, 256, 768, 100, {}),
         ("width 72", half, half, 16, 72, 100, {}),
         ("two terms", half, torch.float16, 256, 128, 100, {"bias": True}),
+        ("two terms, width 768", wide, torch.float16, 256, 768, 100, {}),
         ("bytes", half, byte, 256, 128, 100, {}),
         ("bytes", half, byte, 16, 128, 100, {}),
         *[

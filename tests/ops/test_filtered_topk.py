@@ -320,6 +320,43 @@ def test_nan_and_infinities(backend, device):
     assert not scores.isnan().any()
 
 
+INF = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "D"),
+    [
+        (torch.float32, torch.float16, 8),
+        (torch.float32, torch.bfloat16, 300),  # several steps of a sum
+        (torch.bfloat16, torch.float16, 16),
+        (torch.float16, torch.float16, 8),
+        (torch.float32, torch.float32, 8),
+    ],
+)
+def test_rows_that_hold_infinities(dtype, stored, D, backend, device, monkeypatch):
+    """Their scores are those of fp32, in any number of terms: the scan has them, though few groups are picked."""
+    monkeypatch.setattr(plan, "sizes_of", lambda k: plan.Sizes(4, 0, 64, 8))
+    monkeypatch.setattr(plan, "SPARE", 2)
+    monkeypatch.setattr(plan, "tile_of", lambda *_, **__: plan.Tile(16, 16, 16 if D <= 16 else 64, 4, 1))
+    draw = torch.Generator().manual_seed(D)
+    query = (1 + 0.1 * torch.randn(3, D, generator=draw)).to(dtype)
+    query[0, 3] = 1e-9 if dtype != torch.float16 else 6e-8  # rounded away beside the others in fp16
+    query[1, 5] = -query[1, 5]
+    items = torch.randn(2000, D, generator=draw).to(stored)
+    rows = [31, 700, 1303, 1999]
+    items[rows[0], 3] = items[rows[1], 5] = items[rows[2], 4] = INF
+    items[rows[3], 4] = -INF
+    items[900, 2], items[900, 6] = INF, -INF  # NaN
+    scores, found = tigon.filtered_topk(query.to(device), items.to(device), 3)
+    assert found[0].tolist() == rows[:3]
+    assert scores[0].tolist() == [INF] * 3
+    assert found[1, :2].tolist() == [rows[0], rows[2]]
+    assert scores[1, 2] < INF
+    want_scores, want = expected(query, items, 3)
+    assert torch.equal(found.cpu(), want)
+    assert torch.allclose(scores.cpu().double(), want_scores, rtol=1e-4)
+
+
 def test_zeros_of_both_signs_are_equal(backend, device):
     items = torch.tensor([[1.0], [-0.0], [0.0], [-1.0]], device=device)
     scores, rows = tigon.filtered_topk(torch.tensor([[1.0]], device=device), items, 4)

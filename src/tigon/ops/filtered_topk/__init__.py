@@ -81,6 +81,9 @@ def filtered_topk(
     gets the same bits whatever its batch and the plan. Weights of tags are added at the end, one after another in the
     order of word and value; tags whose weight is 0 change no bit.
 
+    Rows may hold infinities: their scores are inf, -inf or NaN as such sums are. Not where queries have filters of
+    their own: there a row of score inf that fails a filter may keep rows that pass out of an answer.
+
     Replaces::
 
         s = query.float() @ items.float().t()

@@ -152,6 +152,8 @@ def tile_of(
         tile = TILES_FP32[16 if B <= 16 else 256]
     elif D > 128:
         tile = TILES_WIDE[16 if B <= 16 else 64 if B <= 64 else 256]
+        if two_terms and B > 64:  # with two sums of each score 4 warps have too few registers
+            tile = tile._replace(warps=8)
     else:
         most = next((n for n in TILES if n >= B), 256)
         tile = TILES_FILTERED[most] if kind == "bitmaps" or width else TILES[most][kind == "compact"]

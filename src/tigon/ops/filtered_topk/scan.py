@@ -32,6 +32,10 @@ def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, 
     exponent = tl.minimum(tl.maximum(exponent, 1), 252)
     q = q * ((253 - exponent) << 23).to(tl.float32, bitcast=True)
     high = q.to(high_ptr.dtype.element_ty)
+    if high_ptr.dtype.element_ty == tl.float16:
+        # Its least numbers, not zeros: these times an infinite number of a row would be NaN.
+        least = tl.where(q < 0, -5.960464477539063e-08, 5.960464477539063e-08)
+        high = tl.where((high == 0) & (q != 0), least, high).to(tl.float16)
     tl.store(high_ptr + b * D + d, high, mask=d < D)
     tl.store(low_ptr + b * D + d, (q - high.to(tl.float32)).to(low_ptr.dtype.element_ty), mask=d < D)
     tl.store(scale_ptr + b, ((exponent + 1) << 23).to(tl.float32, bitcast=True))
@@ -195,9 +199,11 @@ def _scan_kernel(
             x = tl.trans(numbers(x, q_ptr.dtype.element_ty))
             s = tl.dot(q, x, input_precision=PRECISION)
             if low_ptr is not None:
-                s = tl.dot(low, x, s, input_precision=PRECISION)
+                s_low = tl.dot(low, x, input_precision=PRECISION)
         else:
             s = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
+            if low_ptr is not None:
+                s_low = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
             for step in tl.range(0, D, BLOCK_D, num_stages=STAGES):
                 if WHOLE:
                     x = tl.load(x_at + step)
@@ -209,7 +215,10 @@ def _scan_kernel(
                 s = tl.dot(q, x, s, input_precision=PRECISION)
                 if low_ptr is not None:
                     low = tl.load(low_ptr + q_at + step, mask=here[:, None] & (step + d < D)[None, :], other=0.0)
-                    s = tl.dot(low, x, s, input_precision=PRECISION)
+                    s_low = tl.dot(low, x, s_low, input_precision=PRECISION)
+        if low_ptr is not None:
+            # Of a row with an infinite number the first term alone: the second has zeros, and signs of its own.
+            s = s + tl.where(tl.abs(s_low) < float("inf"), s_low, 0.0)
         if FILTERS == 2:
             w = tl.load(word_ptr + i)
             fails = tl.where(((w[:, None] >> bit[None, :]) & 1) != 0, 0.0, 9223372036854775808.0).to(tl.bfloat16)
