@@ -20,8 +20,8 @@ DISTANCES = 1 << 26
 class Clusters(nn.Module):
     """What `fit` found.
 
-    Attributes:
-        centers: (levels, size, D) fp32.
+    Args:
+        centers: (levels, size, D) fp32, kept as a buffer.
     """
 
     centers: Tensor

@@ -62,7 +62,14 @@ class LinkWeights(NamedTuple):
     held: Held
 
     def edges(self, query: int, values: Iterable[Attribute]) -> list[Edge]:
-        """The edges from a query's attributes to values of items, (column, value), the largest weight first."""
+        """The edges from a query's attributes to values of items, the largest weight first.
+
+        Args:
+            query: which of the queries, from 0.
+            values: (column, value) of items.
+
+        Returns: `Edge`s.
+        """
         numbers = np.array([self.links.items.numbers[value] for value in values], dtype=np.int64)
         return self.links._between(self.held.of(query), numbers)
 
@@ -70,9 +77,11 @@ class LinkWeights(NamedTuple):
 class Links:
     """Edges with weights between attributes of queries and attributes of items. `Links.fit` learns them.
 
-    Attributes:
-        bias: the intercept of the fit, which no search adds.
+    Args:
         queries, items: the columns of both sides and their values.
+        query, item: (E,) int64, the attributes that each edge leads from and to.
+        weight: (E,) fp32.
+        bias: the intercept of the fit, which no search adds.
     """
 
     def __init__(
@@ -270,6 +279,9 @@ class Links:
 
         A file that is there is replaced by one rename: after a kill there is the old one or the new.
 
+        Args:
+            path: of the file.
+
         Raises: OSError if it cannot be written; what was there before is there still.
         """
         path = Path(path)
@@ -295,6 +307,9 @@ class Links:
     @classmethod
     def load(cls, path: str | Path) -> Links:
         """The links of a file that `save` wrote.
+
+        Args:
+            path: of the file.
 
         Raises: ValueError if the file holds no links; OSError if there is no file.
         """

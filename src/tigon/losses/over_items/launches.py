@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 # For 16-bit numbers of up to so many dimensions; 128 is tuned on an H200.
 TILES = {
     "scan": {64: Tile(128, 128, 8, 3), 128: Tile(64, 128, 4, 3), 256: Tile(128, 64, 8, 2)},
-    "items": {64: Tile(64, 128, 8, 3), 128: Tile(64, 256, 8, 3), 256: Tile(64, 128, 8, 2)},
+    "items": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3), 256: Tile(64, 128, 8, 2)},
 }
 # For fp32, whose products are three of the tensor cores' and take twice the registers: above 64 dimensions some spill.
 TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
