@@ -183,11 +183,26 @@ def _columns(n: int) -> int:
     return min(128, next_power_of_2(n))
 
 
-def _fwd_tile(n: int) -> tuple[int, int, int]:
+def _fwd_tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
     """Rows, columns and warps: several rows a tile, which read the weight once."""
     block_n = _columns(n)
+    # A few rows leave multiprocessors idle. One row a tile then has no masked ones, whose tanh costs as much as others,
+    # and narrow tiles give a thread 4 numbers instead of 32.
+    if cdiv(m, 4096 // block_n) * cdiv(n, block_n) < multiprocessors(device):
+        block_n = min(block_n, 256)
+        return 1, block_n, max(1, block_n // 128)
     # 4096 numbers on 128 threads: four 16-byte loads a thread of 16-bit numbers.
     return 4096 // block_n, block_n, 4
+
+
+def _whole_tile(m: int, n: int) -> tuple[int, int, int, int, int] | None:
+    """As `_bwd_tile`, of one tile that holds all numbers, or None if there are too many."""
+    # Its program has the whole of every sum, alpha's too, so that no launch adds shares. Up to 8192 columns: more take
+    # one program longer than another launch takes. Rows are as many as usual, masked if need be: a number of rows is
+    # not to compile a kernel.
+    block_n = next_power_of_2(n)
+    block_m = max(1, 4096 // block_n)
+    return (block_m, block_n, 16, 1, 1) if block_n <= 8192 and m <= block_m else None
 
 
 @functools.cache
@@ -216,7 +231,7 @@ def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | Non
     stride = x.stride(0)
 
     def plan() -> Plan:
-        block_m, block_n, warps = _fwd_tile(N)
+        block_m, block_n, warps = _fwd_tile(M, N, x.device)
         programs = cdiv(M, block_m) * cdiv(N, block_n)
         return programs, (M, N, stride, block_m, block_n), {"num_warps": warps}
 
@@ -265,14 +280,18 @@ def _dyt_bwd(
     x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
-    block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), x.device)
+    block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device)
     columns = cdiv(N, block_n)
     # The grid fills the device: two programs a multiprocessor, divided among the blocks of columns. More parts would
     # only add rows of partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
     partial, second = shares(parts, *sums) if sums else (None, None)
-    partial_dalpha = x.new_empty(parts * columns, dtype=torch.float32) if need_dalpha else None
+    # A single program stores dalpha itself.
+    whole = parts * columns == 1
+    partial_dalpha = None
+    if need_dalpha:
+        partial_dalpha = alpha.new_empty(alpha.shape) if whole else x.new_empty(parts * columns, dtype=torch.float32)
 
     def plan() -> Plan:
         # A single tile has no next one to load ahead.
@@ -284,7 +303,9 @@ def _dyt_bwd(
     launch(_dyt_bwd_kernel, key, tensors, plan)
     if partial is not None:
         sum_rows(partial, *sums)
-    if partial_dalpha is not None:
+    if partial_dalpha is not None and whole:
+        dalpha = partial_dalpha
+    elif partial_dalpha is not None:
         dalpha = partial_dalpha.sum(0).to(alpha.dtype).view(alpha.shape)  # of a few hundred numbers
     return dx, dalpha, dw, db
 

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from tigon.ops.acts import ACTS, Act, checked_act
-from tigon.runtime import Plan, cdiv, differentiable, jit, launch, launcher, next_power_of_2, rows_of, tl, use_triton
+from tigon.runtime import (
+    Plan,
+    cdiv,
+    differentiable,
+    jit,
+    launch,
+    launcher,
+    multiprocessors,
+    next_power_of_2,
+    rows_of,
+    tl,
+    use_triton,
+)
 
 # torch's word for the variant, and the row of `tigon.ops.acts` that computes it.
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -246,8 +258,12 @@ def _gated_bwd_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _tile(act: str, n: int) -> tuple[int, int]:
+def _tile(act: str, m: int, n: int, device: torch.device) -> tuple[int, int]:
     """Elements of a program, and warps. Where arithmetic is slow a thread takes twice the elements."""
+    # A few rows leave multiprocessors idle: how long one program takes is how long all take, and a thread of 4 elements
+    # is done sooner than one of 16.
+    if m * cdiv(n, 1024) < multiprocessors(device):
+        return 256, 2
     # At least 256 elements: a warp has 8 a thread, one 16-byte load of 16-bit numbers.
     # Narrow rows of strided tensors get a block of their own width, down to 256.
     block = min(1024, max(256, next_power_of_2(n)))
@@ -275,7 +291,7 @@ def launch_gated(
         # units of 8 elements the compiler sees the others.
         unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
         # Inside `plan`, which runs once a key: the gcd and the tile cost nothing per call.
-        block, warps = _tile(act, N)
+        block, warps = _tile(act, M, N, tensors[0].device)  # type: ignore[union-attr]
         # None is a constant to the compiler: without multipliers the kernel has no multiplication, and its bits are
         # those of silu(gate) · up.
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))

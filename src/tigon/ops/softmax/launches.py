@@ -35,10 +35,14 @@ MAX_TILE = 32768
 PART, PARTED = 4096, 8
 
 
-def _tile(n: int) -> tuple[int, int, int]:
+def _tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
-    # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
     block_n = next_power_of_2(n)
+    # Few narrow rows have a program each: multiprocessors are idle anyway, and the less a thread has to do, the sooner
+    # all are done. Up to 256 columns a row is one warp's, whose threads meet without a barrier.
+    if block_n < 2048 and m <= multiprocessors(device):
+        return 1, block_n, max(1, block_n // 256)
+    # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
     return max(1, 2048 // block_n), block_n, warps
 
@@ -152,7 +156,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     else:
 
         def tiled() -> Plan:
-            block_m, block_n, warps = _tile(N)
+            block_m, block_n, warps = _tile(M, N, x.device)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
             # Persistent only with a prefetch: otherwise one program a tile lets the hardware balance the load.
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
@@ -183,7 +187,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     else:
 
         def tiled() -> Plan:
-            block_m, block_n, warps = _tile(N)
+            block_m, block_n, warps = _tile(M, N, y.device)
             # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as it is loaded, in half as
             # many.
             reload = block_n > 16384 and y.dtype != torch.bfloat16
