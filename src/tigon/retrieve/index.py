@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,19 +318,28 @@ class Index(nn.Module):
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
+        return self._found(query, k, where, strict, candidates, links, alpha)
+
+    def _found(
+        self, query: Any, k: Any, where: Any, strict: bool, candidates: int | None, links: LinkWeights | None,
+        alpha: float, finish: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Hits:  # fmt: skip
+        """A search. finish: makes scores and rows of the answer from those found, before an update can change a row."""
         with self.turns.asking():
             search = searching.asked(self, query, k, where, strict, candidates, links, alpha)
             self.kept.prepare(self, search.filters)
             with self.turns.search(self.device):
                 scores, rows, all_scored = searching.found_rows(self, search)
+                if search.norms is not None:
+                    scores = scores - search.norms
+                if search.ks is not None:
+                    ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
+                    beyond = torch.arange(search.most, device=self.device) >= ks
+                    scores, rows = scores.masked_fill(beyond, -torch.inf), rows.masked_fill(beyond, -1)
+                if finish is not None:
+                    scores, rows = finish(scores, rows)
                 ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
-                kept = linking.kept(self, search.links, rows)
-            if search.norms is not None:
-                scores = scores - search.norms
-            if search.ks is not None:
-                ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
-                beyond = torch.arange(search.most, device=self.device) >= ks
-                scores, ids = scores.masked_fill(beyond, -torch.inf), ids.masked_fill(beyond, -1)
+                kept = linking.kept(self, search.links, rows) if finish is None else None
             exact = torch.full((len(scores),), all_scored, device=self.device)
             return Hits(scores, ids, exact, self.ids, kept)
 

@@ -1,0 +1,243 @@
+"""An encoder of queries and an index of items as one module: from texts or features to hits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tigon.retrieve import disk, searching
+from tigon.retrieve.hits import Hits
+from tigon.retrieve.index import Index
+
+FORMAT = 1
+CONFIG, ENCODER, INDEX = "config.json", "encoder.safetensors", "index"
+MOST = 2048  # rows of one search
+
+Combine = Literal["max", "union"]
+Rerank = Callable[[Tensor, Tensor], Tensor]
+
+
+class Retriever(nn.Module):
+    """An encoder of queries and the index that its vectors search.
+
+    Args:
+        encoder: a module or function of queries, or an object with `encode`, such as a SentenceTransformer. It returns
+            (B, dim), or (B, M, dim) for several vectors a query.
+        index: an Index of vectors of the encoder's width. One over a parameter finds by the weights of the moment.
+
+    Raises: ValueError if the encoder cannot be called or index is no Index.
+    """
+
+    def __init__(self, encoder: Any, index: Index) -> None:
+        super().__init__()
+        if not callable(encoder) and not callable(getattr(encoder, "encode", None)):
+            got = type(encoder).__name__
+            raise ValueError(f"Retriever: encoder must be a module, a function or have encode, got {got}.")
+        if not isinstance(index, Index):
+            raise ValueError(f"Retriever: index must be an Index, got {type(index).__name__}.")
+        self.encoder, self.index = encoder, index
+
+    def encode(self, queries: Any) -> Tensor:
+        """The vectors of queries, with gradients if the encoder gives them.
+
+        Args:
+            queries: what the encoder takes.
+
+        Returns: (B, dim) or (B, M, dim) floats.
+        Raises: ValueError if the encoder returns another shape, or another width than the index's.
+        """
+        encode = getattr(self.encoder, "encode", None)
+        found = encode(queries) if callable(encode) else self.encoder(queries)
+        try:
+            q = found if isinstance(found, Tensor) else torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"Retriever: encoder must return a tensor or an array, got {type(found).__name__}."
+            ) from None
+        dim = self.index.dim
+        if q.dim() not in (2, 3) or q.shape[-1] != dim or (q.dim() == 3 and not q.shape[1]):
+            raise ValueError(
+                f"Retriever: encoder must return (queries, {dim}) or (queries, vectors, {dim}), {dim} being the index's "
+                f"dim, got {tuple(q.shape)}."
+            )
+        if not q.is_floating_point():
+            raise ValueError(f"Retriever: encoder must return floats, got {q.dtype}.")
+        return q
+
+    def forward(self, queries: Any, k: Any = 100, where: Any = None, **options: Any) -> Hits:
+        """`search`.
+
+        Args:
+            queries, k, where: as in `search`. options: its others.
+
+        Returns: `Hits`.
+        """
+        return self.search(queries, k, where, **options)
+
+    @torch.no_grad()
+    def search(
+        self, queries: Any, k: Any = 100, where: Any = None, *, combine: Combine = "max",
+        rerank: Rerank | None = None, candidates: int | None = None, **options: Any,
+    ) -> Hits:  # fmt: skip
+        """The best items for each query.
+
+        Args:
+            queries: what the encoder takes.
+            k, where: as in `Index.search`.
+            combine: for several vectors a query: "max", the k items with the largest score of any of its vectors,
+                exactly; "union", the k best of each vector, up to M · k items. An item's score is then the best of the
+                vectors that found it.
+            rerank: a function of the encoder's vectors on the index's device and of item vectors (B, C, dim) in the
+                index's dtype, returning scores (B, C). The k items with the highest are returned, equal ones by row.
+                `Hits.exact` then tells of the scan.
+            candidates: with rerank, how many items of each vector it scores, from k to 2048; None: four times k, at
+                least 100 and at most 2048. Without, as in `Index.search`.
+            options: strict, links and alpha of `Index.search`. Hits of several vectors or of rerank keep the scores
+                that links gave, but not the edges.
+
+        Returns: `Hits`, (B, k), or (B, M · k) for "union" without rerank.
+        Raises: ValueError as `encode` and `Index.search`, for another combine, for scores of another shape, and for
+            several vectors or rerank beside a k for each query.
+        """
+        if combine not in ("max", "union"):
+            raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {combine!r}.")
+        q = self.encode(queries).detach()
+        if q.dim() == 2 and rerank is None:
+            return self.index.search(q, k, where, candidates=candidates, **options)
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MOST:
+            raise ValueError(
+                f"Retriever.search: k must be one integer from 1 to {MOST} for several vectors a query or rerank, got "
+                f"{k!r}."
+            )
+        B, M = len(q), q.shape[1] if q.dim() == 3 else 1
+        taken, width, signs = k, M * k if combine == "union" else k, candidates
+        if rerank is not None:
+            taken, width, signs = _taken(k, candidates), k, None
+
+        def finish(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            scores, rows = _united(scores.reshape(B, M * taken), rows.reshape(B, M * taken))
+            if rerank is not None:
+                scores = _reranked(rerank, q.to(self.index.device), self.index.embeddings, scores, rows)
+            order = scores.argsort(dim=1, descending=True, stable=True)[:, :width]  # rows ascend: ties go by row
+            return scores.gather(1, order), rows.gather(1, order)
+
+        links = options.pop("links", None)
+        if M > 1:
+            if where is not None and isinstance(where, (list, tuple)):
+                where = [one for one in searching.wheres_of(where, B) for _ in range(M)]
+            if links is not None:
+                links = links._replace(weights=links.weights.repeat_interleave(M, 0))
+        strict, alpha = options.pop("strict", False), options.pop("alpha", 1.0)
+        if options:
+            raise TypeError(f"Retriever.search: unknown options {', '.join(options)}.")
+        flat = q.reshape(B * M, q.shape[-1])
+        return self.index._found(flat, taken, where, strict, signs, links, alpha, finish)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the index, and the encoder's state if it is a module, to a folder. Nothing is pickled.
+
+        Args:
+            folder: made if it is not there.
+
+        Raises: ValueError if it is a file, or for an index over a parameter.
+        """
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.index.save(folder / INDEX)
+        module = isinstance(self.encoder, nn.Module)
+        if module:
+            from safetensors.torch import save_file
+
+            # Clones: tied weights share storage, which the format has no word for.
+            state = {
+                name: value.detach().cpu().clone().contiguous() for name, value in self.encoder.state_dict().items()
+            }
+            save_file(state, folder / f"{ENCODER}.partial")
+            disk.rename(folder / f"{ENCODER}.partial", folder / ENCODER)
+        about = {"format": FORMAT, "dim": self.index.dim, "encoder": type(self.encoder).__name__, "state": module}
+        (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        disk.rename(folder / f"{CONFIG}.partial", folder / CONFIG)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, encoder: Any = None, device: torch.device | str | None = None
+    ) -> Retriever:
+        """The retriever of a folder that `save_pretrained` wrote.
+
+        Args:
+            folder: that it wrote.
+            encoder: of the same kind as the one that was saved; a module is filled with the weights that were saved.
+                The folder holds no code, so that it must be given.
+            device: where index and encoder will be; None: the CPU for the index, and the encoder stays where it is.
+
+        Returns: the Retriever.
+        Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
+        """
+        folder = Path(folder)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {about.get('format')!r}.")
+        if encoder is None:
+            raise ValueError(
+                f"Retriever.from_pretrained: encoder must be given, the {about['encoder']} that was saved: the folder "
+                "holds weights and no code, got None."
+            )
+        if about["state"]:
+            if not isinstance(encoder, nn.Module):
+                got = type(encoder).__name__
+                raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
+            from safetensors.torch import load_file
+
+            try:
+                encoder.load_state_dict(load_file(folder / ENCODER))
+            except RuntimeError as error:
+                raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
+        if device is not None and isinstance(encoder, nn.Module):
+            encoder.to(device)
+        return cls(encoder, Index.load(folder / INDEX, device))
+
+
+def _taken(k: int, candidates: Any) -> int:
+    if candidates is None:
+        return min(max(4 * k, 100), MOST)
+    if not isinstance(candidates, int) or isinstance(candidates, bool) or not k <= candidates <= MOST:
+        raise ValueError(
+            f"Retriever.search: candidates must be an integer from k, {k:,}, to {MOST:,} with rerank, got "
+            f"{candidates!r}."
+        )
+    return candidates
+
+
+def _united(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, n) each, rows ascending: of equal rows the best score, and −inf and −1 in the others' places."""
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    scores, rows = scores.gather(1, order), rows.gather(1, order)
+    order = rows.argsort(dim=1, stable=True)
+    scores, rows = scores.gather(1, order), rows.gather(1, order)
+    again = torch.zeros_like(rows, dtype=torch.bool)
+    again[:, 1:] = rows[:, 1:] == rows[:, :-1]
+    return scores.masked_fill(again, -torch.inf), rows.masked_fill(again, -1)
+
+
+def _reranked(rerank: Rerank, q: Tensor, items: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+    there = rows >= 0
+    at = rows.clamp(min=0)
+    if items.dtype.itemsize == 1:  # torch indexes no float8
+        vectors = items.view(torch.uint8)[at].view(items.dtype)
+    else:
+        vectors = items[at]
+    found = rerank(q, vectors)
+    if not isinstance(found, Tensor) or found.shape != rows.shape or not found.is_floating_point():
+        got = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"Retriever.search: rerank must return float scores {tuple(rows.shape)}, got {got}.")
+    found = found.to(scores)
+    return torch.where(there & ~found.isnan(), found, -torch.inf)
