@@ -19,8 +19,8 @@ from tigon.retrieve.memory import MemoryPlan as MemoryPlan
 from tigon.retrieve.memory import plan_memory as plan_memory
 from tigon.retrieve.ordered import Number as Number
 from tigon.retrieve.ordered import Timestamp as Timestamp
-from tigon.retrieve.schema import Schema as Schema
 from tigon.retrieve.retriever import Retriever as Retriever
+from tigon.retrieve.schema import Schema as Schema
 from tigon.retrieve.searching import Explanation as Explanation
 from tigon.retrieve.text import parse as parse
 from tigon.retrieve.towers import TwoTowers as TwoTowers

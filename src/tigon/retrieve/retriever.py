@@ -62,7 +62,7 @@ class Retriever(nn.Module):
         dim = self.index.dim
         if q.dim() not in (2, 3) or q.shape[-1] != dim or (q.dim() == 3 and not q.shape[1]):
             raise ValueError(
-                f"Retriever: encoder must return (queries, {dim}) or (queries, vectors, {dim}), {dim} being the index's "
+                f"Retriever: encoder must return (queries, {dim}) or (queries, vectors, {dim}), by the index's "
                 f"dim, got {tuple(q.shape)}."
             )
         if not q.is_floating_point():
