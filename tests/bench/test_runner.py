@@ -139,19 +139,23 @@ def test_a_failing_implementation_is_a_row_and_the_others_are_measured():
     def out_of_memory(gate, up):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 GiB.")
 
+    def out_of_cublas(gate, up):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
     op = OPS["swiglu"]
     rows = run(
         op,
         {
             "missing": Implementation(missing),
             "memory": by(out_of_memory),
+            "cublas": by(out_of_cublas),
             "gpu": by(lambda gate, up: gate * up, gpu_only=True),
             "eager": op.implementations["eager"],
         },
     )
-    assert [rows[name].status for name in rows] == ["failed", "failed", "failed", "ok"]
+    assert [rows[name].status for name in rows] == ["failed", "failed", "failed", "failed", "ok"]
     assert rows["missing"].reason == "absent is not installed"
-    assert rows["memory"].reason == "out of memory"
+    assert rows["memory"].reason == rows["cublas"].reason == "out of memory"
     assert rows["gpu"].reason == "runs on a GPU only"
     assert rows["missing"].total_ms is None
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tigon.bench.floor import measure_floor
+from tigon.bench.runner import one_line
 from tigon.bench.training import Side, measure_lengths, train_side
 
 
@@ -181,13 +182,8 @@ def _serve() -> int:
 
     try:
         rows = task(row, device=device, say=lambda text: print(text, flush=True), done=keep, **request)
-    except torch.OutOfMemoryError:
-        rows = [replace(row, status="failed", reason="out of memory")]
-    except ModuleNotFoundError as error:
-        rows = [replace(row, status="failed", reason=f"{error.name} is not installed")]
     except Exception as error:  # a peer may fail in any way, and its row says how
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        rows = [replace(row, status="failed", reason=reason)]
+        rows = [replace(row, status="failed", reason=one_line(error))]
     keep(rows)
     sys.stdout.flush()
     # Not sys.exit: destroying a process group at exit would wait for ranks that have failed.

@@ -522,7 +522,8 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
+    # cuBLAS takes memory of its own where the allocator has left none, and has no exception for it.
+    if isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
         return "out of memory"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
