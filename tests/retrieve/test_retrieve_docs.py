@@ -44,6 +44,7 @@ def test_the_code_for_several_gpus_runs_on_one(tmp_path, monkeypatch, process_gr
         exec(compile(block, "several-gpus.md", "exec"), names)
     assert names["hits"].ids.shape == (4, 10)
     assert len(names["index"]) == len(names["alone"]) == 500
+    assert names["table"].grad.abs().sum() > 0
 
 
 def test_the_code_for_those_who_come_from_faiss_runs():
