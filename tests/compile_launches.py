@@ -36,6 +36,7 @@ from triton.runtime.driver import driver
 
 import tigon
 from tigon.linear.lora_mlp import lora_mlp
+from tigon.ops.filtered_topk import merge
 from tigon.ops.filtered_topk.sign import projection_of
 from tigon.ops.filtered_topk.sign_launches import encode
 from tigon.optim.perturb import perturb, squared_norm
@@ -214,6 +215,10 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
                 search()
+        for words in (None, 2):
+            context |= {"op": "filtered_topk", "case": "answers of 8 devices", "shape": (), "frozen": None}
+            context |= {"dtype": "float32"}
+            answers(words)
         for why, dtype, search in signed_searches(brief):
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "filtered_topk", "case": why, "shape": (), "frozen": None}
@@ -352,6 +357,14 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
             tigon.filtered_topk(torch.empty(B, D, dtype=dtype), items, k, **given)
 
         yield why, dtype, search
+
+
+def answers(words: int | None) -> None:
+    """What devices that share the rows hand around, and its merge."""
+    scores, rows, ids = torch.empty(16, 100), torch.empty(16, 100, dtype=torch.int64), torch.empty(2**20).long()
+    shown = None if words is None else torch.empty(words, 2**20, dtype=torch.int64)
+    packed = merge.packed_answer(scores, rows, ids, shown, 0, 8)
+    merge.merged_answers(torch.stack([packed] * 8))
 
 
 def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from contextlib import nullcontext
+from unittest import mock
 
 import flat
 import pytest
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from numerics import Errors, _as_fp64, evaluate
 from ops_table.cross_entropy import LINEAR_CROSS_ENTROPY
 from ops_table.distillation import DISTILL, DISTILL_TOPK
+from ops_table.item_softmax import ITEM_SOFTMAX
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case
 from torch.distributed.fsdp import fully_shard
@@ -22,15 +25,18 @@ from world import world_of
 import tigon
 import tigon.integrations.trl
 from tigon.linear.chunks import ValidCount
+from tigon.losses.over_items import item_softmax
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)
 
-OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO, DISTILL, DISTILL_TOPK)}
+# Scores of its kernels are in units of log 2 and reach 13: one rounding of such a score is 2⁻²¹ of its probability.
+OF_ITEMS = dataclasses.replace(ITEM_SOFTMAX, roundings=8)
+OPS = {op.name: op for op in (LINEAR_CROSS_ENTROPY, LINEAR_LOGPROB, GRPO, DISTILL, DISTILL_TOPK, OF_ITEMS)}
 # Which inputs have a row for each class.
 SPLIT = {
     "linear_cross_entropy": (1, 3), "linear_logprob": (1, 2, 4), "grpo": (1, 2), "distill": (1, 2, 3, 5),
-    "distill_topk": (1, 2),
+    "distill_topk": (1, 2), "item_softmax": (1, 3),
 }  # fmt: skip
 # In fp32 three chunks by the widest of uneven shards; by a narrower one, which would wait for ever for others, one.
 THREE_CHUNKS = Case("three chunks, every option", (500, 16, 60), {
@@ -94,7 +100,7 @@ def together(name, by_rank):
 def check(world, split, backend, calls):
     """calls: (op, case, dtype). Error against fp64 at most twice eager's, on the whole head in one process."""
     # Errors of few numbers are luck. On a GPU, whose products round otherwise, there is time for more.
-    most = {name: 8 if name == "distill_topk" else 4 for name in OPS}
+    most = {name: {"distill_topk": 8, "item_softmax": 16}.get(name, 4) for name in OPS}
     on_gpu = world.device_type == "cuda"
     draws = {call: 8 if on_gpu else min(most[call[0]], case_of(*call[:2]).draws) for call in calls}
     drawn = [(*call, seed) for call in calls for seed in range(draws[call])]
@@ -137,6 +143,47 @@ def test_the_kernels_too(ranks):
     """Interpreted where there is no GPU. tests/ops/test_shard_statistics.py has their branches."""
     calls = [("linear_cross_entropy", 2, torch.float32), ("linear_logprob", 2, torch.float32)]
     check(ranks, "uneven", "triton", calls)
+
+
+def test_the_kernels_of_a_softmax_over_items(ranks):
+    """Tiles of items on each rank, and a rank without any: what tests/losses/test_over_items.py knows of one device."""
+    calls = [("item_softmax", number, torch.float32) for number in range(5)]
+    check(ranks, "uneven", "triton", [*calls, *(("item_softmax", number, torch.float16) for number in (0, 3))])
+
+
+def of_items(rank, world, device):
+    """Targets that are out of range, and a loss of no queries; the same bits on all ranks, and on every run."""
+    draw = torch.Generator().manual_seed(0)
+    query, items = torch.randn(7, 16, generator=draw).to(device), torch.randn(40, 16, generator=draw).to(device)
+    target = torch.tensor([3, 40, -100, 39, -1, 0, 20], device=device)
+    own = items.tensor_split(world)[rank]
+    with tigon.use_backend("triton"), mock.patch("tigon.ops.targets.can_look", return_value=False):
+        found = [losses(query, own, target, group=dist.group.WORLD) for _ in range(2)]
+        assert all(map(torch.equal, *(map(torch.nan_to_num, part) for part in found)))
+        none = losses(query[:0], own, target[:0], group=dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"target must have shape \(7,\)"):
+            losses(query, own, target[:3], group=dist.group.WORLD)
+    right = torch.tensor([0, 2, 3, 5, 6], device=device)
+    alone = losses(query[right], items, target[right])
+    for mine, theirs in zip((found[0][0][right], found[0][1][right]), alone, strict=False):
+        torch.testing.assert_close(mine, theirs)
+    return found[0][0], none
+
+
+def losses(query, items, target, **options):
+    query, items = query.clone().requires_grad_(), items.clone().requires_grad_()
+    loss = item_softmax(query, items, target, scale=0.7, reduction="none", **options)
+    loss.sum().backward()
+    return loss.detach(), query.grad, items.grad
+
+
+def test_targets_outside_of_all_ranks_items_give_nan(ranks):
+    found = ranks.run(of_items)
+    for loss, none in found:
+        assert loss.isnan().tolist() == [False, True, False, False, True, False, False]
+        assert torch.equal(loss.nan_to_num(), found[0][0].nan_to_num())
+        assert none[0].shape == (0,)
+        assert not none[2].any()
 
 
 # ---------------------------------------------------------------------------------------------------------- DTensors
@@ -467,18 +514,18 @@ def of_halves(rank, world, device):
     x, weight, _, target = head(device)
     place = rank % 2
     own = weight.split([40, 21])[place].clone().requires_grad_()
-    asked, gather = [], shards._all_gather
+    asked, gather = [], shards.all_gather
 
     def counted(out, given, **options):
         asked.append((out.numel(), given.dtype))
         return gather(out, given, **options)
 
-    shards._all_gather = counted
+    shards.all_gather = counted
     try:
         group, count = groups[rank // 2], 240
         losses = [flat.linear_cross_entropy(x, own, target, num_valid=count, group=group) for _ in range(2)]
     finally:
-        shards._all_gather = gather
+        shards.all_gather = gather
     return losses[0], torch.autograd.grad(losses[1], own)[0], asked, dist.get_rank(group)
 
 

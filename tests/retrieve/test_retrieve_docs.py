@@ -34,6 +34,19 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
         assert said == "2\n"
 
 
+def test_the_code_for_several_gpus_runs_on_one(tmp_path, monkeypatch, process_group):
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "several-gpus.md").read_text(), re.MULTILINE | re.DOTALL
+    ):
+        exec(compile(block, "several-gpus.md", "exec"), names)
+    assert names["hits"].ids.shape == (4, 10)
+    assert len(names["index"]) == len(names["alone"]) == 500
+    assert names["table"].grad.abs().sum() > 0
+
+
 def test_the_code_for_those_who_come_from_faiss_runs():
     page = DOCS.parent / "how-to" / "from-faiss.md"
     names = {}

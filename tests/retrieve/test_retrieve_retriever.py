@@ -132,7 +132,7 @@ def test_what_it_refuses():
     q, several = torch.randn(2, 8), torch.randn(2, 3, 8)
     for call, words in (
         (lambda: retrieve.Retriever(3, index), "encoder must be a module, a function or have encode, got int"),
-        (lambda: retrieve.Retriever(len, 3), "index must be an Index, got int"),
+        (lambda: retrieve.Retriever(len, 3), "index must be an Index or a ShardedIndex, got int"),
         (lambda: retriever(q[:, :5]), r"\(queries, 8\) or \(queries, vectors, 8\).*got \(2, 5\)"),
         (lambda: retriever(q.long()), "must return floats, got torch.int64"),
         (lambda: retriever(object()), "must return a tensor or an array, got object"),

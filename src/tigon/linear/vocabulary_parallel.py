@@ -93,7 +93,7 @@ class Shards(NamedTuple):
         # A gather, not a reduction: each rank adds the parts itself, in the order of ranks, and all of them get the
         # same bits.
         parts = own.new_empty(world * own.shape[0], *own.shape[1:])
-        work = _all_gather(parts, own, group=self.group, async_op=True)
+        work = all_gather(parts, own, group=self.group, async_op=True)
         # `own` is held too: the allocator does not know that the collective's stream still reads it.
         return Arriving(parts.view(world, *own.shape), work, own)
 
@@ -187,7 +187,7 @@ def shards_of(
     for argument, t in (("x", x), ("bias", bias), ("target", target)):
         if hasattr(t, "device_mesh"):
             raise ValueError(f"{name}: {argument} must be a plain tensor beside a plain weight, got a DTensor.")
-    group = _process_group(name, group)
+    group = process_group(name, group)
     import torch.distributed as dist
 
     if weight.dim() != 2:
@@ -213,7 +213,7 @@ def _of_dtensors(
             f"{tuple(weight.placements)} on {mesh.ndim}: gather it with full_tensor()."
         )
     # The same group beside a DTensor is no contradiction, and passes.
-    if group is not None and _process_group(name, group) is not mesh.get_group():
+    if group is not None and process_group(name, group) is not mesh.get_group():
         raise ValueError(f"{name}: group must be left out beside a DTensor, which says where its shards are.")
     if bias is not None and (not hasattr(bias, "device_mesh") or bias.placements != weight.placements):
         raise ValueError(f"{name}: bias must be a DTensor that is Shard(0), as the weight is.")
@@ -253,11 +253,12 @@ def adapter_of(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]
     return a, b.to_local() if hasattr(b, "device_mesh") else b
 
 
-def _process_group(name: str, group: Any) -> ProcessGroup:
+def process_group(name: str, group: Any, argument: str = "group") -> ProcessGroup:
+    """The group of a mesh of one dimension, or the group itself."""
     if not hasattr(group, "get_group"):
         return group  # type: ignore[no-any-return]
     if group.ndim != 1:
-        raise ValueError(f"{name}: group must be a mesh of one dimension, got {group.ndim}: take one of them.")
+        raise ValueError(f"{name}: {argument} must be a mesh of one dimension, got {group.ndim}: take one of them.")
     return group.get_group()  # type: ignore[no-any-return]
 
 
@@ -273,13 +274,14 @@ def _sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
     world = dist.get_world_size(group)
     found = torch.empty(world, dtype=torch.int64, device=weight.device)
     # Blocking, once a weight: the sizes decide the host's loop, so the host has to have them.
-    _all_gather(found, torch.full((1,), weight.shape[0], device=weight.device), group=group)
+    all_gather(found, torch.full((1,), weight.shape[0], device=weight.device), group=group)
     sizes = tuple(found.tolist())
     _sizes_of[weight] = group, weight.shape[0], sizes
     return sizes
 
 
-def _all_gather(out: Tensor, own: Tensor, **options: Any) -> Any:
+def all_gather(out: Tensor, own: Tensor, **options: Any) -> Any:
+    """Into out the tensors of all ranks, in their order, one behind the other."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13

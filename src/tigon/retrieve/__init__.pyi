@@ -26,6 +26,7 @@ from tigon.retrieve.ordered import Timestamp as Timestamp
 from tigon.retrieve.retriever import Retriever as Retriever
 from tigon.retrieve.schema import Schema as Schema
 from tigon.retrieve.searching import Explanation as Explanation
+from tigon.retrieve.sharded import ShardedIndex as ShardedIndex
 from tigon.retrieve.text import parse as parse
 from tigon.retrieve.towers import TwoTowers as TwoTowers
 from tigon.retrieve.where import Expression as Expression

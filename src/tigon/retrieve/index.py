@@ -205,20 +205,14 @@ class Index(nn.Module):
         Raises: ValueError if ids are of another kind than the index's.
         """
         with self.turns.writing:
-            read = writing.checked_ids(self, "Index.delete", ids)
-            if self.ids is None or not len(read):
-                return 0
-            read = read if isinstance(read, list) else np.unique(read)
-            keys, rows = self.ids.find(list(dict.fromkeys(read)) if isinstance(read, list) else read)
-            there = rows >= 0
-            there[there] = self.rows.there()[rows[there]] if self.fixed else True
-            if there.any():
+            read, keys, rows = writing.known(self, "Index.delete", ids)
+            if len(rows):
                 if self.journal is not None:
                     self.journal.delete(read)
                 if not self.fixed:
-                    self.ids.place(keys[there], np.full(int(there.sum()), -1))
-                writing.remove(self, rows[there])
-            return int(there.sum())
+                    self.ids.place(keys, np.full(len(keys), -1))  # type: ignore[union-attr]
+                writing.remove(self, rows)
+            return len(rows)
 
     @torch.no_grad()
     def grow(self, capacity: int) -> None:
@@ -330,12 +324,7 @@ class Index(nn.Module):
             self.kept.prepare(self, search.filters)
             with self.turns.search(self.device):
                 scores, rows, all_scored = searching.found_rows(self, search)
-                if search.norms is not None:
-                    scores = scores - search.norms
-                if search.ks is not None:
-                    ks = writing.sent(np.asarray(search.ks), self.device)[:, None]
-                    beyond = torch.arange(search.most, device=self.device) >= ks
-                    scores, rows = scores.masked_fill(beyond, -torch.inf), rows.masked_fill(beyond, -1)
+                scores, rows = searching.answered(search, scores, rows)
                 if finish is not None:
                     scores, rows = finish(scores, rows)
                 ids = torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -170,18 +170,21 @@ def _damaged(path: Path, number: int, at: int, size: int) -> ValueError:
     )
 
 
-def replay(index: Index, path: Path) -> None:
-    """Make the updates of a journal."""
+def replay(index: Index, path: Path, write: Callable[[Prepared], None] | None = None) -> None:
+    """Make the updates of a journal. write: writes items to the index; None: `writing.write`."""
     for kind, body, _ in records(path):
         tensors = disk.from_safetensors(body)
         if kind == "grow":
-            writing.grow(index, int(tensors["capacity"][0]))
+            index.grow(int(tensors["capacity"][0]))
         elif kind == "delete":
             index.delete(_ids(tensors))
         else:
             growth: dict[str, list[Value]] = json.loads(tensors["growth"].numpy().tobytes())
             items = Prepared(_ids(tensors), tensors["vectors"], tensors["words"].numpy(), growth)
-            writing.write(index, items)
+            if write is None:
+                writing.write(index, items)
+            else:
+                write(items)
 
 
 def repair(path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tigon.retrieve import disk, searching
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index
+from tigon.retrieve.sharded import ShardedIndex
 
 FORMAT = 1
 CONFIG, ENCODER, INDEX = "config.json", "encoder.safetensors", "index"
@@ -28,18 +29,19 @@ class Retriever(nn.Module):
     Args:
         encoder: a module or function of queries, or an object with `encode`, such as a SentenceTransformer. It returns
             (B, dim), or (B, M, dim) for several vectors a query.
-        index: an Index of vectors of the encoder's width. One over a parameter finds by the weights of the moment.
+        index: an Index or a ShardedIndex of vectors of the encoder's width. One over a parameter finds by the weights
+            of the moment.
 
-    Raises: ValueError if the encoder cannot be called or index is no Index.
+    Raises: ValueError if the encoder cannot be called or index is neither.
     """
 
-    def __init__(self, encoder: Any, index: Index) -> None:
+    def __init__(self, encoder: Any, index: Index | ShardedIndex) -> None:
         super().__init__()
         if not callable(encoder) and not callable(getattr(encoder, "encode", None)):
             got = type(encoder).__name__
             raise ValueError(f"Retriever: encoder must be a module, a function or have encode, got {got}.")
-        if not isinstance(index, Index):
-            raise ValueError(f"Retriever: index must be an Index, got {type(index).__name__}.")
+        if not isinstance(index, (Index, ShardedIndex)):
+            raise ValueError(f"Retriever: index must be an Index or a ShardedIndex, got {type(index).__name__}.")
         self.encoder, self.index = encoder, index
 
     def encode(self, queries: Any) -> Tensor:
@@ -108,7 +110,8 @@ class Retriever(nn.Module):
             raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {combine!r}.")
         q = self.encode(queries).detach()
         if q.dim() == 2 and rerank is None:
-            return self.index.search(q, k, where, candidates=candidates, **options)
+            options |= {} if candidates is None else {"candidates": candidates}
+            return self.index.search(q, k, where, **options)
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MOST:
             raise ValueError(
                 f"Retriever.search: k must be one integer from 1 to {MOST} for several vectors a query or rerank, got "
@@ -122,7 +125,7 @@ class Retriever(nn.Module):
         def finish(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             scores, rows = _united(scores.reshape(B, M * taken), rows.reshape(B, M * taken))
             if rerank is not None:
-                scores = _reranked(rerank, q.to(self.index.device), self.index.embeddings, scores, rows)
+                scores = _reranked(rerank, q.to(self.index.device), self._vectors(rows), scores, rows)
             order = scores.argsort(dim=1, descending=True, stable=True)[:, :width]  # rows ascend: ties go by row
             return scores.gather(1, order), rows.gather(1, order)
 
@@ -138,14 +141,24 @@ class Retriever(nn.Module):
         flat = q.reshape(B * M, q.shape[-1])
         return self.index._found(flat, taken, where, strict, signs, links, alpha, finish)
 
+    def _vectors(self, rows: Tensor) -> Tensor:
+        if isinstance(self.index, ShardedIndex):
+            return self.index.vectors_at(rows)
+        items, at = self.index.embeddings, rows.clamp(min=0)
+        if items.dtype.itemsize == 1:  # torch indexes no float8
+            return items.view(torch.uint8)[at].view(items.dtype)
+        return items[at]
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the index, and the encoder's state if it is a module, to a folder. Nothing is pickled.
 
         Args:
             folder: made if it is not there.
 
-        Raises: ValueError if it is a file, or for an index over a parameter.
+        Raises: ValueError if it is a file, for an index over a parameter, and for a ShardedIndex.
         """
+        if isinstance(self.index, ShardedIndex):
+            raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")
@@ -228,13 +241,8 @@ def _united(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(again, -torch.inf), rows.masked_fill(again, -1)
 
 
-def _reranked(rerank: Rerank, q: Tensor, items: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+def _reranked(rerank: Rerank, q: Tensor, vectors: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
     there = rows >= 0
-    at = rows.clamp(min=0)
-    if items.dtype.itemsize == 1:  # torch indexes no float8
-        vectors = items.view(torch.uint8)[at].view(items.dtype)
-    else:
-        vectors = items[at]
     found = rerank(q, vectors)
     if not isinstance(found, Tensor) or found.shape != rows.shape or not found.is_floating_point():
         got = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__

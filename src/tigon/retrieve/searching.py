@@ -18,7 +18,7 @@ from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.rates import rates_of
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
-from tigon.retrieve.writing import distance_bias, moved
+from tigon.retrieve.writing import distance_bias, moved, sent
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -236,6 +236,17 @@ def found_rows(index: Index, search: Asked, hidden: bool = False) -> tuple[Tenso
         raise _too_large(B - half) from error
     scores, rows = (torch.cat(pair) for pair in zip(*parts, strict=True))
     return scores, rows, exact
+
+
+def answered(search: Asked, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and rows as `Hits` have them, from those that were found."""
+    if search.norms is not None:
+        scores = scores - search.norms
+    if search.ks is not None:
+        ks = sent(np.asarray(search.ks), scores.device)[:, None]
+        beyond = torch.arange(search.most, device=scores.device) >= ks
+        scores, rows = scores.masked_fill(beyond, -torch.inf), rows.masked_fill(beyond, -1)
+    return scores, rows
 
 
 @torch.no_grad()

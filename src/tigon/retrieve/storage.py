@@ -24,12 +24,14 @@ from tigon.retrieve import coded, disk
 from tigon.retrieve.ids import KINDS, StringIds
 from tigon.retrieve.journal import Journal, repair, replay
 from tigon.retrieve.schema import Schema
-from tigon.retrieve.writing import distance_bias
+from tigon.retrieve.tables import Ints
+from tigon.retrieve.writing import at_rows, distance_bias, put
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
 
 FORMAT = 1
+FORMATS = 1, 2  # 2: of several files, by tigon.retrieve.sharded_storage
 NAME = re.compile(r"snapshot-(\d{6,})")
 MANIFEST, ITEMS, JOURNAL = "manifest.json", "items.safetensors", "journal"
 
@@ -60,10 +62,8 @@ def save(index: Index, path: Path) -> None:
     renamed = False
     try:
         partial.mkdir()
-        files = {ITEMS: disk.write_file(partial / ITEMS, disk.safetensors(_items(index)))}
-        manifest = json.dumps({**_about(index), "files": files}, indent=1, ensure_ascii=False).encode()
-        sealed = json.dumps({"manifest_sha256": _sha(manifest)}).encode()
-        disk.write_file(partial / MANIFEST, [manifest, b"\n", sealed, b"\n"])
+        files = {ITEMS: disk.write_file(partial / ITEMS, disk.safetensors(items(index)))}
+        write_manifest(partial, {**about(index, index.capacity, len(index)), "files": files})
         if opened:
             journal = Journal(partial / JOURNAL)
         disk.flush_folder(partial)
@@ -89,26 +89,34 @@ def save(index: Index, path: Path) -> None:
         disk.remove(old)
 
 
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """What the snapshot is, with its own checksum in the last line."""
+    manifest = json.dumps(content, indent=1, ensure_ascii=False).encode()
+    sealed = json.dumps({"manifest_sha256": _sha(manifest)}).encode()
+    disk.write_file(folder / MANIFEST, [manifest, b"\n", sealed, b"\n"])
+
+
 def _sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _about(index: Index) -> dict[str, Any]:
+def about(index: Index, capacity: int, count: int) -> dict[str, Any]:
+    """What an index of so many items is, for its manifest."""
     return {
         "format": FORMAT,
         "dim": index.dim,
         "dtype": str(index.dtype).removeprefix("torch."),
         "metric": index.metric,
-        "capacity": index.capacity,
+        "capacity": capacity,
         "codes": index.coding,
         "bits": index.bits,
-        "items": len(index),
+        "items": count,
         "ids": index.ids.kind if index.ids is not None else None,
         "schema": json.loads(index.schema.to_json()),
     }
 
 
-def _items(index: Index) -> dict[str, Tensor | disk.Picked]:
+def items(index: Index) -> dict[str, Tensor | disk.Picked]:
     """The rows that hold items, in their order."""
     index.turns.settle(index.device)
     found: dict[str, Tensor | disk.Picked]
@@ -151,13 +159,13 @@ def load(kind: type[Index], path: Path, device: Any, journal: bool, mend: bool) 
     if not found:
         raise ValueError(f"{name}: path must be a folder that Index.save wrote, got {path}, which holds no snapshot.")
     folder = found[-1]
-    about = _manifest(name, folder)
-    _check_files(name, folder, about)
+    known = manifest(name, folder)
+    check_files(name, folder, known["files"])
     index = kind(
-        about["dim"], about["capacity"], about["dtype"], about["metric"],
-        Schema.from_json(json.dumps(about["schema"])), device, about.get("codes"), about.get("bits", 512),
+        known["dim"], known["capacity"], known["dtype"], known["metric"],
+        Schema.from_json(json.dumps(known["schema"])), device, known.get("codes"), known.get("bits", 512),
     )  # fmt: skip
-    _fill(index, folder / ITEMS, about)
+    fill(index, folder, known)
     if mend:
         repair(folder / JOURNAL)
     opened = Journal(folder / JOURNAL) if journal else None
@@ -176,22 +184,31 @@ def load(kind: type[Index], path: Path, device: Any, journal: bool, mend: bool) 
     return index
 
 
-def _manifest(name: str, folder: Path) -> dict[str, Any]:
+def manifest(name: str, folder: Path) -> dict[str, Any]:
+    """What a snapshot says of itself.
+
+    Raises: ValueError if it is damaged, or of another version.
+    """
     path = folder / MANIFEST
     try:
-        manifest, sealed, _ = path.read_bytes().rsplit(b"\n", 2)
-        if json.loads(sealed)["manifest_sha256"] != _sha(manifest):
+        content, sealed, _ = path.read_bytes().rsplit(b"\n", 2)
+        if json.loads(sealed)["manifest_sha256"] != _sha(content):
             raise ValueError
-        about = json.loads(manifest)
+        found = json.loads(content)
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{name}: {path} is damaged: its checksum is not that of its content.") from None
-    if about["format"] != FORMAT:
-        raise ValueError(f"{name}: {path} has format {about['format']}, this version of Tigon reads {FORMAT}.")
-    return dict(about)
+    if found["format"] not in FORMATS:
+        read = " and ".join(map(str, FORMATS))
+        raise ValueError(f"{name}: {path} has format {found['format']}, this version of Tigon reads {read}.")
+    return dict(found)
 
 
-def _check_files(name: str, folder: Path, about: dict[str, Any]) -> None:
-    for file, known in about["files"].items():
+def check_files(name: str, folder: Path, files: dict[str, Any]) -> None:
+    """Compare sizes and checksums.
+
+    Raises: ValueError for the first file that is missing or damaged.
+    """
+    for file, known in files.items():
         path = folder / file
         if not path.exists():
             raise ValueError(f"{name}: {path} is missing.")
@@ -199,40 +216,67 @@ def _check_files(name: str, folder: Path, about: dict[str, Any]) -> None:
             raise ValueError(f"{name}: {path} is damaged: its checksum is not that of the manifest.")
 
 
-def _fill(index: Index, path: Path, about: dict[str, Any]) -> None:
-    """Read the items into the buffers, a piece at a time."""
+def fill(index: Index, folder: Path, about: dict[str, Any], rank: int = 0, ranks: int = 1) -> Ints:
+    """Read items into the buffers, a piece at a time: of several ranks each takes the items whose place it has.
+
+    The item at place p becomes row p // ranks of rank p % ranks.
+
+    Returns: the keys of all items, in the order of their places.
+    """
     try:
         from safetensors import safe_open
     except ImportError:
         from tigon.install import install
 
         raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
-    items = about["items"]
-    with safe_open(path, framework="pt") as file:
-        if index.error is not None:
-            index.error.copy_(file.get_tensor("error"))
-        for name in ("embeddings", "attributes", "item_ids", *_codes(index)):
-            part, buffer = file.get_slice(name), getattr(index, name)
-            if name == "attributes":
-                for word in range(buffer.shape[0]):
-                    buffer[word, :items] = part[word : word + 1][0].to(buffer.device)
-                continue
-            width = buffer[:1].numel() * buffer.element_size()
-            rows = max(1, disk.PIECE // width)
-            for start in range(0, items, rows):
-                piece = part[start : min(start + rows, items)].to(buffer.device)
-                buffer[start : start + len(piece)] = piece
-                if name == "embeddings" and index.bias is not None:
-                    index.bias[start : start + len(piece)] = distance_bias(piece)
-        texts: tuple[Any, ...] = ()
-        if about["ids"] == "str":
-            texts = (file.get_tensor("id_bytes").numpy().tobytes(), file.get_tensor("id_ends").numpy())
-    index.ids = KINDS[about["ids"]](*texts) if about["ids"] else None
-    index.live.copy_(_live(items, len(index.live)))
+    count, strings = about["items"], about["ids"] == "str"
+    keys = np.arange(count)
+    texts: list[str] = [""] * count if strings else []
+    for name in about["files"]:
+        with safe_open(folder / name, framework="pt") as file:
+            places = file.get_tensor("places").numpy() if "shards" in about else np.arange(count)
+            if strings:
+                ends = file.get_tensor("id_ends").tolist()
+                blob = file.get_tensor("id_bytes").numpy().tobytes()
+                for place, first, last in zip(places.tolist(), [0, *ends[:-1]], ends, strict=True):
+                    texts[place] = blob[first:last].decode()
+            else:
+                keys[places] = file.get_tensor("item_ids").numpy()
+            if index.error is not None:
+                index.error.copy_(torch.maximum(index.error, file.get_tensor("error").to(index.device)))
+            for name in ("embeddings", *_codes(index)):
+                _take(index, file.get_slice(name), getattr(index, name), places, rank, ranks)
+            words = file.get_slice("attributes")
+            for word, buffer in enumerate(index.attributes):
+                _take(index, words[word : word + 1][0], buffer, places, rank, ranks)
+    index.ids = KINDS[about["ids"]]() if about["ids"] else None
+    if isinstance(index.ids, StringIds):
+        index.ids.keys(texts)
+    own = keys[rank::ranks]
+    index.item_ids[: len(own)] = torch.from_numpy(own).to(index.device)
+    index.live.copy_(live(len(own), len(index.live)))
+    if index.bias is not None:
+        index.bias[: len(own)] = distance_bias(index.embeddings[: len(own)])
     index._restart()
+    return keys
 
 
-def _live(items: int, numbers: int) -> Tensor:
+def _take(index: Index, part: Any, buffer: Tensor, places: Ints, rank: int, ranks: int) -> None:
+    """Rows of a file into the buffer's, as far as their places are the rank's."""
+    rows = max(1, disk.PIECE // (buffer[:1].numel() * buffer.element_size()))
+    for start in range(0, len(places), rows):
+        here = places[start : start + rows]
+        own = np.flatnonzero(here % ranks == rank)
+        if not len(own):
+            continue
+        piece = part[start : start + len(here)]
+        if len(own) < len(here):
+            narrow = piece.element_size() == 1  # torch indexes no float8
+            piece = (piece.view(torch.uint8) if narrow else piece)[torch.from_numpy(own)].view(piece.dtype)
+        put(buffer, at_rows(here[own] // ranks, index.device), piece.to(index.device))
+
+
+def live(items: int, numbers: int) -> Tensor:
     """Live bits of the first rows."""
     bits = np.zeros(numbers * 32, dtype=np.uint8)
     bits[:items] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -91,6 +91,21 @@ def checked_ids(index: Index, name: str, ids: Any) -> Ints | list[str]:
     if len(read) and index.ids is not None and index.ids.kind != kind:
         raise ValueError(f"{name}: ids must be {index.ids.kind}, as those in the index are, got {kind}.")
     return read
+
+
+def known(index: Index, name: str, ids: Any) -> tuple[Ints | list[str], Ints, Ints]:
+    """Ids without those that stand there twice, and keys and rows of those that are in the index.
+
+    Raises: ValueError if they are of another kind than the index's.
+    """
+    read = checked_ids(index, name, ids)
+    if index.ids is None or not len(read):
+        return read, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    read = list(dict.fromkeys(read)) if isinstance(read, list) else np.unique(read)
+    keys, rows = index.ids.find(read)
+    there = rows >= 0
+    there[there] = index.rows.there()[rows[there]] if index.fixed else True
+    return read, keys[there], rows[there]
 
 
 def _vectors(index: Index, embeddings: Any, ids: Ints | list[str]) -> Tensor:
@@ -184,8 +199,15 @@ def _check_room(index: Index, ids: Ints | list[str], rows: Ints) -> None:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def write(index: Index, items: Prepared) -> None:
-    """Write items that were prepared: rows that no search looks at, then the live bits between two searches."""
+# Where items go: rows, keys, vectors, attribute words, and the rows that they replace.
+Place = Callable[[Ints, Ints, Tensor, Ints, Ints], None]
+
+
+def write(index: Index, items: Prepared, place_items: Place | None = None) -> None:
+    """Write items that were prepared: rows that no search looks at, then the live bits between two searches.
+
+    place_items: writes rows that were chosen; None: `place`.
+    """
     if not len(items.ids):
         return
     index.schema.take(items.growth)
@@ -198,7 +220,7 @@ def write(index: Index, items: Prepared) -> None:
         keys[new] = index.ids.keys([items.ids[i] for i in new])
     if not index.fixed and len(keys) <= index.rows.available():
         assert items.vectors is not None
-        _write(index, keys, old, items.vectors, items.words)
+        _write(index, keys, old, items.vectors, items.words, place_items)
         return
     start = 0
     # All become visible at once, as far as there are rows that no search looks at.
@@ -209,7 +231,7 @@ def write(index: Index, items: Prepared) -> None:
             _rewrite(index, old[part], items.words[:, part])
         else:
             assert items.vectors is not None
-            _write(index, keys[part], old[part], items.vectors[part], items.words[:, part])
+            _write(index, keys[part], old[part], items.vectors[part], items.words[:, part], place_items)
 
 
 def reserve(index: Index, items: Prepared) -> None:
@@ -234,9 +256,19 @@ def reserve(index: Index, items: Prepared) -> None:
         ) from error
 
 
-def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) -> None:
+def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints, place_items: Place | None) -> None:
     rows = index.rows.allocate(len(keys))
     replaced = old[old >= 0]
+    if place_items is None:
+        place(index, rows, keys, vectors, words, replaced)
+    else:
+        place_items(rows, keys, vectors, words, replaced)
+    assert index.ids is not None
+    index.ids.place(keys, rows)
+
+
+def place(index: Index, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, replaced: Ints) -> None:
+    """Write items to rows that no search looks at; then searches see these, and those that they replace no more."""
     most = max(1, PIECE // max(1, index.dim * index.embeddings.element_size()))
     if len(keys) <= most:
         _put_rows(index, rows, keys, vectors, words, replaced)
@@ -248,8 +280,6 @@ def _write(index: Index, keys: Ints, old: Ints, vectors: Tensor, words: Ints) ->
     index.counts.add(words)
     index.turns.give_way()
     show(index, rows, replaced)
-    assert index.ids is not None
-    index.ids.place(keys, rows)
 
 
 def _put_rows(index: Index, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, forgotten: Ints) -> None:
@@ -258,14 +288,14 @@ def _put_rows(index: Index, rows: Ints, keys: Ints, vectors: Tensor, words: Ints
     with index.turns.write(device):
         if vectors.device.type == "cuda" == device.type:
             vectors.record_stream(torch.cuda.current_stream(device))
-        alone = _is_run(rows)
+        alone = is_run(rows)
         to_rows, item_ids, attributes, renewed, from_rows, vectors = sent_together(
             [rows[:0] if alone else rows, keys, words, words_of(rows), forgotten], device, vectors
         )
         at: Any = slice(int(rows[0]), int(rows[-1]) + 1) if alone else to_rows
         index.turns.give_way()
-        _put(index.embeddings, at, vectors)
-        _put(index.item_ids, at, item_ids)
+        put(index.embeddings, at, vectors)
+        put(index.item_ids, at, item_ids)
         if index.bias is not None:
             index.bias[at] = distance_bias(vectors)
         coded.write(index, at, vectors)
@@ -286,7 +316,7 @@ def _rewrite(index: Index, rows: Ints, words: Ints) -> None:
         _forget(index, sent(rows[there], index.device))
     index.counts.add(words)
     with index.kept.writing, index.turns.switch(index.device):
-        index.attributes[:, _at(rows, index.device)] = sent(words, index.device)
+        index.attributes[:, at_rows(rows, index.device)] = sent(words, index.device)
         index.kept.renew(index, sent(words_of(rows), index.device))
     show(index, rows[~there], rows[:0])
 
@@ -297,7 +327,7 @@ def show(index: Index, shown: Ints, hidden: Ints) -> None:
     if len(bits) % 2:
         bits = np.append(bits, np.int32(0))
     with index.turns.write(index.device, given=False):
-        alone = _is_run(places)
+        alone = is_run(places)
         to_places, marks = sent_together([places[:0] if alone else places, bits.view(np.int64)], index.device)
         at: Any = slice(int(places[0]), int(places[-1]) + 1) if alone else to_places
         marks = marks.view(torch.int32)[: len(places)]
@@ -329,14 +359,14 @@ def _forget(index: Index, rows: Tensor) -> None:
     index.counts.later(here, event)
 
 
-def _is_run(rows: Ints) -> bool:
+def is_run(rows: Ints) -> bool:
     """Whether rows lie one behind the other."""
     return bool(len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] - rows[:-1] == 1).all())
 
 
-def _at(rows: Ints, device: torch.device) -> Any:
+def at_rows(rows: Ints, device: torch.device) -> Any:
     """Rows as an index: a slice where they lie one behind the other."""
-    return slice(int(rows[0]), int(rows[-1]) + 1) if _is_run(rows) else sent(rows, device)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if is_run(rows) else sent(rows, device)
 
 
 def sent_together(numbers: Sequence[Ints], device: torch.device, vectors: Tensor | None = None) -> list[Tensor]:
@@ -377,7 +407,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
+def put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
+    """buffer[at] = vectors, of any dtype."""
     if buffer.element_size() == 1:  # torch indexes no float8
         buffer, vectors = buffer.view(torch.uint8), vectors.contiguous().view(torch.uint8)
     buffer[at] = vectors
@@ -386,9 +417,13 @@ def _put(buffer: Tensor, at: Any, vectors: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------------------- grow
 
 
-def grow(index: Index, capacity: int) -> None:
-    """Copy the buffers to larger ones, all of which are there before an old one is given up."""
-    total = max(capacity + spare_rows(capacity), index.rows.total)  # more are left of one that the journal refused
+def grow(index: Index, capacity: int, rows: int | None = None) -> None:
+    """Copy the buffers to larger ones, all of which are there before an old one is given up.
+
+    rows: that there will be; None: capacity, and some to spare.
+    """
+    rows = capacity + spare_rows(capacity) if rows is None else rows
+    total = max(rows, index.rows.total)  # more are left of one that the journal refused
     if index.device.type == "cuda":
         torch.cuda.synchronize(index.device)  # searches that have begun read the old buffers
     with index.turns.lock:

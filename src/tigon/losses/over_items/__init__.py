@@ -8,16 +8,25 @@ FlashAttention, Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from tigon.linear.head import Head
+from tigon.linear.vocabulary_parallel import Shards, shards_of
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.over_items.launches import _item_softmax
 from tigon.losses.over_items.reference import contrast_reference, item_softmax_reference
+from tigon.losses.over_items.sharded import _over_shards
+from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy import Reduction, check_options
 from tigon.ops.targets import checked_target
 from tigon.runtime import autocast_dtype, check_tensors, use_triton
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["item_softmax", "item_softmax_reference"]
 
@@ -29,7 +38,7 @@ IGNORED = -100
 
 def item_softmax(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
-    reduction: Reduction = "mean",
+    reduction: Reduction = "mean", group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of each query's item among all items: the exact softmax, not a sampled one.
 
@@ -40,6 +49,10 @@ def item_softmax(
         bias: (N,), added to the scores after scale, such as −log of each item's frequency.
         scale: multiplies the products: one over the temperature. For the cosine, normalise query and items first.
         reduction: "mean" over the queries that count (0 where none does), "sum", or "none" for one loss a query.
+        group: a process group, or a mesh of one dimension, over which the items are split. `items` and `bias` are then
+            this rank's, consecutive in the order of the ranks, any number of them, also none; N is their sum. query and
+            target, rows of the whole, are the same on all ranks, and so are the loss and the gradient of query, which
+            is summed over them. All ranks make the same calls, and replace or resize the table together.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes, dtypes and options that do not fit, and for targets outside the items (on a GPU these
         give NaN, unless TIGON_CHECKS=1).
@@ -57,25 +70,27 @@ def item_softmax(
     check_options(name, reduction, 0.0, None, scale, None)
     check_pair(name, query, items)
     check_bias(name, "bias", bias, items)
-    target = checked_target(name, target, query.shape[:-1], items.shape[0], IGNORED, query.device)
+    *_, shards = shards_of(name, query, items, bias, target, group, "fp32")
+    count = items.shape[0] if shards is None else shards.classes
+    target = checked_target(name, target, query.shape[:-1], count, IGNORED, query.device)
     dtype = autocast_dtype(query.device.type)
     if dtype is not None and query.dtype != torch.float64:
         query, items = query.to(dtype), items.to(dtype)
     elif items.dtype != query.dtype:
         raise ValueError(f"{name}: items must have query's dtype {query.dtype}, got {items.dtype}.")
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    narrow = query.shape[-1] <= WIDEST and not trained and items.shape[0] > 0
+    narrow = query.shape[-1] <= WIDEST and not trained and count > 0
     if narrow and use_triton(query, items, bias):
-        return fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction)
+        return fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction, shards)
     inner = bias if bias is None or scale == 1.0 else bias / scale
-    head = Head(items, None if inner is None else inner.to(items.dtype), scale=scale)
+    head = Head(items, None if inner is None else inner.to(items.dtype), scale=scale, group=group)
     return linear_cross_entropy(query, head, target, ignore_index=IGNORED, reduction=reduction)
 
 
 def fused(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
-    reduction: str,
+    reduction: str, shards: Shards | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernels' loss. Items of the id `own` are left out, but for row `target`, or `positive` in its place, and so
     are those that are not `allowed`, (M, N) bool or (1, N), which goes with ids."""
@@ -85,8 +100,14 @@ def fused(
     bias, ids, own, positive_bias = (t if t is None else t.contiguous() for t in (bias, ids, own, positive_bias))
     if allowed is not None:
         allowed = _lines(allowed).expand(len(flat), -1)
-    options = float(scale), ignore_index, reduction, need_dq
-    loss = _item_softmax(flat, items, labels, bias, ids, own, allowed, positive, positive_bias, *options)
+    sides = bias, ids, own, allowed, positive, positive_bias, float(scale)
+    if shards is None:
+        loss = _item_softmax(flat, items, labels, *sides, ignore_index, reduction, need_dq)
+    else:
+        labels = shards.labels(labels, ignore_index)
+        loss = _over_shards(
+            flat, items, labels, *sides, shard_statistics.IGNORED, reduction, need_dq, {"shards": shards}
+        )
     return loss.view(target.shape) if reduction == "none" else loss
 
 

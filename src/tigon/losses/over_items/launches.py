@@ -76,10 +76,15 @@ def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple
     return cdiv(blocks, share), share * tile.items
 
 
+def shift_of(q: Tensor) -> int:
+    """In fp16 powers are kept times 2¹⁵."""
+    return 15 if q.dtype == torch.float16 else 0
+
+
 def _constants(q: Tensor) -> dict[str, Any]:
-    # In fp16 powers are kept times 2¹⁵. fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
+    # fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
     precision = "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
-    return {"SHIFT": 15 if q.dtype == torch.float16 else 0, "PRECISION": precision}
+    return {"SHIFT": shift_of(q), "PRECISION": precision}
 
 
 def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -118,43 +123,63 @@ def _item_softmax_fwd(
     )
     losses = torch.empty_like(lse)
     if M:
+        m, total, acc = scanned(q, items, target if own is None else own, bias, ids, allowed, scale, need_dq)
         q, items, positive = _unit_strides(q, items, positive)
-        tile = tile_of("scan", q, allowed)
-        parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if N else (0, 0)
-        m, total = losses.new_empty(parts, M), losses.new_empty(parts, M)
-        acc = losses.new_empty(parts, M, D) if need_dq else None
-        constants, factor = _constants(q), scale / math.log(2)
-        width = max(16, next_power_of_2(D))
-
-        def scan() -> Plan:
-            arguments = (
-                M, N, share, q.stride(0), items.stride(0), _line(allowed), factor, D, tile.queries, tile.items, width,
-            )  # fmt: skip
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            return cdiv(M, tile.queries) * parts, (*arguments, *constants.values()), options
+        factor = scale / math.log(2)
 
         def merge() -> Plan:
             stride = 0 if positive is None else positive.stride(0)
             arguments = (
-                M, N, parts, q.stride(0), items.stride(0), stride, factor, ignore_index, D, MERGED, width,
-                constants["SHIFT"],
+                M, N, len(m), q.stride(0), items.stride(0), stride, factor, ignore_index, D, MERGED,
+                max(16, next_power_of_2(D)), shift_of(q),
             )  # fmt: skip
             return cdiv(M, MERGED), arguments, {"num_warps": 4}
 
-        key = (factor, ignore_index, tile, parts, share, _key(q, items, target, bias, ids, own, allowed, positive, acc))
-        if parts:
-            names = target if own is None else own
-            launch(_scan_kernel, key, (q, items, names, bias, ids, allowed, m, total, acc), scan)
+        key = factor, ignore_index, N, _key(q, items, target, bias, m, acc, positive, positive_bias)
         tensors = (q, items, target, bias, m, total, acc, positive, positive_bias, losses, lse, less)
-        launch(
-            _merge_kernel, (*key, _key(positive_bias)), (*tensors, dq if need_dq else None), merge,
+        launch(_merge_kernel, key, (*tensors, dq if need_dq else None), merge)
+    loss, inverse = reduced(losses, target, ignore_index, reduction)
+    return loss, lse, less, dq, inverse
+
+
+def scanned(
+    q: Tensor, items: Tensor, own: Tensor, bias: Tensor | None, ids: Tensor | None, allowed: Tensor | None,
+    scale: float, need_dq: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """What each share of the items says of each query, its own item left out: maximum, sum of powers, sum of items.
+
+    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers times two to `shift_of`.
+    """
+    (M, D), N = q.shape, items.shape[0]
+    q, items = _unit_strides(q, items)
+    tile = tile_of("scan", q, allowed)
+    parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if M and N else (0, 0)
+    m, total = (q.new_empty(parts, M, dtype=torch.float32) for _ in range(2))
+    acc = m.new_empty(parts, M, D) if need_dq else None
+    factor = scale / math.log(2)
+
+    def scan() -> Plan:
+        arguments = (
+            M, N, share, q.stride(0), items.stride(0), _line(allowed), factor, D, tile.queries, tile.items,
+            max(16, next_power_of_2(D)),
         )  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return cdiv(M, tile.queries) * parts, (*arguments, *_constants(q).values()), options
+
+    if parts:
+        key = factor, tile, parts, share, _key(q, items, own, bias, ids, allowed, acc)
+        launch(_scan_kernel, key, (q, items, own, bias, ids, allowed, m, total, acc), scan)
+    return m, total, acc
+
+
+def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
+    """The loss, and what a sum is multiplied by."""
     if reduction == "none":
-        return losses, lse, less, dq, losses.new_empty(())
+        return losses, losses.new_empty(())
     if reduction == "sum":
-        return losses.sum(), lse, less, dq, losses.new_ones(())
+        return losses.sum(), losses.new_ones(())
     inverse = 1.0 / (target != ignore_index).sum().clamp(min=1).to(torch.float32)
-    return losses.sum() * inverse, lse, less, dq, inverse
+    return losses.sum() * inverse, inverse
 
 
 def _item_softmax_bwd_fake(
