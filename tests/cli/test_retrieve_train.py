@@ -64,8 +64,24 @@ def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_pat
     assert np.mean([row["id"] % GROUPS == row["query"] % GROUPS for row in rows]) > 0.9
     tigon("retrieve", "train", folder, "-o", out).problem("holds a run", "--overwrite replaces it")
     tigon("retrieve", "train", "--resume", "-o", out).problem("is at its end")
-    tigon("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite").ok()
+    tigon("retrieve", "train", folder, *SMALL, "--epochs", 1, "-o", out, "--overwrite", "--val-split", "block").ok()
     assert len(results(out)["seeds"]) == 1
+
+
+def test_a_split_by_blocks_holds_out_neighbours_of_each_user():
+    from tigon.cli.retrieve.pairs import split_blocks
+
+    train = drawn()[0]
+    kept, held = split_blocks(train, 0.3, 5)
+    both = np.concatenate((kept, held))
+    assert np.array_equal(both[np.lexsort(both.T[::-1])], train)
+    assert len(held) == pytest.approx(0.3 * len(train), rel=0.1)
+    assert len(np.unique(kept[:, 0])) == len(np.unique(train[:, 0]))
+    for user in range(USERS):
+        whole = np.sort(train[train[:, 0] == user, 1])
+        out = np.isin(whole, held[held[:, 0] == user, 1])
+        assert (out != np.roll(out, 1)).sum() <= 2, "one run, which may go on at the beginning"
+    assert not np.array_equal(held, split_blocks(train, 0.3, 6)[1])
 
 
 # The best items of a user's group that are not in its pairs are those of the test: hard negatives leave them out.

@@ -95,7 +95,8 @@ class MixtureOfLogits(nn.Module):
                 f"{tuple(gates.shape)}."
             )
         gates = gates + self.of_products(products)
-        return (gates.softmax(-1) * products).sum(-1) * self.scale
+        similarity: Tensor = (gates.softmax(-1) * products).sum(-1) * self.scale
+        return similarity
 
     def extra_repr(self) -> str:
         return f"{self.components[0]} × {self.components[1]} of {self.dim}"

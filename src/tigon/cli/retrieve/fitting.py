@@ -33,12 +33,15 @@ class Settings:
     """
 
     loss: str = "item_softmax"
-    dim: int = 64
-    hops: int = 2
+    dim: int = 128
+    hops: int = 3
+    own: float = 0.0
+    bias: bool = True
+    leave_out: bool = True
     lr: float = 1e-3
     weight_decay: float = 0.0
     batch_size: int = 8192
-    scale: float = 8.0
+    scale: float = 12.0
     negatives: int = 4096
     hard_after: int = 10
     hard_negatives: int = 16
@@ -81,7 +84,7 @@ class Objective(nn.Module):
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         """The mean over the pairs of user (B,) and item (B,), rows."""
-        users, items = self.towers()
+        users, items = self.towers(torch.stack((user, item), 1) if self.settings.leave_out else None)
         if self.narrow:
             users, items = users.bfloat16(), items.bfloat16()
         scale, query = self.settings.scale, embedding(user, users)
@@ -143,7 +146,8 @@ def fit(
     pairs = pairs.to(device)
     held = None if held is None else held.to(device)
     torch.manual_seed(seed)
-    towers = TwoTowers(users, items, settings.dim, pairs, hops=settings.hops)
+    given = {"hops": settings.hops, "own": settings.own, "bias": settings.bias}
+    towers = TwoTowers(users, items, settings.dim, pairs, **given)  # type: ignore[arg-type]
     narrow = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     module = Objective(towers, pairs, settings, narrow).to(device)
     miner = Miner(module, pairs) if settings.loss == "hard" else None

@@ -40,12 +40,15 @@ def train(
     resume: Annotated[bool, _in(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, _in(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
     loss: Annotated[str, _in(_STEP, "item_softmax, in_batch, in_batch_logq, sampled or hard.")] = "item_softmax",
-    dim: Annotated[int, _in(_MODEL, "Width of the vectors.", min=1, max=256)] = 64,
-    hops: Annotated[int, _in(_MODEL, "How far a vector pools over training pairs; 0: own embeddings alone.", min=0)] = 2,
+    dim: Annotated[int, _in(_MODEL, "Width of the vectors.", min=1, max=256)] = 128,
+    hops: Annotated[int, _in(_MODEL, "How far a vector pools over training pairs; 0: own embeddings alone.", min=0)] = 3,
+    own: Annotated[float, _in(_MODEL, "Weight of own embeddings beside pooled ones.", min=0)] = 0.0,
+    bias: Annotated[bool, _in(_MODEL, "Give each item a learned number that is added to its scores.")] = True,
+    leave_out: Annotated[bool, _in(_STEP, "Pool over all pairs but those of the step.")] = True,
     lr: Annotated[float, _in(_STEP, "Learning rate of AdamW.")] = 1e-3,
     weight_decay: Annotated[float, _in(_STEP, "Weight decay of AdamW.", min=0)] = 0.0,
-    batch_size: Annotated[int, _in(_STEP, "Pairs of a step.", min=1)] = 4096,
-    scale: Annotated[float, _in(_STEP, "Factor of the cosines: one over the temperature.")] = 8.0,
+    batch_size: Annotated[int, _in(_STEP, "Pairs of a step.", min=1)] = 8192,
+    scale: Annotated[float, _in(_STEP, "Factor of the cosines: one over the temperature.")] = 12.0,
     negatives: Annotated[int, _in(_STEP, "For --loss sampled: items drawn a step.", min=1)] = 4096,
     hard_after: Annotated[int, _in(_STEP, "For --loss hard: epochs with the items of the batch alone, before negatives are mined.", min=0)] = 10,
     hard_negatives: Annotated[int, _in(_STEP, "For --loss hard: items mined for each user at the beginning of an epoch.", min=1, max=1000)] = 16,
@@ -53,6 +56,7 @@ def train(
     epochs: Annotated[int, _in(_STEP, "Most passes over the pairs.", min=1)] = 100,
     max_minutes: Annotated[float, _in(_STEP, "Most minutes of training for a seed.")] = 10.0,
     val_fraction: Annotated[float, _in(_STEP, "Share of the training pairs that early stopping validates on; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
+    val_split: Annotated[str, _in(_STEP, "Which pairs are held out: random, or block: of each user, neighbours in the order of items' ids.")] = "random",
     eval_every: Annotated[int, _in(_STEP, "Epochs between validations.", min=1)] = 2,
     patience: Annotated[int, _in(_STEP, "Validations without a better one before training stops.", min=1)] = 5,
     seed: Annotated[str, _in(_STEP, "Seeds, separated by commas: a model of each, and their mean and spread.")] = "0",
@@ -91,16 +95,17 @@ def train(
 
         record = {"kind": NAME, "options": given, "data": pairs.digest, "stages": {}}
         write_json(output / RECORD, record)
-    _Run(output, record, pairs, settings, seeds, cuts, given["val_fraction"], place).go()
+    _Run(output, record, pairs, settings, seeds, cuts, (given["val_split"], given["val_fraction"]), place).go()
 
 
 def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
     from tigon.cli.problem import integers
     from tigon.cli.retrieve.fitting import LOSSES, PRECISIONS, Settings
+    from tigon.cli.retrieve.pairs import SPLITS
 
-    for name, known in (("loss", LOSSES), ("precision", PRECISIONS)):
+    for name, known in (("loss", LOSSES), ("precision", PRECISIONS), ("val_split", tuple(SPLITS))):
         if given[name] not in known:
-            raise Problem(f"{NAME}: --{name} must be one of {', '.join(known)}, got {given[name]}")
+            raise Problem(f"{NAME}: --{name.replace('_', '-')} must be one of {', '.join(known)}, got {given[name]}")
     for name in ("lr", "scale", "max_minutes"):
         if not 0 < given[name] < float("inf"):
             raise Problem(f"{NAME}: --{name.replace('_', '-')} must be above 0, got {given[name]}")
@@ -149,14 +154,15 @@ class _Run:
 
     def __init__(
         self, output: Path, record: dict[str, Any], pairs: Any, settings: Any, seeds: list[int], cuts: list[int],
-        share: float, device: Any,
+        held: tuple[str, float], device: Any,
     ) -> None:  # fmt: skip
         import torch
 
         from tigon.cli.screen import screen
 
         self.output, self.record, self.pairs, self.settings = output, record, pairs, settings
-        self.seeds, self.cuts, self.share, self.device = seeds, cuts, share, device
+        self.seeds, self.cuts, self.device = seeds, cuts, device
+        self.how, self.share = held
         self.console = screen(stderr=True)
         self.train = torch.from_numpy(pairs.train)
         self.signal = 0
@@ -164,7 +170,7 @@ class _Run:
 
     def go(self) -> None:
         from tigon.cli.retrieve.fitting import evaluated
-        from tigon.cli.retrieve.pairs import split
+        from tigon.cli.retrieve.pairs import SPLITS
 
         users, items = len(self.pairs.users), len(self.pairs.items)
         self.console.print(f"{users:,} users, {items:,} items, {len(self.train):,} training pairs on {self.device}")
@@ -174,7 +180,7 @@ class _Run:
             import torch
 
             if "validation" not in stages:
-                kept, held = map(torch.from_numpy, split(self.pairs.train, self.share, self.seeds[0]))
+                kept, held = map(torch.from_numpy, SPLITS[self.how](self.pairs.train, self.share, self.seeds[0]))
                 fitted = self._fit("validation", kept, held, settings, self.seeds[0])
                 self._done("validation", {"best": fitted.best, "history": fitted.history, **_times(fitted)})
             settings = dataclasses.replace(settings, epochs=stages["validation"]["best"])
