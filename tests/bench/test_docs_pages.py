@@ -161,6 +161,32 @@ def test_heads_that_are_split_stand_beside_one_gpu(hook, tmp_path):
     assert lines[-1] == "| kl | 8×4×99 | tigon | 5.00 | 1.60× | 1.50 | 0.250 | 0.125 |"
 
 
+def test_searches_of_several_gpus_stand_beside_one(hook, tmp_path):
+    def side(name, queries, ms, graph_ms, **more):
+        row = {"items": 9, "queries": queries, "k": 5, "filters": "none", "share": 1.0, "side": name, "status": "ok"}
+        return {**row, "reason": "", "ms": ms, "graph_ms": graph_ms, "same": None, **more}
+
+    rows = [
+        side("tigon, one GPU", 16, 1.0, 0.95), side("tigon, 2 GPUs", 16, 0.6, 0.5, same=True),
+        side("exchange", 16, 0.05, 0.02), side("tigon, one GPU", 256, 2.0, 2.0),
+        side("tigon, 2 GPUs", 256, 1.5, None, same=False, status="wrong", reason="other ids"),
+    ]  # fmt: skip
+    save(
+        tmp_path / "h200-sharded-search.json",
+        report.result("sharded-search", [], gpus=2) | {"rows": rows},
+        "2026-01-01",
+    )
+    lines = rendered(hook, "<!-- results: *-sharded-search.json -->").strip().splitlines()
+    assert lines[0].startswith("2 × ")
+    assert lines[-5:] == [
+        "| 16 | none | tigon, one GPU | 1.00 | 0.950 | – | – |  |",
+        "| 16 | none | tigon, 2 GPUs | 0.600 | 0.500 | 0.526× | yes |  |",
+        "| 16 | none | exchange | 0.0500 | 0.0200 | – | – |  |",
+        "| 256 | none | tigon, one GPU | 2.00 | 2.00 | – | – |  |",
+        "| 256 | none | tigon, 2 GPUs | 1.50 | – | 0.750× | NO | WRONG: other ids |",
+    ]
+
+
 def test_another_gpu_appears_by_itself_and_changes_nothing_of_the_first(hook, tmp_path):
     shape = OPS["rope"].shapes[0]
     more = [row(name, OPS[name].shapes[0], "tigon", 2.0) for name in ("rms_norm", "layer_norm")]

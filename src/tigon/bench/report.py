@@ -26,8 +26,9 @@ import torch
 # sweep.SweepRow for "sweep", models.Side for "model" and "sequence" (memory over the length), Side of
 # benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
 # benchmarks/hpz.py for "hpz", search.SearchRow and search_codes.CodedRow for "search", Row of
-# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", what tests/distributed record for "composition". The
-# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
+# benchmarks/vocabulary_parallel.py for "vocabulary-parallel", Row of benchmarks/sharded_search.py for
+# "sharded-search", what tests/distributed record for "composition". The studies in benchmarks/studies add the columns
+# of their kinds to COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -255,6 +256,14 @@ def _times_floor(row: dict[str, Any]) -> str:
     return "–" if row["times_floor"] is None else f"{row['times_floor']:.2f}×"
 
 
+def _of_one_gpu(row: dict[str, Any]) -> str:
+    plain = row.get("plain")
+    if not plain or row["side"] == "exchange":
+        return "–"
+    name = "graph_ms" if plain["graph_ms"] and row["graph_ms"] else "ms"
+    return f"{row[name] / plain[name]:.3f}×"
+
+
 def _rate(row: dict[str, Any], unit: str) -> str:
     return _number(row["rate"]) if row["rate_unit"] == unit else "–"
 
@@ -441,6 +450,16 @@ COLUMNS["search"] = {
     "candidates": lambda r: "–" if r.get("candidates") is None else f"{r['candidates']:,}",
     "certified": lambda r: "–" if r.get("certified") is None else f"{r['certified']:.1%}",
     "recall": lambda r: "–" if r.get("recall") is None else f"{r['recall']:.4f}",
+    "remark": _remark,
+}
+COLUMNS["sharded-search"] = {
+    "queries": lambda r: f"{r['queries']:,}",
+    "filter": lambda r: "none" if r["filters"] == "none" else f"{r['share']:.3g} pass",
+    "by": lambda r: r["side"],
+    "called ms": lambda r: _number(r["ms"]),
+    "graph ms": lambda r: _number(r["graph_ms"]),
+    "of one GPU": _of_one_gpu,
+    "same ids and bits": lambda r: "–" if r["same"] is None else "yes" if r["same"] else "NO",
     "remark": _remark,
 }
 # The sides that the others are compared with, in the kinds that have such columns.
