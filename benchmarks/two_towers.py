@@ -1,0 +1,111 @@
+"""Two towers on a reader's own pairs, by each loss, in at most the same time: recall and NDCG of full rankings.
+
+    python benchmarks/two_towers.py --data gowalla --name Gowalla --output benchmarks/results
+
+The loop, its defaults and its files of pairs are those of `tigon retrieve train`. Each side fits once on the training
+pairs without runs of neighbours (`--val-split block`), which say how many epochs are best, and then on all training
+pairs for each seed. The test pairs are read last, and decide nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+from studies.retrieve import Row
+
+from tigon.bench import report
+from tigon.cli.retrieve.fitting import Settings, evaluated, fit
+from tigon.cli.retrieve.pairs import read_pairs, split_blocks
+
+SHARE = 0.2  # of the training pairs, which validates
+# LightGCN's recipe: the sum of own and pooled embeddings, no number of an item, pairs pooled that are trained on.
+PLAIN = {"own": 1.0, "bias": False, "leave_out": False}
+SIDES = {
+    "item_softmax": {},
+    "item_softmax, dim 64": {"dim": 64},
+    "in_batch": {"loss": "in_batch"},
+    "in_batch_logq": {"loss": "in_batch_logq"},
+    "sampled": {"loss": "sampled"},
+    "hard": {"loss": "hard", "hard_after": 4, "hard_skip": 20},
+    "item_softmax, LightGCN's towers": PLAIN,
+    "item_softmax, pooling what it trains on": {"leave_out": False},
+    "item_softmax, no number of an item": {"bias": False},
+    "item_softmax, own embeddings too": {"own": 1.0},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--data", required=True, type=Path, help="pairs as `tigon retrieve train` takes them, with test.txt"
+    )
+    parser.add_argument("--name", required=True, help="what the data are called")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the result file")
+    parser.add_argument("--sides", help=f"separated by semicolons: {'; '.join(SIDES)}; default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a fit, at most")
+    parser.add_argument("--epochs", type=int, default=60, help="of a fit, at most")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no further side is begun")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    start, device = time.monotonic(), torch.device(options.device)
+    pairs = read_pairs(options.data, None, None, None)
+    if pairs.test is None:
+        raise SystemExit(f"two_towers.py: {options.data} must hold test pairs, too")
+    train, test = torch.from_numpy(pairs.train), torch.from_numpy(pairs.test).to(device)
+    kept, held = map(torch.from_numpy, split_blocks(pairs.train, SHARE, 0))
+    users, items = len(pairs.users), len(pairs.items)
+    print(
+        f"{users:,} users, {items:,} items, {len(train):,} training pairs, of which {len(held):,} validate; {len(test):,} test pairs",
+        flush=True,
+    )
+    rows: list[Row] = []
+    for side in options.sides.split(";") if options.sides else SIDES:
+        side = side.strip()
+        if time.monotonic() - start > options.budget:
+            print(f"left out, the budget was spent: {side}")
+            continue
+        settings = Settings(epochs=options.epochs, max_minutes=options.seconds / 60, **SIDES[side])
+        chosen = fit(kept, users, items, settings, 0, held, device=device)
+        validation = {
+            name: max(chosen.history, key=lambda row: row["ndcg@20"])[name] for name in ("recall@20", "ndcg@20")
+        }
+        own = {
+            name: getattr(settings, name)
+            for name in ("loss", "dim", "hops", "own", "bias", "leave_out", "lr", "batch_size", "scale")
+        }
+        final = dataclasses.replace(settings, epochs=chosen.best)
+        for seed in range(options.seeds):
+            fitted = fit(train, users, items, final, seed, device=device)
+            found = evaluated(fitted.towers, test, train.to(device))
+            measures = {name: found[name] for name in ("recall@20", "ndcg@20", "coverage@20")}
+            rows.append(
+                Row(
+                    "towers",
+                    options.name,
+                    seed,
+                    side,
+                    {**own, "epochs": fitted.epochs},
+                    measures,
+                    validation,
+                    [],
+                    fitted.seconds,
+                )
+            )
+            print(
+                f"{time.monotonic() - start:5.0f} s  {side}, seed {seed}: {fitted.epochs} epochs, {fitted.seconds:.1f} s, recall@20 {found['recall@20']:.4f}, ndcg@20 {found['ndcg@20']:.4f}; validation {validation['recall@20']:.4f}, {validation['ndcg@20']:.4f}",
+                flush=True,
+            )
+        content = report.result("retrieve-study", rows, device=device)
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / report.file_name(content, "retrieve-towers")
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
