@@ -14,6 +14,7 @@ from tigon.ops.cross_entropy.kernels import (
     _cross_entropy_narrow_fwd_kernel,
     _reduce_kernel,
 )
+from tigon.ops.cross_entropy.parts import launch_parts
 from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 from tigon.runtime import (
     Plan,
@@ -25,11 +26,14 @@ from tigon.runtime import (
     multiprocessors,
     next_power_of_2,
     rows_of,
+    summed_in_parts,
     uneven,
     use_triton,
 )
 
 NARROW = 512  # classes up to which several rows share a program
+# Up to so many rows for each multiprocessor the gradient of a wide row over its logits is many programs'.
+GRADIENT_ROWS = 1
 ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a second launch would
 
 
@@ -100,6 +104,13 @@ def cross_entropy_rows(
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         return
     M, V = logits.shape
+    if summed_in_parts(M, V, logits.device, GRADIENT_ROWS) is not None:
+        # Few rows: each of them is many programs', in the gradient as in the sums.
+        stats = loss.new_empty(4 + 2 * M)
+        _launch_rows(logits, target, None, loss, stats, None, None, *options)
+        factor = loss.new_ones(()) if factor is None else factor
+        _launch_gradient(factor, logits, target, None, stats, logits, False, *options)
+        return
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     edges = uneven(logits)
     # Without a limit three rows would share a multiprocessor, where the kernel of even rows, by its registers, has two:
@@ -163,6 +174,11 @@ def _launch_rows(
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
     key = (M, sizes, dtypes, edges, stats is None, z is None, predicted is None)
+    parts = summed_in_parts(M, V, logits.device)
+    if parts is not None:
+        tile = _fwd_tile(V, softcap, label_smoothing, weight is not None, predicted is not None)
+        launch_parts(tensors, key, sizes, branches, edges, M, parts, tile)
+        return
 
     def plan() -> Plan:
         if V <= NARROW:
