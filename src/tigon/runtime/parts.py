@@ -48,7 +48,7 @@ def summed_in_parts(M: int, N: int, device: torch.device, rows: int | None = Non
     if N <= WIDE:
         return None
     programs = multiprocessors(device)
-    return parts_of(M, N, PART, PARTED * programs) if (rows or ROWS) * programs > M else None
+    return parts_of(M, N, PART, PARTED * programs) if (ROWS if rows is None else rows) * programs > M else None
 
 
 def part_tile(depth: int, block: int, warps: int) -> tuple[int, int, int]:
