@@ -24,8 +24,9 @@ WIDTHS = [1024, 1001]
 def _small(monkeypatch, triton_backend):
     """Narrow rows in narrow parts, for a device of 12 multiprocessors."""
     monkeypatch.setattr(parts_module, "PART", PART)
-    monkeypatch.setattr(parts_module, "WIDE", 512)
+    monkeypatch.setattr(parts_module, "WIDE", 256)
     monkeypatch.setattr(parts_module, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(of_cross_entropy, "multiprocessors", lambda _: 12)
     monkeypatch.setattr(row_module, "WHOLE", 512)
     for width in WIDTHS:
         assert summed_in_parts(ROWS, width, torch.device("cpu")).number == 4
@@ -33,22 +34,23 @@ def _small(monkeypatch, triton_backend):
 
 @pytest.mark.parametrize("columns", [513, 1000, 1024, 4099])
 def test_parts_hold_every_column_once(columns):
-    for rows in range(1, 48):
+    for rows in range(1, 25):
         number, width, most = summed_in_parts(rows, columns, torch.device("cpu"))
         assert 1 < number <= most
         assert width % PART == 0
         assert (number - 1) * width < columns <= number * width
-    assert summed_in_parts(48, columns, torch.device("cpu")) is None
-    assert summed_in_parts(12, columns, torch.device("cpu"), 1) is None
+    assert summed_in_parts(25, columns, torch.device("cpu")) is None
 
 
 def test_narrow_rows_are_left_whole():
-    assert summed_in_parts(1, 512, torch.device("cpu")) is None
+    assert summed_in_parts(1, 256, torch.device("cpu")) is None
+    assert summed_in_parts(1, 512, torch.device("cpu"), 2) is None
+    assert summed_in_parts(1, 513, torch.device("cpu"), 2) is not None
 
 
 def test_what_bounds_the_parts_does_not_follow_from_the_rows():
     """It is a constant of the kernels."""
-    assert {summed_in_parts(rows, 1024, torch.device("cpu")).most for rows in range(1, 48)} == {4}
+    assert {summed_in_parts(rows, 1024, torch.device("cpu")).most for rows in range(1, 25)} == {4}
 
 
 # ------------------------------------------------------------------------------------------------------- divergences

@@ -10,9 +10,9 @@ from tigon.runtime.device import multiprocessors
 from tigon.runtime.rows import cdiv, next_power_of_2
 
 # What rows of a vocabulary that are summed, and not written, are cut by. A part is so many columns or a multiple, until
-# there are PARTED programs for each multiprocessor; rows of up to WIDE columns are left whole, since a second launch
-# takes as long as reading one, and so are ROWS rows for each multiprocessor, which are programs enough.
-PART, PARTED, WIDE, ROWS = 4096, 8, 16384, 4
+# there are PARTED programs for each multiprocessor: more rows than half of those are programs enough. Rows of up to
+# WIDE columns are left whole, since a second launch takes as long as reading one.
+PART, PARTED, WIDE = 4096, 4, 16384
 
 
 class Parts(NamedTuple):
@@ -40,15 +40,9 @@ def parts_of(M: int, N: int, unit: int, programs: int) -> Parts | None:
     return Parts(cdiv(N, width), width, next_power_of_2(units))
 
 
-def summed_in_parts(M: int, N: int, device: torch.device, rows: int | None = None) -> Parts | None:
-    """The parts of M rows of N classes that kernels sum; None where rows are narrow, or programs enough.
-
-    rows: so many for each multiprocessor are programs enough; ROWS if None.
-    """
-    if N <= WIDE:
-        return None
-    programs = multiprocessors(device)
-    return parts_of(M, N, PART, PARTED * programs) if (ROWS if rows is None else rows) * programs > M else None
+def summed_in_parts(M: int, N: int, device: torch.device, wide: int = 1) -> Parts | None:
+    """The parts of M rows of N classes that kernels sum; None where rows are programs enough, or up to wide · WIDE."""
+    return None if wide * WIDE >= N else parts_of(M, N, PART, PARTED * multiprocessors(device))
 
 
 def part_tile(depth: int, block: int, warps: int) -> tuple[int, int, int]:

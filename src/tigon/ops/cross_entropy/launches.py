@@ -32,8 +32,6 @@ from tigon.runtime import (
 )
 
 NARROW = 512  # classes up to which several rows share a program
-# Up to so many rows for each multiprocessor the gradient of a wide row over its logits is many programs'.
-GRADIENT_ROWS = 1
 ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a second launch would
 
 
@@ -104,8 +102,10 @@ def cross_entropy_rows(
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         return
     M, V = logits.shape
-    if summed_in_parts(M, V, logits.device, GRADIENT_ROWS) is not None:
-        # Few rows: each of them is many programs', in the gradient as in the sums.
+    # Of so few rows the gradient, too, is sooner done by many programs a row, in launches of their own. Of more, a
+    # program that reads its row again while the cache holds it is faster, though multiprocessors are idle.
+    few = cdiv(2 * M, multiprocessors(logits.device)) == 1
+    if few and summed_in_parts(M, V, logits.device) is not None:
         stats = loss.new_empty(4 + 2 * M)
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         factor = loss.new_ones(()) if factor is None else factor

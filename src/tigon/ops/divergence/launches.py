@@ -23,6 +23,7 @@ from tigon.runtime import (
     fold_warps,
     launch,
     launcher,
+    multiprocessors,
     next_power_of_2,
     part_tile,
     rows_of,
@@ -31,14 +32,19 @@ from tigon.runtime import (
 )
 from tigon.tiles.constants import LOG2E
 
+# Warps of a row that has a multiprocessor to itself, at least.
+ALONE = 4
 
-def _fwd_tile(v: int, kind: str, form: str) -> tuple[int, int, int]:
+
+def _fwd_tile(v: int, kind: str, form: str, alone: bool = False) -> tuple[int, int, int]:
     """Blocks folded at a time, columns of a block, and warps. Many warps read a wide row that is read twice: fewer rows
     are then between their readings, and the cache serves more of the second reading."""
     # JSD of log-probabilities keeps both sides, their ratio and a logarithm of every element: depth 1. A block is 8
     # numbers a thread.
     twice = form == "logits" and kind != "kl"
     warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
+    # A row that has a multiprocessor to itself has nobody else to keep loads on their way.
+    warps = max(warps, ALONE) if alone else warps
     block = min(next_power_of_2(v), warps * 32 * 8)
     return max(1, min(depth, next_power_of_2(v) // block)), block, warps
 
@@ -72,7 +78,8 @@ def _divergence_fwd(
     M, V = a.shape
     arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form, uneven(a, b))
     tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
-    parts = summed_in_parts(M, V, a.device)
+    # Of what is no logit a whole row takes half the time.
+    parts = summed_in_parts(M, V, a.device, 1 if form == "logits" else 2)
     if parts is not None:
         _launch_parts(tensors, arguments, M, parts)
         return rows, stats
@@ -80,7 +87,7 @@ def _divergence_fwd(
     key = (M, arguments, a.dtype, b.dtype, mask is None)
 
     def plan() -> Plan:
-        depth, block, warps = _fwd_tile(V, kind, form)
+        depth, block, warps = _fwd_tile(V, kind, form, multiprocessors(a.device) >= M)
         return M, (*arguments, depth, block), {"num_warps": warps}
 
     launch(_divergence_fwd_kernel, key, tensors, plan)
