@@ -153,6 +153,8 @@ CROSS_ENTROPY = Op(
         Case("details", (8192, 128256), {"details": True}),
         Case("odd width", (8192, 50257)),
         Case("odd width, every option", (8192, 50257), {**_EVERY_OPTION, "details": True}),
+        Case("few rows", (8, 151936)),
+        Case("odd width, few rows, every option", (8, 50257), {**_EVERY_OPTION, "details": True}, {"weighted": True}),
         Case("few classes", (1000000, 128)),
         Case("few classes, every option", (1000000, 128), {**_EVERY_OPTION, "details": True}, {"weighted": True}),
     ),
@@ -162,7 +164,7 @@ CROSS_ENTROPY = Op(
     large=(
         Case("a row a program", (1000, 4096), {"reduction": "none"}),
         Case("rows share tiles", (10000, 100), {"reduction": "none", "details": True}),
-        Case("weights", (100, 40000), {**_EVERY_OPTION, "reduction": "none", "details": True}, {"weighted": True}),
+        Case("weights", (2000, 40000), {**_EVERY_OPTION, "reduction": "none", "details": True}, {"weighted": True}),
     ),
 )
 

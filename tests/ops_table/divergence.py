@@ -107,6 +107,9 @@ _MODELS = (
     Case("Llama-3-8B", (4096, 128256)),
     Case("masked rows", (4096, 128256), {"temperature": 2.0}, {**_GIVEN, "masked": True}),
     Case("fp32 teacher", (4096, 128256), {}, {"target_dtype": torch.float32}),
+    Case("few rows", (3, 262144)),
+    Case("few masked rows of logits", (3, 262144), {"temperature": 1.0}, {**_GIVEN, "masked": True}),
+    Case("odd width, few rows of logits", (9, 50257), {"temperature": 1.0}, _GIVEN),
 )
 
 
@@ -129,7 +132,8 @@ def _cases(typical: dict[str, Any] | None = None) -> tuple[Case, ...]:
 
 _LARGE = (
     Case("logits", (1000, 4096), {"temperature": 1.0, "reduction": "rows"}, {**_GIVEN, "masked": True}),
-    Case("beyond one block", (100, 40000), {"reduction": "rows"}),
+    # So many rows are left whole, whatever their number: bits are compared.
+    Case("beyond one block", (2000, 40000), {"reduction": "rows"}),
 )
 
 

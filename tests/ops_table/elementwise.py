@@ -60,6 +60,7 @@ DYT = Op(
         Case("Llama-3-70B", (16384, 8192)),
         Case("ViT-L", (50432, 1024)),
         Case("narrow", (262144, 96)),
+        Case("few rows", (128, 8192)),
         Case("alpha alone", (32768, 4096), {}, {"weight": False, "bias": False}),
         Case("fp32 parameters", (32768, 4096), {}, {"parameter_dtype": torch.float32}),
     ),

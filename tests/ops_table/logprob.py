@@ -76,8 +76,10 @@ LOGPROB = Op(
         Case("Llama-3-8B", (8192, 128256)),
         Case("Llama-2-7B", (32768, 32000), {"temperature": 0.9}),
         Case("Gemma-2-2B", (8192, 256000), {"softcap": 30.0}),
+        Case("few rows", (8, 151936)),
+        Case("odd width, few rows", (8, 50257), {"softcap": 30.0}),
     ),
-    large=(Case("a row a program", (1000, 128256)),),
+    large=(Case("a row a program", (2000, 40000)),),
 )
 
 

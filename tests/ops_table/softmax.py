@@ -95,7 +95,7 @@ SOFTMAX = Op(
     large=(
         Case("a row a tile", (1000, 4096)),
         Case("attention", (70, 3, 100, 100), {"scale": 0.3, "causal": True}, {"mask": (70, 1, 100, 100)}),
-        Case("beyond one tile", (100, 40000)),
+        Case("beyond one tile", (200, 40000)),
     ),
 )
 

@@ -166,11 +166,15 @@ def _dyt_bwd_kernel(
         if w_ptr is not None:
             # dα = Σ w · Σ_rows slope · x: one multiplication a column, and not one an element.
             by_column *= w
-        # One number a program, added by torch's sum over a few hundred: alpha's gradient is a sum over everything.
+        # One number a program, added in the launch that adds the rows: alpha's gradient is a sum over everything.
         tl.store(dalpha_ptr + tl.program_id(0), tl.sum(by_column, 0))
 
 
 # --------------------------------------------------------------------------------------------------------- launches
+
+
+# Columns of the backward pass's tiles where each program has one tile. 1024: as otherwise.
+FEW_COLUMNS = 256
 
 
 def _columns(n: int) -> int:
@@ -206,11 +210,14 @@ def _whole_tile(m: int, n: int) -> tuple[int, int, int, int, int] | None:
 
 
 @functools.cache
-def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread."""
+def _bwd_tile(n: int, itemsize: int, device: torch.device, few: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread.
+
+    few: each program has a tile at most. Of tall tiles the shares are fewer rows for the launch that adds them.
+    """
     # Eight warps in place of the forward's four: three fp32 sums and two inputs need twice the threads for their
     # registers.
-    block_n = _columns(n)
+    block_n = min(_columns(n), FEW_COLUMNS) if few else _columns(n)
     # Without room for the prefetch, two programs a multiprocessor still hide some of each other's loads.
     stages = 3 if 8 * 4096 * itemsize + 8192 <= shared_memory(device) else 1  # two programs, four tiles each
     return 4096 // block_n, block_n, 8, stages, 2
@@ -280,18 +287,19 @@ def _dyt_bwd(
     x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
-    block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device)
+    few = cdiv(M * N, 2 * 4096) <= multiprocessors(x.device)
+    block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device, few)
     columns = cdiv(N, block_n)
     # The grid fills the device: two programs a multiprocessor, divided among the blocks of columns. More parts would
     # only add rows of partial sums.
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
     partial, second = shares(parts, *sums) if sums else (None, None)
-    # A single program stores dalpha itself.
-    whole = parts * columns == 1
-    partial_dalpha = None
+    # A single program stores dalpha itself; of several each stores its share.
+    alpha_shares = None
     if need_dalpha:
-        partial_dalpha = alpha.new_empty(alpha.shape) if whole else x.new_empty(parts * columns, dtype=torch.float32)
+        dalpha = alpha.new_empty(alpha.shape)
+        alpha_shares = None if parts * columns == 1 else x.new_empty(parts * columns, dtype=torch.float32)
 
     def plan() -> Plan:
         # A single tile has no next one to load ahead.
@@ -299,14 +307,15 @@ def _dyt_bwd(
         return parts * columns, arguments, {"num_warps": warps}
 
     key = (M, N, strides, x.dtype, alpha.dtype, _dtype(weight), bias_dtype, need_dx, need_dalpha, need_dw, need_db)
-    tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, second, partial_dalpha)
+    place = alpha_shares if alpha_shares is not None else dalpha if need_dalpha else None
+    tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, second, place)
     launch(_dyt_bwd_kernel, key, tensors, plan)
-    if partial is not None:
-        sum_rows(partial, *sums)
-    if partial_dalpha is not None and whole:
-        dalpha = partial_dalpha
-    elif partial_dalpha is not None:
-        dalpha = partial_dalpha.sum(0).to(alpha.dtype).view(alpha.shape)  # of a few hundred numbers
+    if partial is not None and partial is not sums[0]:
+        # alpha's shares, a few hundred numbers, are added in the launch of the others.
+        together = () if alpha_shares is None else (alpha_shares, dalpha)
+        sum_rows(partial, sums[0], sums[1] if len(sums) > 1 else None, *together)
+    elif alpha_shares is not None:
+        sum_rows(alpha_shares.unsqueeze(1), dalpha.view(1))
     return dx, dalpha, dw, db
 
 

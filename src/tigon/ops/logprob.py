@@ -18,15 +18,19 @@ from torch import Tensor
 
 from tigon.ops.targets import checked_target
 from tigon.runtime import (
+    Parts,
     Plan,
     cdiv,
     differentiable,
     do_not_specialize,
+    fold_warps,
     jit,
     launch,
     launcher,
     next_power_of_2,
+    part_tile,
     rows_of,
+    summed_in_parts,
     tl,
     uneven,
     use_triton,
@@ -34,7 +38,8 @@ from tigon.runtime import (
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LN2
 from tigon.tiles.edges import aligned, edges, split
-from tigon.tiles.moments import row_moments
+from tigon.tiles.moments import moments_of_parts, row_moments
+from tigon.tiles.parts import part_of_row
 
 
 class LogProb(NamedTuple):
@@ -167,43 +172,30 @@ def _gradient_reference(
 
 
 @jit
-@do_not_specialize("ignore_index")
-def _logprob_fwd_kernel(
-    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
-    V, stride_m, ignore_index, softcap, unit, k,
-    SOFTCAP: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2.
+def _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row):
+    """What an ignored row gets."""
+    tl.store(logprob_ptr + row, 0.0)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, 0.0)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, 0.0)
+    if top1_ptr is not None:
+        # Not an argmax: it is enough that no logit exceeds the target's. Ties count as hits.
+        tl.store(top1_ptr + row, 0)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, 0.0)
+    if stats_ptr is not None:
+        # Finite numbers for the backward pass, which computes with them before it selects 0.
+        for i in tl.static_range(3):
+            tl.store(stats_ptr + 3 * row + i, 0.0)
 
-    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
-    logits_ptr += row * stride_m
-    # One branch for the whole program: an ignored row costs no reading of its logits.
-    target = tl.load(target_ptr + row)
-    if target == ignore_index:
-        tl.store(logprob_ptr + row, 0.0)
-        if entropy_ptr is not None:
-            tl.store(entropy_ptr + row, 0.0)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + row, 0.0)
-        if top1_ptr is not None:
-            # Not an argmax: it is enough that no logit exceeds the target's. Ties count as hits.
-            tl.store(top1_ptr + row, 0)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, 0.0)
-        if stats_ptr is not None:
-            # Finite numbers for the backward pass, which computes with them before it selects 0.
-            for i in tl.static_range(3):
-                tl.store(stats_ptr + 3 * row + i, 0.0)
-        return
-    # Whether a pointer is None is known at compile time: a result without a place takes its sum out of the loop.
-    ENTROPY: tl.constexpr = entropy_ptr is not None
-    MEAN: tl.constexpr = mean_ptr is not None
-    row_top, row_total, along, sum_z = row_moments(
-        logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, EDGES, DEPTH, BLOCK
-    )
+
+@jit
+def _store_results(
+    logits_ptr, target, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row, V,
+    row_top, row_total, along, sum_z, softcap, unit, k, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """A row's results and statistics, from its moments. logits_ptr: the row's first."""
     # The maximum's own exponential is 1, so that the sum is at least 1. In a row of -inf alone it is 0, and the
     # log-probability becomes NaN, as torch's.
     log2_sum = tl.log2(row_total)
@@ -239,6 +231,82 @@ def _logprob_fwd_kernel(
         tl.store(stats_ptr + 3 * row, row_top)
         tl.store(stats_ptr + 3 * row + 1, log2_sum)
         tl.store(stats_ptr + 3 * row + 2, entropy)
+
+
+@jit
+@do_not_specialize("ignore_index")
+def _logprob_fwd_kernel(
+    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr,
+    V, stride_m, ignore_index, softcap, unit, k,
+    SOFTCAP: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2.
+
+    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
+    logits_ptr += row * stride_m
+    # One branch for the whole program: an ignored row costs no reading of its logits.
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row)
+        return
+    # Whether a pointer is None is known at compile time: a result without a place takes its sum out of the loop.
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    MEAN: tl.constexpr = mean_ptr is not None
+    row_top, row_total, along, sum_z = row_moments(
+        logits_ptr, V, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, EDGES, DEPTH, BLOCK
+    )
+    _store_results(
+        logits_ptr, target, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row, V,
+        row_top, row_total, along, sum_z, softcap, unit, k, SOFTCAP,
+    )  # fmt: skip
+
+
+@jit
+@do_not_specialize("ignore_index", "P")
+def _logprob_parts_kernel(
+    logits_ptr, target_ptr, partial_ptr, V, stride_m, ignore_index, softcap, unit, k, P, width,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Few wide rows: one program a part of a row, as `tigon.runtime.parts` cuts it. partial: (M, 4, P)."""
+    row, start, columns = part_of_row(P, width, V)
+    # An ignored row's moments stay unwritten: nobody reads them.
+    if tl.load(target_ptr + row) == ignore_index:
+        return
+    top, total, along, sum_z = row_moments(
+        logits_ptr + row * stride_m + start, columns, softcap, unit, k, SOFTCAP, ENTROPY, MEAN, EDGES, DEPTH, BLOCK
+    )
+    partial_ptr += row * 4 * P + tl.program_id(0) % P
+    tl.store(partial_ptr, top)
+    tl.store(partial_ptr + P, total)
+    if ENTROPY:
+        tl.store(partial_ptr + 2 * P, along)
+    if MEAN:
+        tl.store(partial_ptr + 3 * P, sum_z)
+
+
+@jit
+@do_not_specialize("ignore_index", "P")
+def _logprob_fold_kernel(
+    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, partial_ptr,
+    V, stride_m, ignore_index, softcap, unit, k, P, SOFTCAP: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a row: what `_logprob_fwd_kernel` writes, from the moments of the row's parts."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row)
+        return
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    MEAN: tl.constexpr = mean_ptr is not None
+    row_top, row_total, along, sum_z = moments_of_parts(partial_ptr, row, P, k, ENTROPY, MEAN, BLOCK_P)
+    _store_results(
+        logits_ptr + row * stride_m, target, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row, V,
+        row_top, row_total, along, sum_z, softcap, unit, k, SOFTCAP,
+    )  # fmt: skip
 
 
 @jit
@@ -380,12 +448,38 @@ def logprob_rows(
     # Which results are wanted is part of the key, since None changes the kernel. `uneven`, which an address decides, is
     # among the arguments.
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
+    parts = summed_in_parts(M, V, logits.device)
+    if parts is not None:
+        _launch_parts((logits, target, *values, stats), key, arguments, M, parts)
+        return
 
     def plan() -> Plan:
         depth, block, warps = _fwd_tile(V, softcap)
         return M, (*arguments, depth, block), {"num_warps": warps}
 
     launch(_logprob_fwd_kernel, key, (logits, target, *values, stats), plan)
+
+
+def _launch_parts(
+    tensors: tuple[Tensor | None, ...], key: tuple[Any, ...], arguments: tuple[Any, ...], M: int, parts: Parts
+) -> None:
+    """Two launches, of the parts and of the rows."""
+    logits, target, *values, _ = tensors
+    *sizes, capped, edges = arguments
+    count, width, most = parts
+    key = *key, parts
+    partial = torch.empty(M * 4 * count, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
+
+    def of_parts() -> Plan:
+        depth, block, warps = part_tile(*_fwd_tile(sizes[0], sizes[3]))
+        wanted = values[1] is not None, values[4] is not None
+        return M * count, (*sizes, count, width, capped, *wanted, edges, depth, block), {"num_warps": warps}
+
+    launch(_logprob_parts_kernel, key, (logits, target, partial), of_parts)
+    launch(
+        _logprob_fold_kernel, key, (*tensors, partial),
+        lambda: (M, (*sizes, count, capped, most), {"num_warps": fold_warps(most)}),
+    )  # fmt: skip
 
 
 def logprob_gradient_rows(

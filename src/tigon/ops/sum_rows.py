@@ -16,8 +16,18 @@ from tigon.runtime import Plan, cdiv, jit, launch, tl
 
 @jit
 def _sum_rows_kernel(
-    partial_ptr, first_ptr, second_ptr, P, N, stride_p, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+    partial_ptr, first_ptr, second_ptr, shares_ptr, sum_ptr, P, N, stride_p, S,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    if sum_ptr is not None:  # noqa: SIM102
+        # A program more than the columns need has the shares of one number, such as alpha's gradient.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            share = tl.zeros((BLOCK_P * BLOCK_N,), tl.float32)
+            for start in range(0, S, BLOCK_P * BLOCK_N):
+                at = start + tl.arange(0, BLOCK_P * BLOCK_N)
+                share += tl.load(shares_ptr + at, mask=at < S, other=0.0)
+            tl.store(sum_ptr, tl.sum(share, 0).to(sum_ptr.dtype.element_ty))
+            return
     # The matrix has a row for each program of the kernel before: a few megabytes, of which much may still be in L2.
     blocks = tl.cdiv(N, BLOCK_N)
     # One launch for both halves: dW and dbias lie side by side in each row.
@@ -62,21 +72,27 @@ def shares(programs: int, first: Tensor, second: Tensor | None = None) -> tuple[
     return first.new_empty((programs, *halves, first.shape[0]), dtype=torch.float32), None
 
 
-def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None) -> None:
+def sum_rows(
+    partial: Tensor, first: Tensor, second: Tensor | None = None, shares: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the column sums of partial to first, or those of its two halves to first and second.
 
     partial: (P, N), or (P, 2, N) with `second`; fp32, dense. first, second: (N,), any float dtype, dense. Nothing is to
-    be done where `shares` gave the results themselves.
+    be done where `shares` gave the results themselves. shares: (S,) fp32, whose sum goes to total, one number.
     """
     if partial is first:
         return
     P, N = partial.shape[0], first.shape[0]
     halves = 1 if second is None else 2
     # The matrix is dense, so that its row stride follows from N and halves: the key names dtypes beside P and N alone.
-    key = (P, N, first.dtype, None if second is None else second.dtype)
+    # None is a constant: without shares the kernel has no such argument.
+    S = None if shares is None else shares.shape[0]
+    key = (P, N, S, *(None if t is None else t.dtype for t in (first, second, total)))
 
     def plan() -> Plan:
         block_p, block_n, warps = _tile()
-        return cdiv(N, block_n) * halves, (P, N, N * halves, block_p, block_n), {"num_warps": warps}
+        programs = cdiv(N, block_n) * halves + (total is not None)
+        return programs, (P, N, N * halves, S, block_p, block_n), {"num_warps": warps}
 
-    launch(_sum_rows_kernel, key, (partial, first, second), plan)
+    launch(_sum_rows_kernel, key, (partial, first, second, shares, total), plan)

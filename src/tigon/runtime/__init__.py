@@ -6,6 +6,7 @@ autograd    a launch function as a torch.library op and as an autograd.Function
 launches    launching a compiled kernel without Triton's dispatch
 device      properties of a device on which launches depend
 rows        how the rows of a tensor lie in memory
+parts       how few wide rows are cut into parts for several programs
 autocast    which dtype autocast casts to
 capturing   whether a CUDA graph is being captured, or rehearsed
 arguments   what callers may pass: tensors, layers, keywords that exist
@@ -47,6 +48,7 @@ from tigon.runtime.dispatch import (
 )
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.runtime.launches import Plan, launch
+from tigon.runtime.parts import Parts, fold_warps, part_tile, parts_of, summed_in_parts
 from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of, uneven
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRET",
     "Layer",
+    "Parts",
     "Plan",
     "applied",
     "autocast_as",
@@ -70,6 +73,7 @@ __all__ = [
     "do_not_specialize",
     "empty_rows",
     "first_order",
+    "fold_warps",
     "graph_is_kept",
     "has_copy_engine",
     "is_captured",
@@ -84,11 +88,14 @@ __all__ = [
     "memory_order",
     "multiprocessors",
     "next_power_of_2",
+    "part_tile",
+    "parts_of",
     "register_limit",
     "rehearsal",
     "row_groups",
     "rows_of",
     "shared_memory",
+    "summed_in_parts",
     "tl",
     "triton",
     "uneven",

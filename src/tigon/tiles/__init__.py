@@ -9,6 +9,7 @@ moments     a row's maximum, Σ exp, Σ exp · log exp and Σ z, in one reading
 loss        a row's cross entropy from such statistics
 divergence  the terms of KL, reverse KL, JSD and TVD, and log₂ near 1
 edges       rows that begin or end between 16-byte boundaries: their body, and the edges beside it
+parts       rows that several programs share: which part a program has
 pairs       rotary pairs: loaded, turned, stored
 reduce      sums of two tiles in one exchange between warps
 

@@ -6,6 +6,7 @@ from tigon.runtime import jit, tl
 from tigon.tiles.cap import cap
 from tigon.tiles.constants import LOWEST
 from tigon.tiles.edges import aligned, edges, split
+from tigon.tiles.parts import numbers_of_parts
 
 
 @jit
@@ -106,3 +107,21 @@ def row_moments(
         if SUM:
             row_z += tl.sum(edge_z, 0)
     return row_top, row_total, row_along, row_z
+
+
+@jit
+def moments_of_parts(partial_ptr, row, P, k, ALONG: tl.constexpr, SUM: tl.constexpr, BLOCK_P: tl.constexpr):
+    """`row_moments` of a row from those of its P parts, (M, 4, P)."""
+    top = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, 4, BLOCK_P)
+    total = numbers_of_parts(partial_ptr, row, 1, P, 0.0, 4, BLOCK_P)
+    row_top = tl.max(top, 0)
+    # Bounded as in `row_moments`: a part without any logit has a total of 0.
+    step = tl.maximum((top - row_top) * k, -1000.0)
+    shrink = tl.exp2(step)
+    row_along, row_z = 0.0, 0.0
+    if ALONG:
+        along = numbers_of_parts(partial_ptr, row, 2, P, 0.0, 4, BLOCK_P)
+        row_along = tl.sum(shrink * (along + total * step), 0)
+    if SUM:
+        row_z = tl.sum(numbers_of_parts(partial_ptr, row, 3, P, 0.0, 4, BLOCK_P), 0)
+    return row_top, tl.sum(total * shrink, 0), row_along, row_z

@@ -55,7 +55,7 @@ def _fold_tile(
     z, start, tile, mask, weight_ptr, top, total, sum_z, sum_w, peak, best, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `_row_sums`."""
+    """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `row_sums`."""
     k = LOG2E if SOFTCAP else scale * LOG2E
     if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
         # Over the DEPTH values of each lane, within a thread. Of several columns that hold the maximum the first is
@@ -86,12 +86,12 @@ def _fold_tile(
 
 
 @jit
-def _row_sums(
+def row_sums(
     logits_ptr, weight_ptr, V, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, EDGES: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's max z, log₂ Σ exp(z − max), Σ w·z, Σ w, and the first column of the largest logit, in one reading.
+    """A row's max z, Σ exp(z − max), its log₂, Σ w·z, Σ w, the largest logit and its first column, in one reading.
 
     Each lane has a running maximum. A thread folds DEPTH values at a time, so that rescaling the sum costs 1/DEPTH of
     an exponential a value. At depth 1 exponentials, and not memory, would bound the pass.
@@ -155,6 +155,7 @@ def _row_sums(
             if EDGES:
                 all_w += tl.sum(edge_w, 0)
     column = 0
+    row_peak = float("-inf")
     if PREDICT:
         # Of equal peaks the first column, as torch.argmax has it.
         row_peak = tl.max(peak, 0)
@@ -164,39 +165,30 @@ def _row_sums(
         if EDGES:
             column = tl.minimum(column, tl.min(tl.where(edge_peak == row_peak, edge_best, NOWHERE), 0))
         column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
-    return row_top, log2_sum, all_z, all_w, column
+    return row_top, row_total, log2_sum, all_z, all_w, row_peak, column
 
 
 @jit
-@do_not_specialize("ignore_index")
-def _cross_entropy_fwd_kernel(
-    logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
-    V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride_m
-    target = tl.load(target_ptr + row)
-    # A branch that the whole program takes: an ignored row costs neither a reading of its logits nor a masked pass.
-    if target == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        if stats_ptr is not None:
-            # The backward pass reads statistics of every row: an ignored row must not hold what was in memory before.
-            for i in tl.static_range(STATS):
-                tl.store(stats_ptr + HEAD + STATS * row + i, 0.0)
-        if z_ptr is not None:
-            tl.store(z_ptr + row, 0.0)
-        if predicted_ptr is not None:
-            tl.store(predicted_ptr + row, -1)
-        return
+def store_ignored(loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, STATS: tl.constexpr):
+    """What an ignored row gets."""
+    tl.store(loss_ptr + row, 0.0)
+    if stats_ptr is not None:
+        # The backward pass reads statistics of every row: an ignored row must not hold what was in memory before.
+        for i in tl.static_range(STATS):
+            tl.store(stats_ptr + HEAD + STATS * row + i, 0.0)
+    if z_ptr is not None:
+        tl.store(z_ptr + row, 0.0)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, -1)
 
-    # Whether a pointer is None is known when the kernel is compiled: the loop below holds no comparison unless asked.
-    PREDICT: tl.constexpr = predicted_ptr is not None
-    top, log2_sum, sum_z, sum_w, column = _row_sums(
-        logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
-    )
+
+@jit
+def store_row(
+    logits_ptr, target, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, V,
+    top, log2_sum, sum_z, sum_w, column, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """A row's loss and statistics, from its sums. logits_ptr: the row's first."""
     # A target out of range reads nothing and turns loss and gradient of its row into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
@@ -224,6 +216,34 @@ def _cross_entropy_fwd_kernel(
         tl.store(z_ptr + row, z)
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, column)
+
+
+@jit
+@do_not_specialize("ignore_index")
+def _cross_entropy_fwd_kernel(
+    logits_ptr, target_ptr, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr,
+    V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_m
+    target = tl.load(target_ptr + row)
+    # A branch that the whole program takes: an ignored row costs neither a reading of its logits nor a masked pass.
+    if target == ignore_index:
+        store_ignored(loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, STATS)
+        return
+
+    # Whether a pointer is None is known when the kernel is compiled: the loop below holds no comparison unless asked.
+    PREDICT: tl.constexpr = predicted_ptr is not None
+    top, _, log2_sum, sum_z, sum_w, _, column = row_sums(
+        logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
+    )
+    store_row(
+        logits_ptr, target, weight_ptr, loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, V,
+        top, log2_sum, sum_z, sum_w, column, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP, STATS,
+    )  # fmt: skip
 
 
 @jit
@@ -512,7 +532,7 @@ def _cross_entropy_grad_kernel(
                 edge, real = edges(row_ptr, first, width, V)
                 tl.store(row_ptr + edge, tl.zeros(edge.shape, logits_ptr.dtype.element_ty), mask=real)
         else:
-            top, log2_sum, sum_z, sum_w, _ = _row_sums(
+            top, _, log2_sum, sum_z, sum_w, _, _ = row_sums(
                 row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, EDGES, DEPTH, BLOCK
             )
             # A target out of range reads nothing, and makes loss and gradient of its row NaN.

@@ -14,6 +14,7 @@ from tigon.ops.cross_entropy.kernels import (
     _cross_entropy_narrow_fwd_kernel,
     _reduce_kernel,
 )
+from tigon.ops.cross_entropy.parts import launch_parts
 from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 from tigon.runtime import (
     Plan,
@@ -25,6 +26,7 @@ from tigon.runtime import (
     multiprocessors,
     next_power_of_2,
     rows_of,
+    summed_in_parts,
     uneven,
     use_triton,
 )
@@ -100,6 +102,15 @@ def cross_entropy_rows(
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         return
     M, V = logits.shape
+    # Of so few rows the gradient, too, is sooner done by many programs a row, in launches of their own. Of more, a
+    # program that reads its row again while the cache holds it is faster, though multiprocessors are idle.
+    few = cdiv(2 * M, multiprocessors(logits.device)) == 1
+    if few and summed_in_parts(M, V, logits.device) is not None:
+        stats = loss.new_empty(4 + 2 * M)
+        _launch_rows(logits, target, None, loss, stats, None, None, *options)
+        factor = loss.new_ones(()) if factor is None else factor
+        _launch_gradient(factor, logits, target, None, stats, logits, False, *options)
+        return
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     edges = uneven(logits)
     # Without a limit three rows would share a multiprocessor, where the kernel of even rows, by its registers, has two:
@@ -163,6 +174,11 @@ def _launch_rows(
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
     key = (M, sizes, dtypes, edges, stats is None, z is None, predicted is None)
+    parts = summed_in_parts(M, V, logits.device)
+    if parts is not None:
+        tile = _fwd_tile(V, softcap, label_smoothing, weight is not None, predicted is not None)
+        launch_parts(tensors, key, sizes, branches, edges, M, parts, tile)
+        return
 
     def plan() -> Plan:
         if V <= NARROW:

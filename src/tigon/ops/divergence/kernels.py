@@ -72,6 +72,183 @@ def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
 
 
 @jit
+def _tile(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
+    return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@jit
+def first_difference(input_ptr, target_ptr):
+    """A constant between two sides' logits, that of their first; it is taken out before it can cost digits."""
+    # Only differences of logits count.
+    shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
+    # Where the first logits are a mask's -inf there is no such constant.
+    return tl.where(tl.abs(shift) < 1e30, shift, 0.0)
+
+
+@jit
+def statistics_of(
+    input_ptr, target_ptr, V, shift, k,
+    KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of V logits of a row: both maxima, both Σ exp, their log₂, and KL's Σ e · (b − a − shift) · LITTLE.
+
+    a is the student's side, b the teacher's, and so is e. Exponentials are relative to the maximum of their side.
+    """
+    width = V
+    input_body, target_body = input_ptr, target_ptr
+    if EDGES:
+        # Both sides' rows lie alike, as `uneven` was asked: one head and one body serve both.
+        first, width = split(input_ptr, V)
+        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+    lane = _tile(DEPTH, BLOCK)
+    # A sum for every lane: lanes meet once, at the end of the row.
+    value = tl.zeros((BLOCK,), tl.float32)
+    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    # Both sides are read together: KL needs logits in pairs, and both loads are on their way together.
+    top_a = tl.full((BLOCK,), LOWEST, tl.float32)
+    top_b = tl.full((BLOCK,), LOWEST, tl.float32)
+    sum_a = tl.zeros((BLOCK,), tl.float32)
+    sum_b = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, DEPTH * BLOCK):
+        mask = start + lane < width
+        a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+        b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+        top_a, sum_a, top_b, sum_b, value = _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND)
+    # Lanes meet here, once for each statistic.
+    row_a = tl.max(top_a, 0)
+    row_b = tl.max(top_b, 0)
+    if EDGES:
+        a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
+        nothing = tl.zeros((a_edge.shape[1],), tl.float32)
+        # The edges have sums of their own, from neutral starts: at most 16 lanes do not fit the body's tile.
+        least = nothing + LOWEST
+        edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
+            a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
+        )
+        row_a = tl.maximum(row_a, tl.max(edge_a, 0))
+        row_b = tl.maximum(row_b, tl.max(edge_b, 0))
+    # From each lane's maximum to the row's. A lane without a logit has a sum of 0, and a finite weight.
+    weight = tl.exp2((top_b - row_b) * k)
+    whole_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
+    if EDGES:
+        whole_a += tl.sum(edge_sum_a * tl.exp2((edge_a - row_a) * k), 0)
+    log_a = tl.log2(whole_a)
+    whole_b = tl.sum(sum_b * weight, 0)
+    if EDGES:
+        edge_weight = tl.exp2((edge_b - row_b) * k)
+        whole_b += tl.sum(edge_sum_b * edge_weight, 0)
+    log_b = tl.log2(whole_b)
+    part = 0.0
+    if KIND == "kl":
+        part = tl.sum(value * weight, 0)
+        if EDGES:
+            part += tl.sum(edge_value * edge_weight, 0)
+    return row_a, whole_a, log_a, row_b, whole_b, log_b, part
+
+
+@jit
+def store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k):
+    """Four of a row's five numbers: both log-sum-exps, in halves."""
+    high_a, low_a = _split(row_a, log_a, k)
+    high_b, low_b = _split(row_b, log_b, k)
+    tl.store(stats_ptr + 5 * row, high_a)
+    tl.store(stats_ptr + 5 * row + 1, low_a)
+    tl.store(stats_ptr + 5 * row + 2, high_b)
+    tl.store(stats_ptr + 5 * row + 3, low_b)
+
+
+@jit
+def kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
+    """KL of a row, from its statistics: E_p[b − a] − (lse_b − lse_a), from one reading."""
+    # Back from units of 2⁴⁰, with the shift that was taken out before. The maxima, the large part of both
+    # log-sum-exps, are subtracted from each other first.
+    gap = tl.fma(part / whole_b, 1.0 / LITTLE, shift - (row_b - row_a))
+    return (gap * k - (log_b - log_a)) * LN2
+
+
+@jit
+def second_reading(
+    input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k,
+    KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of V logits of a row whose log-sum-exps are known: the sum of the terms, in bits, and Σ q · u."""
+    # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
+    width = V
+    input_body, target_body = input_ptr, target_ptr
+    if EDGES:
+        first, width = split(input_ptr, V)
+        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+    lane = _tile(DEPTH, BLOCK)
+    value = tl.zeros((BLOCK,), tl.float32)
+    mean_u = tl.zeros((BLOCK,), tl.float32)
+    blocks = tl.cdiv(width, DEPTH * BLOCK)
+    for i in range(blocks):
+        # From the end, which the first reading read last and the cache still holds.
+        start = (blocks - 1 - i) * (DEPTH * BLOCK)
+        mask = start + lane < width
+        a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+        b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+        # lq = (a − max) k − log₂ Σ, by the difference first. In masked columns q and p are 0: no kind adds
+        # anything there.
+        terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+        value += tl.sum(terms, 0)
+        mean_u += tl.sum(q * u, 0)
+    all_terms = tl.sum(value, 0)
+    if EDGES:
+        a, b = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
+        terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
+        all_terms += tl.sum(tl.sum(terms, 0), 0)
+    all_u = tl.sum(mean_u, 0)
+    if EDGES:
+        all_u += tl.sum(tl.sum(q * u, 0), 0)
+    return all_terms, all_u
+
+
+@jit
+def terms_of(
+    input_ptr, target_ptr, V, beta, k,
+    KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of V probabilities or log-probabilities of a row: the sum of the terms, in bits where they are logarithms."""
+    width = V
+    input_body, target_body = input_ptr, target_ptr
+    if EDGES:
+        first, width = split(input_ptr, V)
+        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+    lane = _tile(DEPTH, BLOCK)
+    value = tl.zeros((BLOCK,), tl.float32)
+    # What masked columns hold has no probability in either form: 0, or its logarithm.
+    other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
+    for start in range(0, width, DEPTH * BLOCK):
+        mask = start + lane < width
+        a = tl.load(input_body + start + lane, mask=mask, other=other).to(tl.float32)
+        b = tl.load(target_body + start + lane, mask=mask, other=other).to(tl.float32)
+        value += tl.sum(_terms(a, b, beta, k, KIND, FORM), 0)
+    all_terms = tl.sum(value, 0)
+    if EDGES:
+        a, b = _both_edges(input_ptr, target_ptr, first, width, V, other)
+        all_terms += tl.sum(tl.sum(_terms(a, b, beta, k, KIND, FORM), 0), 0)
+    return all_terms
+
+
+@jit
+def store_terms(rows_ptr, row, terms, KIND: tl.constexpr):
+    # From bits to nats. TVD's terms are probabilities already.
+    tl.store(rows_ptr + row, terms * (1.0 if KIND == "tvd" else LN2))
+
+
+@jit
+def store_ignored(rows_ptr, stats_ptr, row, FORM: tl.constexpr):
+    """What an ignored row gets."""
+    tl.store(rows_ptr + row, 0.0)
+    if FORM == "logits":
+        # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is NaN), and
+        # the backward then needs no mask.
+        tl.store(stats_ptr + 5 * row, float("inf"))
+
+
+@jit
 def _divergence_fwd_kernel(
     input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, beta, k,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,129 +260,33 @@ def _divergence_fwd_kernel(
         counts = tl.load(mask_ptr + row)
         if counts == 0:
             # Neither side of an ignored row is read: a prompt costs no traffic.
-            tl.store(rows_ptr + row, 0.0)
-            if FORM == "logits":
-                # +inf tells the backward pass that the row is ignored: no log-sum-exp is +inf (an infinite logit's is
-                # NaN), and the backward then needs no mask.
-                tl.store(stats_ptr + 5 * row, float("inf"))
+            store_ignored(rows_ptr, stats_ptr, row, FORM)
             return
     # Row offsets are int64, columns int32: a row has fewer than 2**31 numbers.
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
-    width = V
-    input_body, target_body = input_ptr, target_ptr
-    if EDGES:
-        # Both sides' rows lie alike, as `uneven` was asked: one head and one body serve both.
-        first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
-    # DEPTH blocks at a time are folded into one: a running maximum then costs 1/DEPTH of an exponential.
-    lane = tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # A sum for every lane: lanes meet once, at the end of the row.
-    value = tl.zeros((BLOCK,), tl.float32)
     if FORM == "logits":
-        # A finite start: a lane that has seen only -inf must not compute inf - inf.
-        # Both sides are read together: KL needs logits in pairs, and both loads are on their way together.
-        top_a = tl.full((BLOCK,), LOWEST, tl.float32)
-        top_b = tl.full((BLOCK,), LOWEST, tl.float32)
-        sum_a = tl.zeros((BLOCK,), tl.float32)
-        sum_b = tl.zeros((BLOCK,), tl.float32)
-        # Only differences of logits count. A constant between the two sides is subtracted first, before it can cost
-        # digits.
-        shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
-        # Where the first logits are a mask's -inf there is no such constant.
-        shift = tl.where(tl.abs(shift) < 1e30, shift, 0.0)
-        for start in range(0, width, DEPTH * BLOCK):
-            mask = start + lane < width
-            a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-            b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-            top_a, sum_a, top_b, sum_b, value = _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND)
-        # Lanes meet here, once for each statistic.
-        row_a = tl.max(top_a, 0)
-        row_b = tl.max(top_b, 0)
-        if EDGES:
-            a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
-            nothing = tl.zeros((a_edge.shape[1],), tl.float32)
-            # The edges have sums of their own, from neutral starts: at most 16 lanes do not fit the body's tile.
-            least = nothing + LOWEST
-            edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
-                a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
-            )
-            row_a = tl.maximum(row_a, tl.max(edge_a, 0))
-            row_b = tl.maximum(row_b, tl.max(edge_b, 0))
-        # From each lane's maximum to the row's. A lane without a logit has a sum of 0, and a finite weight.
-        weight = tl.exp2((top_b - row_b) * k)
-        whole_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
-        if EDGES:
-            whole_a += tl.sum(edge_sum_a * tl.exp2((edge_a - row_a) * k), 0)
-        log_a = tl.log2(whole_a)
-        whole = tl.sum(sum_b * weight, 0)
-        if EDGES:
-            edge_weight = tl.exp2((edge_b - row_b) * k)
-            whole += tl.sum(edge_sum_b * edge_weight, 0)
-        log_b = tl.log2(whole)
-        high_a, low_a = _split(row_a, log_a, k)
-        high_b, low_b = _split(row_b, log_b, k)
-        # Five numbers a row: both log-sum-exps, in halves, and the mean slope. KL leaves the fifth unwritten, since its
-        # gradient q − p needs none.
-        tl.store(stats_ptr + 5 * row, high_a)
-        tl.store(stats_ptr + 5 * row + 1, low_a)
-        tl.store(stats_ptr + 5 * row + 2, high_b)
-        tl.store(stats_ptr + 5 * row + 3, low_b)
+        shift = first_difference(input_ptr, target_ptr)
+        row_a, _, log_a, row_b, whole_b, log_b, part = statistics_of(
+            input_ptr, target_ptr, V, shift, k, KIND, EDGES, DEPTH, BLOCK
+        )
+        # KL leaves the fifth number unwritten, since its gradient q − p needs none.
+        store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         if KIND == "kl":
-            # KL = E_p[b − a] − (lse_b − lse_a): one reading gives both, without log-probabilities.
-            part = tl.sum(value * weight, 0)
-            if EDGES:
-                part += tl.sum(edge_value * edge_weight, 0)
-            # Back from units of 2⁴⁰, with the shift that was taken out before. The maxima, the large part of both
-            # log-sum-exps, are subtracted from each other first.
-            gap = tl.fma(part / whole, 1.0 / LITTLE, shift - (row_b - row_a))
-            tl.store(rows_ptr + row, (gap * k - (log_b - log_a)) * LN2)
+            tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
         else:
-            # Σ q · u goes with the values: with it the gradient needs one more reading, and no sum of its own.
             # JSD, TVD and the reverse KL need both log-sum-exps before their first term: the rows are read a second
             # time.
-            mean_u = tl.zeros((BLOCK,), tl.float32)
-            blocks = tl.cdiv(width, DEPTH * BLOCK)
-            for i in range(blocks):
-                # From the end, which the first reading read last and the cache still holds.
-                start = (blocks - 1 - i) * (DEPTH * BLOCK)
-                mask = start + lane < width
-                a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-                b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-                # lq = (a − max) k − log₂ Σ, by the difference first. In masked columns q and p are 0: no kind adds
-                # anything there.
-                terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
-                value += tl.sum(terms, 0)
-                mean_u += tl.sum(q * u, 0)
-            result_ptr = rows_ptr + row
-            all_terms = tl.sum(value, 0)
-            if EDGES:
-                a, b = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
-                terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
-                all_terms += tl.sum(tl.sum(terms, 0), 0)
-            # From bits to nats. TVD's terms are probabilities already.
-            tl.store(result_ptr, all_terms * (1.0 if KIND == "tvd" else LN2))
-            mean_ptr = stats_ptr + 5 * row + 4
-            all_u = tl.sum(mean_u, 0)
-            if EDGES:
-                all_u += tl.sum(tl.sum(q * u, 0), 0)
+            terms, mean_u = second_reading(
+                input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, KIND, EDGES, DEPTH, BLOCK
+            )
+            store_terms(rows_ptr, row, terms, KIND)
             # In u's unit, bits where it is a logarithm: the backward pass converts u and its mean together.
-            tl.store(mean_ptr, all_u)
+            tl.store(stats_ptr + 5 * row + 4, mean_u)
     else:
-        # What masked columns hold has no probability in either form: 0, or its logarithm.
         # Given probabilities or logarithms need no statistics: one reading, and the backward pass has the inputs alone.
-        other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
-        for start in range(0, width, DEPTH * BLOCK):
-            mask = start + lane < width
-            a = tl.load(input_body + start + lane, mask=mask, other=other).to(tl.float32)
-            b = tl.load(target_body + start + lane, mask=mask, other=other).to(tl.float32)
-            value += tl.sum(_terms(a, b, beta, k, KIND, FORM), 0)
-        result_ptr = rows_ptr + row
-        all_terms = tl.sum(value, 0)
-        if EDGES:
-            a, b = _both_edges(input_ptr, target_ptr, first, width, V, other)
-            all_terms += tl.sum(tl.sum(_terms(a, b, beta, k, KIND, FORM), 0), 0)
-        tl.store(result_ptr, all_terms * (1.0 if KIND == "tvd" else LN2))
+        terms = terms_of(input_ptr, target_ptr, V, beta, k, KIND, FORM, EDGES, DEPTH, BLOCK)
+        store_terms(rows_ptr, row, terms, KIND)
 
 
 @jit

@@ -14,6 +14,7 @@ from tigon.ops.softmax.kernels import (
     _softmax_wide_fwd_kernel,
 )
 from tigon.runtime import (
+    Parts,
     Plan,
     cdiv,
     differentiable,
@@ -22,6 +23,7 @@ from tigon.runtime import (
     launcher,
     multiprocessors,
     next_power_of_2,
+    parts_of,
     rows_of,
     shared_memory,
     uneven,
@@ -53,18 +55,12 @@ def _prefetch(row_bytes: int, x: Tensor) -> int:
     return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
 
 
-def _parts(M: int, N: int, device: torch.device) -> tuple[int, int]:
-    """How many parts each of M wide rows has, and a part's columns: 1, N if the rows alone are programs enough."""
+def _parts(M: int, N: int, device: torch.device) -> Parts | None:
+    """How each of M wide rows is cut; None if the rows alone are programs enough."""
     # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
     # statistics.
     programs = multiprocessors(device)
-    # The lesser of two counts: what gives each multiprocessor PARTED programs, and what leaves a part PART columns.
-    parts = min(PARTED * programs // M, cdiv(N, PART)) if programs > M else 1
-    if parts < 2:
-        return 1, N
-    # Whole blocks, shared out evenly: rounding up may leave fewer parts than were asked for, and none is empty.
-    width = cdiv(cdiv(N, PART), parts) * PART
-    return cdiv(N, width), width
+    return parts_of(M, N, PART, PARTED * programs) if programs > M else None
 
 
 def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
@@ -89,21 +85,19 @@ def _launch_wide(
     """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
     # The key names `edges`, which an address decides: rows of one shape and stride may begin anywhere.
     device = tensors[-1].device  # type: ignore[union-attr]
-    parts, width = _parts(M, N, device) if N > MAX_TILE else (1, N)
-    if parts == 1:
+    parts = _parts(M, N, device) if N > MAX_TILE else None
+    if parts is None:
         block, options = _wide_tile(N, edges, device)
         whole = M, (*arguments, 1, N, 0, edges, block, 1), options
         launch(kernel, (*key, edges), (*tensors, None), lambda: whole)
         return
     # Never read before it is written: step 1 stores every part, also parts without a visible column.
-    partial = torch.empty(M * parts * numbers, dtype=torch.float32, device=device)
-    # A power of 2 that bounds the number of parts. It follows from N alone, lest another number of rows compile a
-    # kernel.
-    block_p = next_power_of_2(cdiv(N, PART))
+    count, width, most = parts
+    partial = torch.empty(M * count * numbers, dtype=torch.float32, device=device)
     for step in (1, 2):
 
         def plan(step: int = step) -> Plan:
-            return M * parts, (*arguments, parts, width, step, edges, PART, block_p), {"num_warps": 8}
+            return M * count, (*arguments, count, width, step, edges, PART, most), {"num_warps": 8}
 
         launch(kernel, (*key, step, edges), (*tensors, partial), plan)
 

@@ -1,0 +1,133 @@
+"""The kernels of few wide rows, each in parts for several programs; `tigon.runtime.parts` says when.
+
+    KL of logits              statistics of each part → the row
+    other kinds of logits     statistics of each part → the row's, and each part's terms → the row
+    given (log-)probabilities each part's terms → the row
+
+The end of a launch is the barrier between the parts: no atomics, and sums in one order. A program that needs a row's
+statistics adds up those of its parts by itself, all programs of the row by the same tree, and gets the same bits.
+"""
+
+from __future__ import annotations
+
+from tigon.ops.divergence.kernels import (
+    first_difference,
+    kl_of,
+    second_reading,
+    statistics_of,
+    store_ignored,
+    store_log_sums,
+    store_terms,
+    terms_of,
+)
+from tigon.runtime import do_not_specialize, jit, tl
+from tigon.tiles.constants import LOWEST
+from tigon.tiles.parts import numbers_of_parts, part_of_row
+
+# Numbers of a part: both maxima and both Σ exp, and KL's Σ e · (b − a). Of terms: their sum, and Σ q · u.
+STATISTICS, TERMS = tl.constexpr(5), tl.constexpr(2)
+
+
+@jit
+def _ignored(mask_ptr, row):
+    # A branch that the whole program takes: neither side of an ignored row is read.
+    ignored = False
+    if mask_ptr is not None:
+        ignored = tl.load(mask_ptr + row) == 0
+    return ignored
+
+
+@jit
+@do_not_specialize("P")
+def _part_statistics_kernel(
+    input_ptr, target_ptr, mask_ptr, partial_ptr, V, stride_im, stride_tm, k, P, width,
+    KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a part of a row's logits. partial: (M, STATISTICS, P), which nobody reads of ignored rows."""
+    # P and width follow from the number of rows, which is to compile nothing anew. width is specialized all the same:
+    # the compiler sees that 16 divides it, and a part's loads stay wide.
+    row, start, columns = part_of_row(P, width, V)
+    if _ignored(mask_ptr, row):
+        return
+    input_ptr += row * stride_im
+    target_ptr += row * stride_tm
+    # Of the row's first logits in all of its parts: their sums are to be added.
+    shift = first_difference(input_ptr, target_ptr)
+    top_a, sum_a, _, top_b, sum_b, _, value = statistics_of(
+        input_ptr + start, target_ptr + start, columns, shift, k, KIND, EDGES, DEPTH, BLOCK
+    )
+    partial_ptr += row * STATISTICS * P + tl.program_id(0) % P
+    tl.store(partial_ptr, top_a)
+    tl.store(partial_ptr + P, sum_a)
+    tl.store(partial_ptr + 2 * P, top_b)
+    tl.store(partial_ptr + 3 * P, sum_b)
+    if KIND == "kl":
+        tl.store(partial_ptr + 4 * P, value)
+
+
+@jit
+def _row_statistics(partial_ptr, row, P, k, KIND: tl.constexpr, BLOCK_P: tl.constexpr):
+    """A row's maxima, log₂ Σ exp, the teacher's Σ exp, and KL's Σ e · (b − a), from those of its parts."""
+    top_a = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, STATISTICS, BLOCK_P)
+    sum_a = numbers_of_parts(partial_ptr, row, 1, P, 0.0, STATISTICS, BLOCK_P)
+    top_b = numbers_of_parts(partial_ptr, row, 2, P, LOWEST, STATISTICS, BLOCK_P)
+    sum_b = numbers_of_parts(partial_ptr, row, 3, P, 0.0, STATISTICS, BLOCK_P)
+    row_a, row_b = tl.max(top_a, 0), tl.max(top_b, 0)
+    # A part without a logit has a sum of 0, and a finite weight.
+    weight = tl.exp2((top_b - row_b) * k)
+    whole_b = tl.sum(sum_b * weight, 0)
+    log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
+    value = 0.0
+    if KIND == "kl":
+        value = tl.sum(numbers_of_parts(partial_ptr, row, 4, P, 0.0, STATISTICS, BLOCK_P) * weight, 0)
+    return row_a, log_a, row_b, whole_b, tl.log2(whole_b), value
+
+
+@jit
+@do_not_specialize("P")
+def _part_terms_kernel(
+    input_ptr, target_ptr, mask_ptr, partial_ptr, terms_ptr, stats_ptr, V, stride_im, stride_tm, beta, k, P, width,
+    KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a part: of logits the second reading, else the only one. terms: (M, TERMS, P)."""
+    row, start, columns = part_of_row(P, width, V)
+    if _ignored(mask_ptr, row):
+        return
+    input_ptr += row * stride_im + start
+    target_ptr += row * stride_tm + start
+    part = tl.program_id(0) % P
+    terms_ptr += row * TERMS * P + part
+    if FORM == "logits":
+        row_a, log_a, row_b, _, log_b, _ = _row_statistics(partial_ptr, row, P, k, KIND, BLOCK_P)
+        if part == 0:
+            store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
+        terms, mean_u = second_reading(
+            input_ptr, target_ptr, columns, row_a, log_a, row_b, log_b, beta, k, KIND, EDGES, DEPTH, BLOCK
+        )
+        tl.store(terms_ptr + P, mean_u)
+    else:
+        terms = terms_of(input_ptr, target_ptr, columns, beta, k, KIND, FORM, EDGES, DEPTH, BLOCK)
+    tl.store(terms_ptr, terms)
+
+
+@jit
+@do_not_specialize("P")
+def _fold_parts_kernel(
+    input_ptr, target_ptr, mask_ptr, partial_ptr, terms_ptr, rows_ptr, stats_ptr, stride_im, stride_tm, k, P,
+    KIND: tl.constexpr, FORM: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its divergence, and its statistics where they are not written yet."""
+    row = tl.program_id(0).to(tl.int64)
+    if _ignored(mask_ptr, row):
+        store_ignored(rows_ptr, stats_ptr, row, FORM)
+        return
+    if KIND == "kl" and FORM == "logits":
+        row_a, log_a, row_b, whole_b, log_b, value = _row_statistics(partial_ptr, row, P, k, KIND, BLOCK_P)
+        store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
+        shift = first_difference(input_ptr + row * stride_im, target_ptr + row * stride_tm)
+        tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, value, shift, k))
+    else:
+        store_terms(rows_ptr, row, tl.sum(numbers_of_parts(terms_ptr, row, 0, P, 0.0, TERMS, BLOCK_P), 0), KIND)
+        if FORM == "logits":
+            tl.store(stats_ptr + 5 * row + 4, tl.sum(numbers_of_parts(terms_ptr, row, 1, P, 0.0, TERMS, BLOCK_P), 0))
