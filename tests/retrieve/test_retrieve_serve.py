@@ -35,7 +35,7 @@ from serving import (
     until,
 )
 
-from tigon.retrieve import Index
+from tigon.retrieve import Category, Index, Schema
 from tigon.retrieve.serve.app import Limits, Service
 
 
@@ -184,6 +184,59 @@ def test_updates_are_found_and_deleted():
         assert (await client.post("/snapshot")).status_code == 404, "it has no folder"
 
     served(test, index)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "metric", "exact", "other"),
+    [
+        ("float16", "ip", "float16", "float32"), ("float8_e4m3fn", "ip", "float16", "float32"),
+        ("float32", "ip", "float32", "float32"), ("bfloat16", "ip", "float32", "float32"),
+        ("float16", "l2", "float32", "float32"),
+    ],
+)  # fmt: skip
+def test_queries_are_in_one_dtype_where_that_holds_their_numbers(dtype, metric, exact, other, monkeypatch):
+    index = Index(D, ITEMS, dtype, metric)
+    index.upsert(np.arange(ITEMS), torch.randn(ITEMS, D))
+    search, asked = index.search, []
+
+    def spied(query, k, where):
+        asked.append(str(query.dtype).removeprefix("torch."))
+        return search(query, k, where)
+
+    monkeypatch.setattr(index, "search", spied)
+    half = np.random.default_rng(3).standard_normal((2, D)).astype(np.float16)
+    large = half.astype(np.float32) * 1e6
+
+    async def test(client, service):
+        for query, wanted in ((half, exact), (half.astype(np.float32) / 3, other), (large, other)):
+            answers = [
+                await client.post("/search", json={"vectors": query.tolist(), "k": 5}),
+                await client.post("/search", content=binary(query, k=5), headers=BINARY),
+            ]
+            assert asked == [wanted] * 2
+            for answer in answers:
+                check_answer(answer, index, query, 5, None)
+            asked.clear()
+
+    served(test, index)
+
+
+def test_a_service_warms_up_what_requests_may_ask_for(monkeypatch):
+    index = Index(D, ITEMS, "float16", schema=Schema(kind=Category()))
+    index.upsert(np.arange(4), torch.randn(4, D), {"kind": ["a", "b", None, "a"]})
+    warmup, asked = index.warmup, []
+
+    def spied(k, queries, where, dtype):
+        asked.append((list(k), queries, where, dtype))
+        return warmup(k, queries, where, dtype=dtype)
+
+    monkeypatch.setattr(index, "warmup", spied)
+    service = Service(index, limits=Limits(batch=32))
+    assert service.warmup([5]) > 0
+    assert [kind[2] for kind in asked][:3] == [None, "kind is null", "kind is not null"]
+    assert isinstance(asked[3][2], list)
+    assert all(kind[:2] == ([5], [1, 16, 32]) and kind[3] == ["float16", "float32"] for kind in asked)
+    service.close()
 
 
 def test_texts_go_through_the_encoder():

@@ -68,11 +68,10 @@ def serve(
     encode = None if encoder is None else _encoder(encoder, place)
     opened = _opened(index, journal, place)
     try:
-        if place.type == "cuda" and len(opened):
-            seconds = opened.warmup(ks, [n for n in (1, 16, 32, 64, 128, max_batch) if n <= max_batch])
-            print(f"kernels compiled in {seconds:.1f} s", file=sys.stderr)
         limits = Limits(max_body, max_batch, max_queue, wait / 1e3)
         service = Service(opened, index, key, encode, limits)
+        if place.type == "cuda" and len(opened):
+            print(f"kernels compiled in {service.warmup(ks):.1f} s", file=sys.stderr, flush=True)
     except BaseException:
         opened.close()
         raise

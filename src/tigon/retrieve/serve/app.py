@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,23 @@ class Service(Application):
         if path is not None:
             self.posts["/snapshot"] = self.snapshot
         self.gets = {"/health": self.health, "/metrics": self.metrics}
+
+    def warmup(self, k: Sequence[int]) -> float:
+        """Compile the kernels of the searches that requests may ask for, with and without filters.
+
+        Args:
+            k: of the searches.
+
+        Returns: the seconds that it took. On a CPU there is nothing to compile.
+        Raises: ValueError for an empty index.
+        """
+        wheres: list[Any] = [None]
+        if column := next(iter(self.index.schema.columns), None):
+            few, many = f"{column} is null", f"{column} is not null"
+            wheres += [few, many, [few, many, None]]
+        queries = [n for n in (1, 16, 32, 64, 128) if n < self.limits.batch] + [self.limits.batch]
+        dtype = ["float16", "float32"] if self.about.half else ["float32"]
+        return sum(self.index.warmup(k, queries, where, dtype=dtype) for where in wheres)
 
     def close(self) -> None:
         """Answer what waits, then close the journal."""

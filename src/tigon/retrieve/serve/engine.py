@@ -61,6 +61,7 @@ class Link(asyncio.Protocol):
         self.closed: asyncio.Future[None] = loop.create_future()
         self.counted: dict[int, asyncio.Future[None]] = {}
         self.waiting: set[Together] = set()
+        self.answers: list[frames.Found] = []  # of this turn of the loop
         self.tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: Any) -> None:
@@ -77,10 +78,13 @@ class Link(asyncio.Protocol):
         self.closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
+        searches: list[frames.Search] = []
         for kind, number, body in self.stream.feed(data):
             if kind == frames.SEARCH:
-                self.search(frames.Search.of(body, self.service.about.dim))
-            elif kind == frames.CALL:
+                searches.append(frames.Search.of(body, self.service.about.dim))
+                continue
+            self._search_all(searches)
+            if kind == frames.CALL:
                 task = asyncio.ensure_future(self.answer(number, *frames.called(body)))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
@@ -92,6 +96,14 @@ class Link(asyncio.Protocol):
                     counted.set_result(None)
             elif kind == frames.READY and not self.ready.done():
                 self.ready.set_result(True)
+        self._search_all(searches)
+
+    def _search_all(self, searches: list[frames.Search]) -> None:
+        """The more there is to do, the more frames come at once, and are one."""
+        if searches:
+            for search in frames.joined(searches, self.gate.batcher.most):
+                self.search(search)
+            searches.clear()
 
     def write(self, data: bytes) -> None:
         if not self.transport.is_closing():
@@ -158,8 +170,9 @@ class Link(asyncio.Protocol):
             known = self.service.index.ids
             if isinstance(known, StringIds):
                 ids, names = known.cut(found.ids)
-            scores, exact = found.scores, found.exact
-            self.write(frames.Found(waiting.numbers, waiting.counts, scores, ids, exact, names).packed())
+            if not self.answers:
+                asyncio.get_running_loop().call_soon(self._send)
+            self.answers.append(frames.Found(waiting.numbers, waiting.counts, found.scores, ids, found.exact, names))
         elif len(waiting.numbers) == 1:
             self._refuse(waiting.numbers, error)
         else:  # one by one, so that what is wrong with one is not wrong with all
@@ -170,6 +183,12 @@ class Link(asyncio.Protocol):
                     waiting.where, False), loop.create_future())  # fmt: skip
                 _keep(alone, np.arange(len(waiting.numbers)) == request, of_query)
                 self._put(alone)
+
+    def _send(self) -> None:
+        """All answers of a search."""
+        for found in frames.Found.joined(self.answers):
+            self.write(found.packed())
+        self.answers.clear()
 
     def cancel(self, number: int) -> None:
         """The client of a request went away."""

@@ -14,9 +14,11 @@ Both ends are processes of one machine and one installation: numbers have the ma
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,14 +100,39 @@ class Search(NamedTuple):
         count = 2 * (requests + queries)
         numbers = np.frombuffer(body, np.int32, count, start).tolist()
         start += 4 * count
-        filters: list[str | None] = json.loads(bytes(body[start : start + size])) if size else []
-        filters.append(None)  # at −1
+        filters = _filters(bytes(body[start : start + size]))
         query = np.frombuffer(body, np.float16 if half else np.float32, queries * dim, start + size)
         ks, which = numbers[2 * requests : 2 * requests + queries], numbers[2 * requests + queries :]
         return Search(
             numbers[:requests], numbers[requests : 2 * requests], query.reshape(queries, dim), ks,
             [filters[i] for i in which], bool(strict),
         )  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _filters(texts: bytes) -> tuple[str | None, ...]:
+    return (*(json.loads(texts) if texts else ()), None)  # at −1
+
+
+def joined(searches: list[Search], most: int) -> list[Search]:
+    """The same requests in fewer searches, of at most so many queries each."""
+    if len(searches) == 1:
+        return searches
+    alike: dict[Any, list[list[Search]]] = {}
+    for search in searches:
+        groups = alike.setdefault((search.query.dtype, search.strict), [[]])
+        if sum(len(other.query) for other in groups[-1]) + len(search.query) > most:
+            groups.append([])
+        groups[-1].append(search)
+    return [_one(group) for groups in alike.values() for group in groups if group]
+
+
+def _one(group: list[Search]) -> Search:
+    def whole(name: str) -> list[Any]:
+        return list(chain.from_iterable(getattr(one, name) for one in group))
+
+    query = np.concatenate([one.query for one in group])
+    return Search(whole("numbers"), whole("counts"), query, whole("ks"), whole("wheres"), group[0].strict)
 
 
 class Found(NamedTuple):
@@ -118,6 +145,25 @@ class Found(NamedTuple):
     ids: Array
     exact: Array
     names: bytes | None
+
+    @staticmethod
+    def joined(answers: list[Found]) -> list[Found]:
+        """The same answers in fewer frames: those with equally many results."""
+        if len(answers) == 1:
+            return answers
+        alike: dict[int, list[Found]] = {}
+        for found in answers:
+            alike.setdefault(found.scores.shape[1], []).append(found)
+        return [
+            Found(
+                list(chain.from_iterable(found.numbers for found in group)),
+                list(chain.from_iterable(found.counts for found in group)),
+                np.concatenate([found.scores for found in group]), np.concatenate([found.ids for found in group]),
+                np.concatenate([found.exact for found in group]),
+                None if group[0].names is None else b"".join(found.names or b"" for found in group),
+            )
+            for group in alike.values()
+        ]  # fmt: skip
 
     def packed(self) -> bytes:
         queries, k = self.scores.shape
