@@ -7,6 +7,7 @@ NEEDS = {
     "test_retrieve_where.py": "hypothesis",
     "test_retrieve_updates.py": "hypothesis",
     "test_retrieve_storage.py": "safetensors",
-    "test_retrieve_serve.py": "fastapi uvicorn httptools prometheus_client httpx safetensors",
+    "test_retrieve_serve.py": (server := "fastapi uvicorn httptools prometheus_client httpx safetensors"),
+    "test_retrieve_fronts.py": server,
 }
 collect_ignore = [file for file, packages in NEEDS.items() if None in map(find_spec, packages.split())]

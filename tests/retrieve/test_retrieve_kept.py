@@ -173,11 +173,12 @@ def test_a_graph_reads_attributes(device):
 def test_warmup_runs_every_kind_of_search(asked_of, monkeypatch, device):
     index = made(device=device)
     before = index.search(query(), 10, FILTERS[0])
-    operator, kinds = searching.filtered_topk, set()
+    operator, kinds, dtypes = searching.filtered_topk, set(), set()
 
     def spied(q, x, k, **options):
         where = options["where"]
         kinds.add((len(q), k, type(where), options["live"] is None))
+        dtypes.add(q.dtype)
         return operator(q, x, k, **options)
 
     monkeypatch.setattr(searching, "filtered_topk", spied)
@@ -189,6 +190,9 @@ def test_warmup_runs_every_kind_of_search(asked_of, monkeypatch, device):
     index.warmup(k=5, queries=4, where=[FILTERS[2], None, FILTERS[3]])
     assert kinds >= {(4, 5, list, True), (4, 5, RowBits, True), (4, 5, RowBits, False)}
     index.warmup()
+    assert dtypes == {index.dtype}
+    index.warmup(dtype=["bfloat16", torch.float32])
+    assert dtypes == {index.dtype, torch.bfloat16, torch.float32}
     assert torch.equal(index.search(query(), 10, FILTERS[0]).scores, before.scores)
 
 
@@ -199,6 +203,8 @@ def test_warmup_runs_every_kind_of_search(asked_of, monkeypatch, device):
         ({"queries": [1, 2.5]}, r"Index.warmup: queries must be a positive integer or a list of them, got \[1, 2.5\]"),
         ({"k": "ten"}, r"Index.warmup: k must be a positive integer or a list of them, got 'ten'"),
         ({"where": "cost < 3"}, r"no column 'cost'"),
+        ({"dtype": "int8"}, r"Index.warmup: dtype must be one of .*, got int8"),
+        ({"dtype": ["float8_e4m3fn"]}, r"Index.warmup: dtype must be float16, bfloat16 or float32, of queries, got"),
     ],
 )
 def test_warmup_refuses(options, message):

@@ -14,25 +14,29 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors import numpy as tensors
+from serving import (
+    BINARY,
+    ITEMS,
+    KEY,
+    SRC,
+    D,
+    Held,
+    Process,
+    X,
+    ask,
+    binary,
+    check_answer,
+    made,
+    many_calls,
+    same,
+    until,
+)
 
-from tigon.retrieve import Category, Index, Number, Schema
+from tigon.retrieve import Category, Index, Schema
 from tigon.retrieve.serve.app import Limits, Service
-
-D, ITEMS = 16, 300
-KINDS = ["a", "b", "c"]
-BINARY = {"content-type": "application/octet-stream"}
-SRC = str(Path(__file__).parents[2] / "src")
-
-
-def made(strings=False):
-    draw = np.random.default_rng(0)
-    index = Index(D, 2 * ITEMS, "float32", schema=Schema(part=Number(0, 99, step=1), kind=Category()))
-    ids = [f"item {i}" for i in range(ITEMS)] if strings else np.arange(ITEMS)
-    table = {"part": draw.integers(0, 100, ITEMS), "kind": draw.choice(KINDS, ITEMS)}
-    index.upsert(ids, torch.from_numpy(draw.standard_normal((ITEMS, D), dtype=np.float32)), table)
-    return index
 
 
 def served(test, index=None, **options):
@@ -50,78 +54,15 @@ def served(test, index=None, **options):
         service.close()
 
 
-class Held:
-    """A batcher's index whose searches wait until they are let go, and the sizes of what they were asked."""
-
-    def __init__(self, index, monkeypatch):
-        self.go, self.sizes = threading.Event(), []
-        search = index.search
-
-        def held(query, k, where):
-            self.sizes.append(len(query))
-            assert self.go.wait(20)
-            return search(query, k, where)
-
-        monkeypatch.setattr(index, "search", held)
-
-
-async def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(1e-3)
-
-
-def binary(query, **fields):
-    return tensors.save({"vectors": query}, metadata={"request": json.dumps(fields)})
-
-
-def same(ids, scores, hits):
-    """A batch of another size may round the scores of a CPU otherwise. ids and scores: lists for each query."""
-    wanted = hits.ids if isinstance(hits.ids, np.ndarray) else hits.ids.numpy()
-    for row, values, names, expected in zip(ids, scores, wanted.tolist(), hits.scores.tolist(), strict=True):
-        n = sum(score > -np.inf for score in expected)
-        assert row == names[:n]
-        assert values == pytest.approx(expected[:n], rel=1e-4, abs=1e-4)
-
-
 @pytest.mark.parametrize("strings", [False, True])
 def test_concurrent_requests_have_what_each_has_alone(strings):
-    index = made(strings)
-    draw = np.random.default_rng(1)
-    wheres = [None, "part < 30", "kind == 'a'", "part >= 90", "part < 0 or part > 98"]
-    calls = []
-    for i in range(80):
-        B = (1, 1, 3, 2)[i % 4]
-        where = [wheres[(i + b) % 5] for b in range(B)] if i % 7 == 6 else wheres[i % 5]
-        k = [1 + (i + b) % 9 for b in range(B)] if i % 4 == 3 else (5, 20, 500)[i % 3]
-        query = draw.standard_normal((B, D), dtype=np.float32)
-        calls.append((query.astype(np.float16) if i % 10 == 9 else query, k, where))
+    index, calls = made(strings), many_calls()
 
     async def test(client, service):
-        async def ask(i, query, k, where):
-            if i % 3 == 2 or query.dtype == np.float16:
-                return await client.post("/search", content=binary(query, k=k, where=where), headers=BINARY)
-            return await client.post("/search", json={"vectors": query.tolist(), "k": k, "where": where})
-
-        answers = await asyncio.gather(*(ask(i, *call) for i, call in enumerate(calls)))
+        answers = await asyncio.gather(*(ask(client, i, *call) for i, call in enumerate(calls)))
         assert max(service.counters.batch._sum.get(), 1) > len(calls)
-        for answer, (query, k, where) in zip(answers, calls, strict=True):
-            assert answer.status_code == 200, answer.text
-            hits = index.search(query, k, where)
-            if answer.headers["content-type"] == "application/json":
-                found = answer.json()
-            else:
-                found = {name: array.tolist() for name, array in tensors.load(answer.content).items()}
-                if strings:
-                    size = int.from_bytes(answer.content[:8], "little")
-                    request = json.loads(answer.content[8 : 8 + size])["__metadata__"]["request"]
-                    found["ids"] = json.loads(request)["ids"]
-                counts = [sum(score > -np.inf for score in row) for row in found["scores"]]
-                for name in ("ids", "scores"):
-                    found[name] = [row[:n] for row, n in zip(found[name], counts, strict=True)]
-            same(found["ids"], found["scores"], hits)
-            assert found["exact"] == hits.exact.tolist()
+        for answer, call in zip(answers, calls, strict=True):
+            check_answer(answer, index, *call)
 
     served(test, index)
 
@@ -140,9 +81,6 @@ def test_requests_that_come_together_are_one_search(monkeypatch):
         assert held.sizes == [1, 8, 4]
 
     served(test, index, limits=Limits(batch=8))
-
-
-X = [[1.0] * D]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +184,59 @@ def test_updates_are_found_and_deleted():
         assert (await client.post("/snapshot")).status_code == 404, "it has no folder"
 
     served(test, index)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "metric", "exact", "other"),
+    [
+        ("float16", "ip", "float16", "float32"), ("float8_e4m3fn", "ip", "float16", "float32"),
+        ("float32", "ip", "float32", "float32"), ("bfloat16", "ip", "float32", "float32"),
+        ("float16", "l2", "float32", "float32"),
+    ],
+)  # fmt: skip
+def test_queries_are_in_one_dtype_where_that_holds_their_numbers(dtype, metric, exact, other, monkeypatch):
+    index = Index(D, ITEMS, dtype, metric)
+    index.upsert(np.arange(ITEMS), torch.randn(ITEMS, D))
+    search, asked = index.search, []
+
+    def spied(query, k, where):
+        asked.append(str(query.dtype).removeprefix("torch."))
+        return search(query, k, where)
+
+    monkeypatch.setattr(index, "search", spied)
+    half = np.random.default_rng(3).standard_normal((2, D)).astype(np.float16)
+    large = half.astype(np.float32) * 1e6
+
+    async def test(client, service):
+        for query, wanted in ((half, exact), (half.astype(np.float32) / 3, other), (large, other)):
+            answers = [
+                await client.post("/search", json={"vectors": query.tolist(), "k": 5}),
+                await client.post("/search", content=binary(query, k=5), headers=BINARY),
+            ]
+            assert asked == [wanted] * 2
+            for answer in answers:
+                check_answer(answer, index, query, 5, None)
+            asked.clear()
+
+    served(test, index)
+
+
+def test_a_service_warms_up_what_requests_may_ask_for(monkeypatch):
+    index = Index(D, ITEMS, "float16", schema=Schema(kind=Category()))
+    index.upsert(np.arange(4), torch.randn(4, D), {"kind": ["a", "b", None, "a"]})
+    warmup, asked = index.warmup, []
+
+    def spied(k, queries, where, dtype):
+        asked.append((list(k), queries, where, dtype))
+        return warmup(k, queries, where, dtype=dtype)
+
+    monkeypatch.setattr(index, "warmup", spied)
+    service = Service(index, limits=Limits(batch=32))
+    assert service.warmup([5]) > 0
+    assert [kind[2] for kind in asked][:3] == [None, "kind is null", "kind is not null"]
+    assert isinstance(asked[3][2], list)
+    assert all(kind[:2] == ([5], [1, 16, 32]) and kind[3] == ["float16", "float32"] for kind in asked)
+    service.close()
 
 
 def test_texts_go_through_the_encoder():
@@ -385,39 +376,26 @@ def test_metrics_and_documentation():
     served(test)
 
 
-def test_the_documented_route_answers_as_the_short_way():
-    index = made()
-
+def test_a_service_inside_an_application_answers_as_by_itself():
     async def test(client, service):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.api), base_url="http://api") as api:
-            for content in (b'{"vectors": [[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]], "k": 3}', b"{", b'{"vectors": [[1]]}'):
-                answers = [await one.post("/search", content=content) for one in (client, api)]
+        outer = FastAPI()
+        outer.mount("/jobs", service)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://outer/jobs") as inner:
+            for content in (json.dumps({"vectors": X, "k": 3}), "{", '{"vectors": [[1]]}'):
+                answers = [await one.post("/search", content=content, headers=KEY) for one in (client, inner)]
                 assert answers[0].content == answers[1].content
                 assert answers[0].status_code == answers[1].status_code
+            assert (await inner.get("/health")).status_code == 200
+            assert (await inner.post("/search", json={"vectors": X})).status_code == 401
+            wrong = await inner.get("/search", headers=KEY)
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+            wrong = await inner.post("/health", headers=KEY)
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
 
-    served(test, index)
+    served(test, key="secret")
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
-
-
-class Process:
-    """`tigon retrieve serve` of a folder."""
-
-    def __init__(self, folder, *options):
-        command = [sys.executable, "-m", "tigon", "retrieve", "serve", str(folder), "--port", "0", *options]
-        env = os.environ | {"PYTHONPATH": SRC, "TIGON_API_KEY": "k"}
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        line = self.process.stderr.readline()
-        assert " at http://127.0.0.1:" in line, line + self.process.stderr.read()
-        port = line.partition(" at http://127.0.0.1:")[2].partition(" ")[0]
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": "k"}, timeout=60)
-
-    def end(self):
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture
@@ -510,7 +488,7 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
     monkeypatch.delenv("TIGON_API_KEY", raising=False)
     options = {
         "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000,
-        "max_batch": 4, "max_queue": 8, "wait": 1.0, "grace": 0.0, "warmup": "10", "device": "cpu",
+        "max_batch": 4, "max_queue": 8, "wait": 1.0, "grace": 0.0, "workers": 0, "warmup": "10", "device": "cpu",
     }  # fmt: skip
     for change, sentence in [
         ({"max_queue": 3}, "--max-queue must be at least --max-batch, 4, got 3"),

@@ -21,6 +21,7 @@ TITLES = {
     "host": "Host time",
     "counters": "Hardware counters",
     "hpz": "Hierarchical partitioning",
+    "serve": "Searches over HTTP",
 }
 READING = {
     "model": "One training step. Tokens/s and peak memory of the device, and what they are more or less than Hugging "
@@ -33,6 +34,8 @@ READING = {
     "host": "Microseconds of the host per call, on tiny inputs.",
     "counters": "Of single kernels, beside the bytes that the operator has to move.",
     "hpz": "A training step beside plain FSDP2's, and what a GPU gets by gathers in it.",
+    "serve": "Searches a second of clients on the same machine, their latency, how many queries one search had, and "
+    "what a search cost the processor: in the process of the index, and in its fronts together.",
 }
 ORDER = ("floor", "hf", "tigon", "tigon-compile", "eager", "compile", "torch", "liger", "quack", "cce")
 CHART_CASES = 24  # more panels are unreadable, and take megabytes

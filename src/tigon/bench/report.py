@@ -27,8 +27,8 @@ import torch
 # benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
 # benchmarks/hpz.py for "hpz", search.SearchRow and search_codes.CodedRow for "search", Row of
 # benchmarks/vocabulary_parallel.py for "vocabulary-parallel", Row of benchmarks/sharded_search.py for
-# "sharded-search", what tests/distributed record for "composition". The studies in benchmarks/studies add the columns
-# of their kinds to COLUMNS; without them a row is shown as it is.
+# "sharded-search", Row of benchmarks/serve_load.py for "serve", what tests/distributed record for "composition". The
+# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",
@@ -462,15 +462,32 @@ COLUMNS["sharded-search"] = {
     "same ids and bits": lambda r: "–" if r["same"] is None else "yes" if r["same"] else "NO",
     "remark": _remark,
 }
+COLUMNS["serve"] = {
+    "items": lambda r: f"{r['items']:,}",
+    "pass": lambda r: f"{r['share']:.3g}",
+    "fronts": lambda r: f"{r['workers']}",
+    "clients": lambda r: f"{r['clients']:,}" + (f" × {r['queries']:,}" if r["queries"] > 1 else ""),
+    "form": lambda r: r["form"],
+    "asked/s": lambda r: f"{r['asked']:,.0f}" if r["asked"] else "–",
+    "searches/s": lambda r: f"{r['searches_s']:,.0f}",
+    "p50 ms": lambda r: _number(r["p50_ms"]),
+    "p99 ms": lambda r: _number(r["p99_ms"]),
+    "refused": lambda r: f"{r['refused']:,}" if r["refused"] else "–",
+    "batch": lambda r: f"{r['batch']:.0f}",
+    "index µs": lambda r: _number(r["index_us"]),
+    "fronts µs": lambda r: _number(r["fronts_us"]) if r["workers"] else "–",
+    "remark": _remark,
+}
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 _CASE_KEYS = (
     "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
-    "items", "queries", "k", "filters", "share", "vectors",
+    "items", "queries", "k", "filters", "share", "vectors", "workers", "clients", "form", "asked",
 )  # fmt: skip
 _CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
 _TEXT_COLUMNS = (
-    *_CASE_COLUMNS, "rows", "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "remark",
+    *_CASE_COLUMNS, "rows", "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "form",
+    "remark",
 )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ class Batcher:
             raise ValueError(f"Batcher.search: k must be from 1 to {MOST_K:,}, got {k!r}.")
         one = where is None or not isinstance(where, (list, tuple))
         wheres = [where] * count if one else list(searching.wheres_of(where, count))
-        for each in [where] if one else wheres:
+        for each in [where] if one else searching.distinct(wheres).values():
             searching.compiled(self.index, each, strict)
         request = Request(q, most, [most] * count if ks is None else list(ks), wheres, Future(), time.monotonic())
         with self._changed:

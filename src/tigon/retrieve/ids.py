@@ -222,6 +222,17 @@ class StringIds:
             found[place] = self.text(int(key)) if key >= 0 else None
         return found
 
+    def cut(self, keys: Ints) -> tuple[Ints, bytes]:
+        """The lengths of the texts of keys, −1 where there is none, and the texts one after another."""
+        there = keys >= 0
+        known = keys[there]
+        ends = self.ends[known]
+        starts = np.where(known > 0, self.ends[known - 1], 0)
+        lengths = np.full(keys.shape, GONE, dtype=np.int64)
+        lengths[there] = ends - starts
+        blob = self.blob
+        return lengths, b"".join([blob[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+
     def texts(self) -> tuple[bytes, Ints] | None:
         return bytes(self.blob), self.ends[: self.count].copy()
 

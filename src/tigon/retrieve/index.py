@@ -340,23 +340,26 @@ class Index(nn.Module):
         where: Where | Sequence[Where] = None,
         *,
         strict: bool = False,
+        dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     ) -> float:
         """Compile the kernels of searches to come, by running such searches.
 
         A GPU compiles kernels at the first search of a kind, which then takes seconds. Kernels depend on k, on the
-        number of queries by classes up to 16, 32, 64, 128 and beyond, on how many items there are, and on whether there
-        is a filter; another filter needs no other kernel.
+        number of queries by classes up to 16, 32, 64, 128 and beyond, on their dtype, on how many items there are, and
+        on whether there is a filter; another filter of about the same share needs no other kernel.
 
         Args:
             k, queries: of the searches; or lists, of which all combinations are run.
             where: an expression or its text; None for all items; a list for searches with a filter for each query.
             strict: as in `search`.
+            dtype: of the queries, "float16", "bfloat16" or "float32"; or a list. None: the index's, and float32 for one
+                of float8_e4m3fn.
 
         Returns: the seconds that it took. On a CPU there is nothing to compile.
         Raises: ValueError for an empty index, and for what does not fit it.
         """
         begun = time.perf_counter()
-        searching.warm(self, k, queries, where, strict)
+        searching.warm(self, k, queries, where, strict, dtype)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
 from tigon.retrieve import coded, linking
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
+from tigon.retrieve.memory import dtype_of
 from tigon.retrieve.rates import rates_of
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
@@ -140,8 +142,21 @@ def _filters(
     if where is None or isinstance(where, (str, Expression)):
         found = compiled(index, where, strict)
         return (None, None) if found is None else (found.filter, index.counts.share(found.clauses))
-    each = [compiled(index, one, strict) for one in wheres_of(where, B)]
-    return [None if one is None else one.filter for one in each], None
+    given = wheres_of(where, B)
+    filters = {}
+    for key, one in distinct(given).items():
+        found = compiled(index, one, strict)
+        filters[key] = None if found is None else found.filter
+    return [filters[_known_by(one)] for one in given], None
+
+
+def distinct(wheres: Sequence[Any]) -> dict[Any, Any]:
+    """Filters that may differ, each once: looking one up takes longer than comparing two texts."""
+    return {_known_by(where): where for where in wheres}
+
+
+def _known_by(where: Any) -> Any:
+    return where if isinstance(where, str) else id(where)
 
 
 def wheres_of(where: Any, B: int) -> Sequence[Any]:
@@ -284,8 +299,9 @@ def _bias(index: Index, end: int, alpha: float = 1.0) -> Tensor | None:
     return bias if alpha == 1 else bias * alpha
 
 
-def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool) -> None:
-    """Searches of each k and batch, as they are at first, with the bits of their filters, and with rows that are free.
+def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool, dtypes: Any) -> None:
+    """Searches of each k, batch and dtype, as they are at first, with the bits of their filters, and with rows that are
+    free.
 
     Raises: ValueError for an empty index, and for what does not fit it.
     """
@@ -295,11 +311,15 @@ def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool) -> None:
         for n in [given] if isinstance(given, int) else given:
             if not isinstance(n, int) or isinstance(n, bool) or n < 1:
                 raise ValueError(f"Index.warmup: {name} must be a positive integer or a list of them, got {given!r}.")
+    own = torch.float32 if index.dtype.itemsize == 1 else index.dtype
+    kinds = [own if dtypes is None else dtypes] if not isinstance(dtypes, (list, tuple)) else dtypes
+    read = [dtype_of("Index.warmup", dtype) for dtype in kinds]
+    if any(dtype.itemsize == 1 for dtype in read):
+        raise ValueError("Index.warmup: dtype must be float16, bfloat16 or float32, of queries, got float8_e4m3fn.")
     for B in [batches] if isinstance(batches, int) else batches:
         filters = [where[b % len(where)] for b in range(B)] if isinstance(where, (list, tuple)) and where else where
-        query = torch.ones(B, index.dim, dtype=torch.float32 if index.dtype.itemsize == 1 else index.dtype)
-        for k in [ks] if isinstance(ks, int) else ks:
-            search = asked(index, query, k, filters, strict)
+        for dtype, k in product(read, [ks] if isinstance(ks, int) else ks):
+            search = asked(index, torch.ones(B, index.dim, dtype=dtype), k, filters, strict)
             for _ in range(3):
                 with index.turns.search(index.device):
                     for hidden in (False, True):

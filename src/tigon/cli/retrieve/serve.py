@@ -36,6 +36,12 @@ def serve(
         4096
     ),
     wait: Annotated[float, typer.Option(help="Milliseconds that a search waits for others at most.", min=0.0)] = 1.0,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes in front, which read and write HTTP; 0 or 1: none, one process does all.", min=0, max=256
+        ),
+    ] = 0,
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM in which requests are refused before the port closes.", min=0.0)
     ] = 0.0,
@@ -47,8 +53,11 @@ def serve(
     """Answer searches and updates over HTTP until SIGTERM or Ctrl-C; /docs describes the requests."""
     needs(f"tigon {NAME}", "serve", "torch", "numpy", "safetensors", "fastapi", "uvicorn", "prometheus_client")
     from tigon.retrieve.serve.app import Limits, Service
+    from tigon.retrieve.serve.engine import Broken
     from tigon.retrieve.serve.running import serve as run
 
+    if workers > 1 and sys.platform != "linux":  # elsewhere one of several sockets of a port gets all connections
+        raise Problem(f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {workers}")
     if max_queue < max_batch:
         raise Problem(f"{NAME}: --max-queue must be at least --max-batch, {max_batch:,}, got {max_queue:,}")
     ks = integers(NAME, "--warmup", warmup, 2048)
@@ -59,11 +68,10 @@ def serve(
     encode = None if encoder is None else _encoder(encoder, place)
     opened = _opened(index, journal, place)
     try:
-        if place.type == "cuda" and len(opened):
-            seconds = opened.warmup(ks, [n for n in (1, 16, 32, 64, 128, max_batch) if n <= max_batch])
-            print(f"kernels compiled in {seconds:.1f} s", file=sys.stderr)
         limits = Limits(max_body, max_batch, max_queue, wait / 1e3)
         service = Service(opened, index, key, encode, limits)
+        if place.type == "cuda" and len(opened):
+            print(f"kernels compiled in {service.warmup(ks):.1f} s", file=sys.stderr, flush=True)
     except BaseException:
         opened.close()
         raise
@@ -77,9 +85,11 @@ def serve(
         )  # fmt: skip
 
     try:
-        run(service, host, port, grace, said)
+        run(service, host, port, grace, said, workers)
     except OSError as error:
         raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {error.strerror}") from error
+    except Broken as error:
+        raise Problem(f"{NAME}: {one_line(error)}", 1) from error
     print(f"ended after {time.monotonic() - begun:,.0f} s; all that was taken is answered", file=sys.stderr)
 
 

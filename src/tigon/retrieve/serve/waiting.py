@@ -23,9 +23,11 @@ from tigon.retrieve.serve.messages import Answer, Array
 
 
 class Waiting:
-    """One request's queries, the k and the filter of each, and where the answer goes."""
+    """Queries of a request, or of several that a front sends together, the k and filter of each, and where the answer
+    goes."""
 
     __slots__ = ("answer", "asked", "k", "query", "where")
+    keys = False  # whether the answer has an index's numbers of ids that are strings
 
     def __init__(self, query: Array, k: list[int], where: list[str | None], answer: asyncio.Future[Answer]) -> None:
         self.query, self.k, self.where, self.answer = query, k, where, answer
@@ -50,7 +52,7 @@ class Gate:
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._timer_is_now = False
 
-    def ask(self, query: Array, k: list[int], where: list[str | None]) -> asyncio.Future[Answer]:
+    def ask(self, query: Array, k: list[int], where: list[str | None], strict: bool = False) -> asyncio.Future[Answer]:
         """Search for a request's queries, at most `most` of them, in the event loop's thread.
 
         Cancelled before its search begins, the future's queries are not searched for.
@@ -58,21 +60,46 @@ class Gate:
         Raises: Overloaded if more queries wait than the queue holds; ValueError for a filter that does not fit.
         """
         for text in set(where):
-            searching.compiled(self.index, text)
-        count = len(query)
-        if self.queries + count > self.batcher.queue:
-            raise Overloaded(f"{self.queries:,} queries wait, and {count:,} more are beyond {self.batcher.queue:,}.")
+            self.check(text, strict)
+        if len(query) > self.room():
+            waits = f"{self.queries:,} queries wait, and {len(query):,} more are beyond {self.batcher.queue:,}"
+            raise Overloaded(f"{waits}.")
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Answer] = self.loop.create_future()
-        self.requests.append(Waiting(query, k, where, answer))
-        self.queries += count
-        self._consider()
-        return answer
+        waiting = Waiting(query, k, where, self.loop.create_future())
+        self.put(waiting)
+        return waiting.answer
 
-    def check_strictly(self, where: str | None) -> None:
-        """Raise ValueError if a filter has a value that no item has."""
-        searching.compiled(self.index, where, strict=True)
+    def check(self, where: str | None, strict: bool = False) -> None:
+        """Raise ValueError if a filter does not fit; if strictly, also if it has a value that no item has."""
+        searching.compiled(self.index, where, strict)
+
+    def room(self) -> int:
+        """How many more queries the queue holds."""
+        return self.batcher.queue - self.queries
+
+    def put(self, waiting: Waiting) -> None:
+        """Search for queries that were checked."""
+        if self.loop is None:
+            self.loop = asyncio.get_running_loop()
+        self.requests.append(waiting)
+        self.queries += len(waiting.query)
+        self._consider()
+
+    def keep(self, waiting: Waiting, kept: Array) -> bool:
+        """Leave those queries out that are False in kept, if their search has not begun. Returns whether it has not."""
+        if waiting not in self.requests:
+            return False
+        dropped = len(kept) - int(kept.sum())
+        self.queries -= dropped
+        if self.counters is not None:
+            self.counters.dropped.inc(dropped)
+        waiting.query = waiting.query[kept]
+        waiting.k = [k for k, there in zip(waiting.k, kept, strict=True) if there]
+        waiting.where = [where for where, there in zip(waiting.where, kept, strict=True) if there]
+        if not len(waiting.query):
+            self.requests.remove(waiting)
+        return True
 
     def _consider(self) -> None:
         """Begin a search now, at the end of this turn of the loop, or when the first request has waited enough.
@@ -150,15 +177,19 @@ class Gate:
             self.counters.search.observe(time.monotonic() - begun)
             self.counters.batch.observe(len(hits))
             self.counters.queries.inc(len(hits))
-        ids, scores, exact = hits.ids, hits.scores.numpy(), hits.exact.numpy()
-        names: Array = ids if isinstance(ids, np.ndarray) else ids.numpy()
+        keys, scores, exact = hits._keys.numpy(), hits.scores.numpy(), hits.exact.numpy()
+        names: Array | None = None
         start = 0
         for request in requests:
             rows = slice(start, start + len(request.query))
             start = rows.stop
             if not request.answer.done():
+                if not request.keys and names is None:
+                    ids = hits.ids
+                    names = ids if isinstance(ids, np.ndarray) else ids.numpy()
                 most = max(request.k)
-                request.answer.set_result(Answer(scores[rows, :most], names[rows, :most], exact[rows]))
+                of_items = keys if request.keys or names is None else names
+                request.answer.set_result(Answer(scores[rows, :most], of_items[rows, :most], exact[rows]))
 
     def _failed(self, requests: list[Waiting], error: BaseException) -> None:
         """Search for each by itself, so that what is wrong with one is not wrong with all."""
