@@ -22,6 +22,8 @@ from tigon.bench import report
 from tigon.cli.retrieve.fitting import Settings, evaluated, fit
 from tigon.cli.retrieve.pairs import read_pairs, split_blocks
 
+# Settings that a row names.
+SHOWN = ("loss", "dim", "hops", "own", "bias", "leave_out", "lr", "batch_size", "scale")
 SHARE = 0.2  # of the training pairs, which validates
 # LightGCN's recipe: the sum of own and pooled embeddings, no number of an item, pairs pooled that are trained on.
 PLAIN = {"own": 1.0, "bias": False, "leave_out": False}
@@ -60,10 +62,8 @@ def main() -> None:
     train, test = torch.from_numpy(pairs.train), torch.from_numpy(pairs.test).to(device)
     kept, held = map(torch.from_numpy, split_blocks(pairs.train, SHARE, 0))
     users, items = len(pairs.users), len(pairs.items)
-    print(
-        f"{users:,} users, {items:,} items, {len(train):,} training pairs, of which {len(held):,} validate; {len(test):,} test pairs",
-        flush=True,
-    )
+    sizes = f"{len(train):,} training pairs, of which {len(held):,} validate; {len(test):,} test pairs"
+    print(f"{users:,} users, {items:,} items, {sizes}", flush=True)
     rows: list[Row] = []
     for side in options.sides.split(";") if options.sides else SIDES:
         side = side.strip()
@@ -75,31 +75,18 @@ def main() -> None:
         validation = {
             name: max(chosen.history, key=lambda row: row["ndcg@20"])[name] for name in ("recall@20", "ndcg@20")
         }
-        own = {
-            name: getattr(settings, name)
-            for name in ("loss", "dim", "hops", "own", "bias", "leave_out", "lr", "batch_size", "scale")
-        }
+        own = {name: getattr(settings, name) for name in SHOWN}
         final = dataclasses.replace(settings, epochs=chosen.best)
         for seed in range(options.seeds):
             fitted = fit(train, users, items, final, seed, device=device)
             found = evaluated(fitted.towers, test, train.to(device))
             measures = {name: found[name] for name in ("recall@20", "ndcg@20", "coverage@20")}
-            rows.append(
-                Row(
-                    "towers",
-                    options.name,
-                    seed,
-                    side,
-                    {**own, "epochs": fitted.epochs},
-                    measures,
-                    validation,
-                    [],
-                    fitted.seconds,
-                )
-            )
+            setting = {**own, "epochs": fitted.epochs}
+            rows.append(Row("towers", options.name, seed, side, setting, measures, validation, [], fitted.seconds))
+            shown = ", ".join(f"{name} {measures[name]:.4f} ({validation[name]:.4f})" for name in validation)
+            at = time.monotonic() - start
             print(
-                f"{time.monotonic() - start:5.0f} s  {side}, seed {seed}: {fitted.epochs} epochs, {fitted.seconds:.1f} s, recall@20 {found['recall@20']:.4f}, ndcg@20 {found['ndcg@20']:.4f}; validation {validation['recall@20']:.4f}, {validation['ndcg@20']:.4f}",
-                flush=True,
+                f"{at:5.0f} s  {side}, seed {seed}: {fitted.epochs} epochs, {fitted.seconds:.1f} s, {shown}", flush=True
             )
         content = report.result("retrieve-study", rows, device=device)
         options.output.mkdir(parents=True, exist_ok=True)

@@ -319,11 +319,12 @@ class ShardedIndex:
         where: Where | Sequence[Where] = None,
         *,
         strict: bool = False,
+        dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     ) -> float:
         """Compile the kernels of searches to come, as `Index.warmup`, and open the ranks' connections.
 
         Args:
-            k, queries, where, strict: as of `Index.warmup`.
+            k, queries, where, strict, dtype: as of `Index.warmup`.
 
         Returns: the seconds that it took.
         Raises: ValueError if a rank has no items, and for what does not fit the index.
@@ -331,7 +332,7 @@ class ShardedIndex:
         begun = time.perf_counter()
         if len(self) < self.ranks.count:
             raise ValueError(f"ShardedIndex.warmup: each of {self.ranks.count} ranks must hold items, got {len(self)}.")
-        searching.warm(self.shard, k, queries, where, strict)
+        searching.warm(self.shard, k, queries, where, strict, dtype)
         for B in [queries] if isinstance(queries, int) else queries:
             for n in [k] if isinstance(k, int) else k:
                 self.search(torch.ones(B, self.dim), n)
