@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of a fit, at most")
     parser.add_argument("--epochs", type=int, default=60, help="of a fit, at most")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no further side is begun")
+    parser.add_argument("--resume", type=Path, help="a result file whose sides are kept, and not fitted again")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     start, device = time.monotonic(), torch.device(options.device)
@@ -64,9 +65,12 @@ def main() -> None:
     users, items = len(pairs.users), len(pairs.items)
     sizes = f"{len(train):,} training pairs, of which {len(held):,} validate; {len(test):,} test pairs"
     print(f"{users:,} users, {items:,} items, {sizes}", flush=True)
-    rows: list[Row] = []
+    rows = [Row(**row) for row in report.load(options.resume)["rows"]] if options.resume else []
+    done = {row.method for row in rows}
     for side in options.sides.split(";") if options.sides else SIDES:
         side = side.strip()
+        if side in done:
+            continue
         if time.monotonic() - start > options.budget:
             print(f"left out, the budget was spent: {side}")
             continue

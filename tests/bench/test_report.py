@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tigon.bench import report
+from tigon.bench.columns import number
 from tigon.bench.host import HostRow
 from tigon.bench.matrix import leader, to_matrix
 from tigon.bench.runner import Row
@@ -215,7 +216,7 @@ def test_host_times_are_shown():
     [(None, "–"), (0, "0"), (0.0123456, "0.0123"), (9.876, "9.88"), (157.84, "158"), (4270.3, "4,270")],
 )
 def test_numbers_have_three_digits(value, text):
-    assert report._number(value) == text
+    assert number(value) == text
 
 
 ARCHITECTURES = [

@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.report import _number, _shape, case_of
+from tigon.bench.columns import number, shape_of
+from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
 By = dict[str, dict[str, Any]]  # the rows of one case by implementation or side
@@ -113,7 +114,7 @@ def _ops(names: list[str], cases: list[By]) -> Cells:
         floor = next((r["floor_ms"] for r in by.values() if r["floor_ms"] is not None), None)
         fastest, _ = leaders(by)
         cells = [_ops_cell(by.get(name), name == fastest) for name in names]
-        lines.append([row["op"], _shape(row), row["dtype"], _number(floor), *cells])
+        lines.append([row["op"], shape_of(row), row["dtype"], number(floor), *cells])
     return ["op", "shape", "dtype", "floor ms", *names], lines
 
 
@@ -121,7 +122,7 @@ def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
     if row is None or row["status"] != "ok" or row["total_ms"] is None:
         return "–" if row is None or row["status"] == "ok" else row["status"]
     floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
-    return bold(f"{_number(row['total_ms'])}{floor}", leads)
+    return bold(f"{number(row['total_ms'])}{floor}", leads)
 
 
 # ------------------------------------------------------------------------------------------------------- whole models

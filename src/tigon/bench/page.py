@@ -9,6 +9,7 @@ from typing import Any
 
 from tigon.bench import plots, report, verdicts
 from tigon.bench.cases import KINDS
+from tigon.bench.columns import TEXT_COLUMNS
 from tigon.bench.matrix import LEFT, MATRICES, Cells, matrix
 
 # The titles of the page's parts, in their order; a kind that is missing here comes last, under its own name.
@@ -39,7 +40,7 @@ READING = {
 }
 ORDER = ("floor", "hf", "tigon", "tigon-compile", "eager", "compile", "torch", "liger", "quack", "cce")
 CHART_CASES = 24  # more panels are unreadable, and take megabytes
-_LEFT = {*LEFT, *report._TEXT_COLUMNS}
+_LEFT = {*LEFT, *TEXT_COLUMNS}
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --faint: #6a6a6a; --line: #ddd; --ours: #d9480f }

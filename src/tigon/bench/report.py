@@ -11,16 +11,16 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tigon.bench.columns import CASE_COLUMNS, COLUMNS, PLAIN, TEXT_COLUMNS, number, remark
 
 # Raise this when a field changes its meaning or goes. Rows are runner.Row for kind "ops", host.HostRow for "host",
 # sweep.SweepRow for "sweep", models.Side for "model" and "sequence" (memory over the length), Side of
@@ -218,277 +218,18 @@ def take(content: dict[str, Any], other: dict[str, Any], implementation: str) ->
     return {**content, "runs": together["runs"], "rows": taken}
 
 
+_CASE_KEYS = (
+    "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
+    "items", "queries", "k", "filters", "share", "vectors", "workers", "clients", "form", "asked",
+)  # fmt: skip
+
+
 def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """The fields that the rows of one case have in common."""
     return tuple(tuple(row[k]) if k == "shape" else row[k] for k in _CASE_KEYS if k in row)
 
 
 # ------------------------------------------------------------------------------------------------------------- cells
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, without an exponent."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if not math.isfinite(value):
-        return str(value)
-    decimals = max(0, digits - 1 - int(f"{value:e}".split("e")[1]))
-    return f"{value:,.{decimals}f}"
-
-
-def _shape(row: dict[str, Any]) -> str:
-    return "×".join(map(str, row["shape"]))
-
-
-def _total(row: dict[str, Any]) -> str:
-    """The median, and half the range of the rounds in per cent of the median; a single round has no range."""
-    if row["total_ms"] is None:
-        return "–"
-    low, high = row["total_range_ms"]
-    if low == high:
-        return _number(row["total_ms"])
-    return f"{_number(row['total_ms'])} ±{50 * (high - low) / row['total_ms']:.1f}%"
-
-
-def _times_floor(row: dict[str, Any]) -> str:
-    return "–" if row["times_floor"] is None else f"{row['times_floor']:.2f}×"
-
-
-def _of_one_gpu(row: dict[str, Any]) -> str:
-    plain = row.get("plain")
-    if not plain or row["side"] == "exchange":
-        return "–"
-    name = "graph_ms" if plain["graph_ms"] and row["graph_ms"] else "ms"
-    return f"{row[name] / plain[name]:.3f}×"
-
-
-def _rate(row: dict[str, Any], unit: str) -> str:
-    return _number(row["rate"]) if row["rate_unit"] == unit else "–"
-
-
-def _errors(row: dict[str, Any]) -> str:
-    return _power(max(row["errors"].values())) if row["errors"] else "–"
-
-
-def _power(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
-
-
-def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
-    """The number, and its difference to Hugging Face's in the same case."""
-    if row[key] is None:
-        return "–"
-    plain = row.get("plain") or {}
-    more = "" if not plain.get(key) else f" ({100 * (row[key] / plain[key] - 1):+.1f}%)"
-    return f"{row[key]:,.{digits}f}{more}"
-
-
-def _step(row: dict[str, Any]) -> str:
-    """The median step, and half the range of the timed steps in per cent of the median."""
-    if row["step_ms"] is None or len(row["steps_ms"]) < 2:
-        return _number(row["step_ms"])
-    low, high = min(row["steps_ms"]), max(row["steps_ms"])
-    return f"{_number(row['step_ms'])} ±{50 * (high - low) / row['step_ms']:.1f}%"
-
-
-def _remark(row: dict[str, Any]) -> str:
-    if row["status"] != "ok":
-        return f"{row['status'].upper()}: {row['reason']}"
-    note: str = row.get("note", "")
-    return note
-
-
-COLUMNS: dict[str, dict[str, Any]] = {
-    "ops": {
-        "op": lambda r: r["op"],
-        "shape": _shape,
-        "dtype": lambda r: r["dtype"],
-        "by": lambda r: r["implementation"],
-        "fwd ms": lambda r: _number(r["forward_ms"]),
-        "bwd ms": lambda r: _number(r["backward_ms"]),
-        "fwd+bwd ms": _total,
-        "device ms": lambda r: _number(r.get("device_ms")),
-        "× floor": _times_floor,
-        "GB/s": lambda r: _rate(r, "GB/s"),
-        "TFLOP/s": lambda r: _rate(r, "TFLOP/s"),
-        "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
-        "error": _errors,
-        "remark": _remark,
-    },
-    "host": {
-        "op": lambda r: r["op"],
-        "dtype": lambda r: r["dtype"],
-        "by": lambda r: r["implementation"],
-        "fwd µs": lambda r: _number(r["forward_us"]),
-        "fwd+bwd µs": lambda r: _number(r["total_us"]),
-        "× eager": lambda r: "–" if r["times_eager"] is None else f"{r['times_eager']:.2f}×",
-        "remark": _remark,
-    },
-    "model": {
-        "model": lambda r: r["model"],
-        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
-        "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
-        "by": lambda r: r["side"],
-        "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
-        "step ms": lambda r: _number(r["step_ms"]),
-        "× floor": lambda r: "–" if r["side"] == "floor" or not r.get("times_floor") else f"{r['times_floor']:.2f}×",
-        "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
-        "first loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
-        "last loss": lambda r: f"{r['losses'][-1]:.5f}" if r["losses"] else "–",
-        "remark": _remark,
-    },
-    "sequence": {
-        "model": lambda r: r["model"] + (", checkpointing" if r["checkpointing"] else ""),
-        "sequence": lambda r: f"{r['seq']:,}",
-        "by": lambda r: r["side"],
-        "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
-        "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
-        "step ms": _step,
-        "SM MHz": lambda r: _number(r.get("sm_mhz"), 4),
-        "W": lambda r: _number(r.get("watts")),
-        "loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",
-        "remark": _remark,
-    },
-    "architecture": {
-        "model": lambda r: f"{r['model']}, {r['layers']} layers",
-        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}",
-        "by": lambda r: r["side"],
-        "tokens/s": lambda r: "–" if r["tokens_per_s"] is None else f"{r['tokens_per_s']:,.0f}",
-        "fwd+bwd ms": lambda r: _number(r["step_ms"]),
-        "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
-        "loss − fp32's": lambda r: "–" if r["loss"] is None else f"{r['loss'] - r['loss_fp32']:+.1e}",
-        "worst gradient": lambda r: "–" if r["error"] is None else f"{r['error']:.1e}",
-        "remark": _remark,
-    },
-}
-COLUMNS["sweep"] = {
-    **{title: COLUMNS["ops"][title] for title in ("op", "shape", "dtype")},
-    "options": lambda r: ", ".join(f"{name} {value}" for name, value in r["options"].items() if value) or "–",
-    **{title: column for title, column in COLUMNS["ops"].items() if title not in ("op", "shape", "dtype")},
-}
-COLUMNS["counters"] = {
-    "op": lambda r: r["op"],
-    "shape": _shape,
-    "dtype": lambda r: r["dtype"],
-    "by": lambda r: r["implementation"],
-    "kernel": lambda r: r["kernel"][:40],  # a template's name is a page long
-    "needed MiB": lambda r: _number(r["needed_mib"]),
-    **{
-        title: lambda r, key=key: _number(r["counters"].get(key))
-        for title, key in (
-            ("µs", "us"), ("read MiB", "read_mib"), ("written MiB", "written_mib"), ("memory %", "memory_busy"),
-            ("SM %", "sm_busy"), ("occupancy %", "occupancy"), ("registers", "registers"),
-            ("shared KiB", "shared_kib"), ("wait: memory", "wait_memory"), ("wait: barrier", "wait_barrier"),
-        )
-    },
-    "remark": _remark,
-}  # fmt: skip
-
-
-def _quartiles(values: list[float]) -> str:
-    """Half of the distance between the quartiles, in per cent of the median."""
-    if len(values) < 4:
-        return "–"
-    low, middle, high = statistics.quantiles(values)
-    return f"±{50 * (high - low) / middle:.1f}%"
-
-
-COLUMNS["hpz"] = {
-    "nodes": lambda r: f"{r['gpus'] // r['group_size']} × {r['group_size']} GPU{'s' * (r['group_size'] > 1)}",
-    "link between them": lambda r: "own" if r["link_gbps"] is None else f"{r['link_gbps']:g} GB/s, emulated",
-    "by": lambda r: r["side"],
-    "step ms": lambda r: _number(r["step_ms"]),
-    "spread": lambda r: _quartiles(r["steps_ms"]),
-    "of FSDP2's speed": lambda r: "–" if r["side"] == "fsdp2" else f"{r['plain_ms'] / r['step_ms']:.1%}",
-    "of the unordered": lambda r: "–" if r["side"] in ("fsdp2", "none") else f"{r['none_ms'] / r['step_ms']:.1%}",
-    "over all, forward MiB": lambda r: _number(r["forward_all_mib"]),
-    "over all, backward MiB": lambda r: _number(r["backward_all_mib"]),
-    "in the node MiB": lambda r: _number(r["node_mib"]),
-    "second shards MiB": lambda r: _number(r["shards_mib"]),
-    "FSDP2's bits": lambda r: (
-        "–" if r["same_bits"] is None else f"{'yes' if r['same_bits'] else 'NO'}, {r['bits_steps']} steps"
-    ),
-    "remark": lambda r: "" if r["status"] == "ok" else _remark(r),
-}
-COLUMNS["composition"] = {
-    "engine": lambda r: r["engine"],
-    "processes": lambda r: str(r["world"]),
-    "by": lambda r: r["side"],
-    "logits": lambda r: r["logits"],
-    "loss, error": lambda r: _power(r["loss_error"]),
-    "plain": lambda r: _power(r["eager"]["loss_error"]),
-    "gradients, error": lambda r: _power(r["gradient_error"]),
-    "plain's": lambda r: _power(r["eager"]["gradient_error"]),
-    "remark": lambda r: "" if r["status"] == "ok" else "FAILED",
-}
-COLUMNS["vocabulary-parallel"] = {
-    "op": lambda r: r.get("op", ""),  # rows of cross entropy have no "op"
-    "shape": _shape,
-    "by": lambda r: r["side"],
-    "fwd+bwd ms": lambda r: _number(r["ms"]),
-    "× one GPU": lambda r: f"{r['plain']['ms'] / r['ms']:.2f}×" if r.get("plain") and r["errors"] else "–",
-    "peak GiB": lambda r: "–" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}",
-    "error of dX ÷ eager's": lambda r: _number(r["errors"].get("dx")),
-    "of dW": lambda r: _number(r["errors"].get("dw")),
-    "remark": _remark,
-}
-COLUMNS["search"] = {
-    "rows": lambda r: "–" if r.get("vectors", "random") == "random" else f"{r['items'] / 1e6:,.1f} M {r['vectors']}",
-    "queries": lambda r: f"{r['queries']:,}",
-    "k": lambda r: f"{r['k']:,}",
-    "filter": lambda r: {"none": "none", "one": f"{r['share']:.3g} pass"}.get(r["filters"], "one each, 1/8 pass"),
-    "by": lambda r: r["implementation"],
-    "called ms": lambda r: _number(r["ms"]),
-    "p99 ms": lambda r: _number(r.get("p99_ms")),
-    "graph ms": lambda r: _number(r["graph_ms"]),
-    "floor ms": lambda r: _number(r["floor_ms"]),
-    "× floor": _times_floor,
-    "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
-    "ids right": lambda r: "–" if r["equal"] is None else f"{r['equal']:.4f}",
-    "candidates": lambda r: "–" if r.get("candidates") is None else f"{r['candidates']:,}",
-    "certified": lambda r: "–" if r.get("certified") is None else f"{r['certified']:.1%}",
-    "recall": lambda r: "–" if r.get("recall") is None else f"{r['recall']:.4f}",
-    "remark": _remark,
-}
-COLUMNS["sharded-search"] = {
-    "queries": lambda r: f"{r['queries']:,}",
-    "filter": lambda r: "none" if r["filters"] == "none" else f"{r['share']:.3g} pass",
-    "by": lambda r: r["side"],
-    "called ms": lambda r: _number(r["ms"]),
-    "graph ms": lambda r: _number(r["graph_ms"]),
-    "of one GPU": _of_one_gpu,
-    "same ids and bits": lambda r: "–" if r["same"] is None else "yes" if r["same"] else "NO",
-    "remark": _remark,
-}
-COLUMNS["serve"] = {
-    "items": lambda r: f"{r['items']:,}",
-    "pass": lambda r: f"{r['share']:.3g}",
-    "fronts": lambda r: f"{r['workers']}",
-    "clients": lambda r: f"{r['clients']:,}" + (f" × {r['queries']:,}" if r["queries"] > 1 else ""),
-    "form": lambda r: r["form"],
-    "asked/s": lambda r: f"{r['asked']:,.0f}" if r["asked"] else "–",
-    "searches/s": lambda r: f"{r['searches_s']:,.0f}",
-    "p50 ms": lambda r: _number(r["p50_ms"]),
-    "p99 ms": lambda r: _number(r["p99_ms"]),
-    "refused": lambda r: f"{r['refused']:,}" if r["refused"] else "–",
-    "batch": lambda r: f"{r['batch']:.0f}",
-    "index µs": lambda r: _number(r["index_us"]),
-    "fronts µs": lambda r: _number(r["fronts_us"]) if r["workers"] else "–",
-    "remark": _remark,
-}
-# The sides that the others are compared with, in the kinds that have such columns.
-PLAIN = ("hf", "tigon, one GPU")
-_CASE_KEYS = (
-    "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
-    "items", "queries", "k", "filters", "share", "vectors", "workers", "clients", "form", "asked",
-)  # fmt: skip
-_CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")
-_TEXT_COLUMNS = (
-    *_CASE_COLUMNS, "rows", "filter", "nodes", "link between them", "method", "by", "kernel", "logits", "form",
-    "remark",
-)  # fmt: skip
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -523,8 +264,8 @@ def headline(content: dict[str, Any]) -> str:
         parts.append(env["cpu"])
     if "ceilings" in content:
         ceilings = content["ceilings"]
-        parts.append(f"copy {_number(ceilings['copy_gbps'])} GB/s")
-        parts.append(f"matmul {_number(ceilings['matmul_tflops'])} TFLOP/s ({ceilings['matmul']})")
+        parts.append(f"copy {number(ceilings['copy_gbps'])} GB/s")
+        parts.append(f"matmul {number(ceilings['matmul_tflops'])} TFLOP/s ({ceilings['matmul']})")
     versions = {
         k: v
         for k, v in env["packages"].items()
@@ -543,7 +284,7 @@ def to_text(content: dict[str, Any]) -> str:
 
     def line(row: Sequence[str]) -> str:
         padded = [
-            cell.ljust(width) if name in _TEXT_COLUMNS else cell.rjust(width)
+            cell.ljust(width) if name in TEXT_COLUMNS else cell.rjust(width)
             for name, cell, width in zip(header, row, widths, strict=True)
         ]
         return "  ".join(padded).rstrip()
@@ -561,21 +302,21 @@ def to_rich(content: dict[str, Any]) -> Any:
     header, rows = cells(content)
     cases: dict[str, list[tuple[list[str], dict[str, Any]]]] = {}
     for row, data in zip(rows, content["rows"], strict=True):
-        title = "  ".join(cell for name, cell in zip(header, row, strict=True) if name in _CASE_COLUMNS)
+        title = "  ".join(cell for name, cell in zip(header, row, strict=True) if name in CASE_COLUMNS)
         cases.setdefault(title, []).append((row, data))
     parts: list[Any] = [Text(headline(content), style="dim")]
     for title, members in cases.items():
         table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        kept = [i for i, name in enumerate(header) if name not in (*_CASE_COLUMNS, "remark")]
+        kept = [i for i, name in enumerate(header) if name not in (*CASE_COLUMNS, "remark")]
         kept = [i for i in kept if any(row[i] != "–" for row, _ in members)]
         for name in (header[i] for i in kept):
-            left = name in _TEXT_COLUMNS
+            left = name in TEXT_COLUMNS
             table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=13 if left else 6)
         for row, data in members:
             ours = data.get("implementation", data.get("side", "")).startswith("tigon")
             style = {"wrong": "red", "failed": "dim"}.get(data["status"], "bold" if ours else "")
             table.add_row(*(Text(row[i]) for i in kept), style=style)
-        remarks = [f"  {row[header.index('by')]}: {_remark(data)}" for row, data in members if _remark(data)]
+        remarks = [f"  {row[header.index('by')]}: {remark(data)}" for row, data in members if remark(data)]
         parts += ["", table, *(Text(remark, style="dim") for remark in remarks)]
     if content.get("notes"):
         parts += ["", *map(Text, content["notes"])]
@@ -608,7 +349,7 @@ def provenance(content: dict[str, Any]) -> list[str]:
 
 def to_table(content: dict[str, Any]) -> str:
     header, rows = cells(content)
-    align = [":--" if name in _TEXT_COLUMNS else "--:" for name in header]
+    align = [":--" if name in TEXT_COLUMNS else "--:" for name in header]
     lines = [header, align, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

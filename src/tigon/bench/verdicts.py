@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tigon.bench.columns import number, shape_of
 from tigon.bench.matrix import NOISE, By, Cells, cases_of, scatter_of, to_markdown
-from tigon.bench.report import _number, _shape, headline, source
+from tigon.bench.report import headline, source
 
 OURS = "tigon"
 # Allocations are rounded up; a smaller difference of peaks is no difference.
@@ -238,7 +239,7 @@ def _times(one: Verdict | None) -> list[str]:
     if one is None or not one.peer:
         return ["–"] * 4
     word = _percent(one.more) if one.word == "behind" else one.word
-    return [_number(one.ours), _number(one.theirs), one.peer, word]
+    return [number(one.ours), number(one.theirs), one.peer, word]
 
 
 def behind_in_memory(content: dict[str, Any]) -> Cells:
@@ -256,7 +257,7 @@ LEFT = (*_CASE, "by", "limit", "device: by")
 
 def _case(row: dict[str, Any]) -> list[str]:
     options = ", ".join(f"{name} {value}" for name, value in row["options"].items() if value)
-    return [row["op"], _shape(row), row["dtype"], options or "–"]
+    return [row["op"], shape_of(row), row["dtype"], options or "–"]
 
 
 def _percent(share: float) -> str:
