@@ -21,6 +21,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- adapters -->              a step with adapters, of several libraries
     <!-- sft -->                        a fine-tuning of adapters through the command line, beside PEFT's
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
+    <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges or source
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import adapters, convergence, sft, sharpness
+from studies import adapters, convergence, retrieve, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -156,6 +157,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sft": lambda _: sft.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
+        "study": lambda what: retrieve.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

@@ -21,9 +21,10 @@ def hardware(results: Path) -> str:
         content = report.load(path)
         about = content["environment"]
         versions = tuple(about["packages"].get(name) or "–" for name in PACKAGES)
-        machine = (about["device"], f"{about['memory_gib']:.0f} GiB", about["driver"] or "–", *versions)
+        memory = "–" if about["memory_gib"] is None else f"{about['memory_gib']:.0f} GiB"
+        machine = (about["device"], memory, about["driver"] or "–", *versions)
         found.setdefault(machine, []).append((content["date"][:10], path.stem))
-    lines = ["| GPU | memory | driver | torch | Triton | transformers | runs |", "| :-- " * 7 + "|"]
+    lines = ["| device | memory | driver | torch | Triton | transformers | runs |", "| :-- " * 7 + "|"]
     for machine, runs in sorted(found.items(), key=lambda item: max(item[1]), reverse=True):
         where = f"{REPOSITORY}/blob/main/benchmarks/results"
         links = ", ".join(f"[{stem.partition('-')[2] or stem}]({where}/{stem}.json)" for _, stem in sorted(runs))

@@ -2,6 +2,10 @@
 
 import re
 from pathlib import Path
+from statistics import stdev
+
+import pytest
+from studies import retrieve
 
 from tigon.bench import report
 
@@ -103,3 +107,79 @@ def test_the_first_step_of_a_length():
         f"{plain['first'] / plain['later']:.2f} times without Tigon"
     )
     assert said in page("host")
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The rows of the study of retrieval, and its page."""
+    rows = report.load(RESULTS / "cpu-retrieve-study.json")["rows"]
+    assert {row["seed"] for row in rows if row["data"] == retrieve.MOVIELENS} == {0, 1, 2}
+    return rows, " ".join((ROOT / "docs" / "retrieve" / "study.md").read_text().split())
+
+
+def test_filters_before_and_after_a_search(study):
+    rows, text = study
+    by = retrieve.groups(rows, "filters", retrieve.MOVIELENS)
+    old, chance = (100 * retrieve.mean(by["top 100", name, "0.01"], "of exact") for name in ("year ≤ 1936", "made up"))
+    said = f"of films up to 1936 the best 100 hold {old:.0f} % of the exact answer, "
+    assert said + f"of as many films drawn by chance {chance:.0f} %" in text
+    for (way, attribute, share), some in by.items():
+        exact = by["where", attribute, share]
+        assert retrieve.mean(some, "recall") <= retrieve.mean(exact, "recall")
+        if share == "0.5":  # may come after the search
+            assert retrieve.mean(exact, "recall") - retrieve.mean(some, "recall") < 0.002
+        if way == "where" and share == "0.01":
+            assert retrieve.mean(some, "recall") == 1
+            assert retrieve.mean(some, "passing") < 25 / 1682
+
+
+def test_films_that_no_one_has_had(study):
+    rows, text = study
+    by, best = retrieve.groups(rows, "cold"), retrieve.chosen(rows)
+    ours, near, ids, pop = (by[key] for key in (best, ("ids, nearest by content",), ("ids",), ("popularity",)))
+
+    def of(some, measure="new"):
+        return f"{retrieve.mean(some, measure):.3f}"
+
+    times = retrieve.mean(ours, "new") / retrieve.mean(ids, "new")
+    assert f"Clusters find {times:.1f} times what random vectors find of the new films" in text
+    assert retrieve.mean(ours, "new") > retrieve.mean(pop, "new")
+    assert f"{of(ours)} against {of(near)}, within the spread" in text
+    assert abs(retrieve.mean(ours, "new") - retrieve.mean(near, "new")) < stdev(row["measures"]["new"] for row in ours)
+    assert f"{of(ours, 'warm')} with clusters, {of(ids, 'warm')} without" in text
+    plain = by["clusters", "64", "0.0"]
+    said = f"64 clusters a level put new films forward, {of(plain, 'mixed new')} instead of {of(ours, 'mixed new')}, "
+    said += f"and push others back, to {of(plain, 'mixed warm')} from {of(ours, 'mixed warm')}."
+    assert said in text
+
+
+def test_links_of_films(study):
+    rows, text = study
+    by = {key[0]: some for key, some in retrieve.groups(rows, "links").items()}
+
+    def of(method, measure):
+        return f"{retrieve.mean(by[method], measure):.3f}"
+
+    assert f"an AUC of {of('links', 'auc')}; the number of pairs that a film has reaches" in text
+    assert f"that a film has reaches {of('popularity', 'auc')}, for new users" in text
+    assert f"for new users {of('popularity', 'new auc')} against {of('links', 'new auc')}" in text
+    changed = [
+        abs(a["measures"][measure] - b["measures"][measure])
+        for method in ("popularity", "vectors")
+        for a, b in zip(by[method], by[f"{method} + links"], strict=True)
+        for measure in ("recall", "new recall")
+        if measure in a["measures"]
+    ]
+    assert f"change no recall by more than {max(changed):.3f}" in text
+    assert "largest `alpha` that was tried, 32, in every seed" in text
+    for row in by["vectors + links"]:
+        assert row["setting"]["alpha"] == max(map(float, row["validation"])) == 32
+    assert "Of the penalties it chose the smaller of two." in text
+    assert all(row["setting"]["l1"] == min(map(float, row["validation"])) for row in by["links"])
+    (edges,) = (row["edges"] for row in by["links"] if row["seed"] == 0)
+    weight = {(edge["query_value"], edge["item_value"]): edge["weight"] for edge in edges}
+    assert [edge["query_column"] for edge in edges] == 20 * ["gender"]
+    assert "All twenty lead from a gender." in text
+    assert min(weight["M", "War"], weight["F", "War"]) > 0.5
+    assert weight["F", "Romance"] > weight["M", "Romance"]
+    assert weight["M", "Sci-Fi"] > weight.get(("F", "Sci-Fi"), 0)

@@ -295,12 +295,15 @@ def test_the_machines_of_all_runs_stand_in_one_table(hook, tmp_path):
     for name, torch in (("h200-old", "2.11.0"), ("h200-more", "2.11.0"), ("h200-new", "2.13.0")):
         about = {"device": "NVIDIA H200", "memory_gib": 139.8, "driver": "580.1", "packages": {"torch": torch}}
         save(tmp_path / f"{name}.json", content | {"environment": content["environment"] | about}, "2026-02-01")
+    about = {"device": "Some CPU", "memory_gib": None, "driver": None, "packages": {"torch": "2.13.0"}}
+    save(tmp_path / "cpu-study.json", content | {"environment": content["environment"] | about}, "2026-01-01")
     (tmp_path / "h200-ops.json").unlink()
     lines = rendered(hook, "<!-- hardware -->").splitlines()
     line, where = "| NVIDIA H200 | 140 GiB | 580.1 |", f"{REPOSITORY}/blob/main/benchmarks/results"
     assert sorted(lines[2:]) == [
         f"{line} 2.11.0 | – | – | [more]({where}/h200-more.json), [old]({where}/h200-old.json) |",
         f"{line} 2.13.0 | – | – | [new]({where}/h200-new.json) |",
+        f"| Some CPU | – | – | 2.13.0 | – | – | [study]({where}/cpu-study.json) |",
     ]
 
 

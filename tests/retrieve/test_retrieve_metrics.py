@@ -116,6 +116,11 @@ def test_an_index_is_ranked_by_its_ids_and_without_what_was_deleted(metric):
     assert metrics.evaluate(query, over, right, exclude) == metrics.evaluate(query, table, right, exclude)
 
 
+def test_the_first_columns_of_a_ranking_are_a_ranking():
+    rows, right = torch.tensor([[2, 0, 1], [1, 0, 2]]), torch.tensor([[0, 2], [1, 0]])
+    assert metrics.ranking(rows[:, :2], right, [1, 2], 4) == metrics.ranking(rows[:, :2].clone(), right, [1, 2], 4)
+
+
 def test_rankings_say_what_does_not_fit():
     query, table, right, exclude = drawn()
     nothing = metrics.evaluate(query, table, right[:0], exclude)

@@ -151,7 +151,7 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     counted = many > 0
     # Pairs as one number each: whether a found row is right is a search in a sorted list.
     # One more than there are rows: −1 is equal to none.
-    width = int(torch.cat((rows.view(-1), right[:, 1])).max()) + 2 if len(rows) else 1
+    width = int(torch.cat((rows.reshape(-1), right[:, 1])).max()) + 2 if len(rows) else 1
     keys = (right[:, 0] * width + right[:, 1]).contiguous()
     asked = torch.arange(len(rows), device=rows.device)[:, None] * width + rows
     place = torch.searchsorted(keys, asked.contiguous()).clamp(max=max(len(keys) - 1, 0))
