@@ -102,7 +102,13 @@ def of_updates(rank, world, device, count, metric, strings, codes):
 
 @pytest.mark.parametrize(
     ("count", "metric", "strings", "codes"),
-    [(4, "ip", False, None), (2, "l2", True, None), (3, "cosine", False, None), (4, "l2", False, "int8")],
+    [
+        (4, "ip", False, None),
+        (2, "l2", True, None),
+        (3, "cosine", False, None),
+        (4, "l2", False, "int8"),
+        (1, "ip", True, None),
+    ],
 )
 def test_updates_and_searches_are_those_of_one_index(ranks, count, metric, strings, codes):
     count = min(count, ranks.size)

@@ -298,7 +298,8 @@ class ShardedIndex:
                 if finish is not None:
                     scores, rows = finish(scores, rows)
                     ids = _ids_of(rows, *known)
-                ids = torch.where(rows >= 0, ids, -1)
+                if rows is not known[0]:
+                    ids = torch.where(rows >= 0, ids, -1)
             exact = torch.ones(len(scores), dtype=torch.bool, device=self.device)
             kept = None if shown is None or search.links is None else linking.HitLinks(search.links, words)
             return Hits(scores, ids, exact, self.ids, kept)
