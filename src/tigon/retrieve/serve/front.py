@@ -168,7 +168,9 @@ class Front(Application):
 
     # ------------------------------------------------------------------------------------------------------- the others
 
-    async def encoded(self, body: messages.SearchBody, content: bytes, binary: bool, receive: Any) -> Reply:
+    async def encoded(
+        self, body: messages.SearchBody, tensors: dict[str, Array], content: bytes, binary: bool, receive: Any
+    ) -> Reply:
         return await self.call("/search", content, binary)
 
     async def upsert(self, content: bytes, binary: bool) -> Reply:
