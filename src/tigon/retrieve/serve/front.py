@@ -138,7 +138,8 @@ class Front(Application):
         self.queries -= self.searches.pop(number).queries
 
     def is_crowded(self) -> bool:
-        return self.queries * self.fronts > self.limits.batch  # the others have about as many
+        # The others have about as many; of them two searches have begun, and one waits to be.
+        return self.queries * self.fronts > 3 * self.limits.batch
 
     def found(self, body: memoryview) -> None:
         """Answers have come."""
