@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -257,9 +258,8 @@ def test_a_front_has_no_torch():
     assert not loaded & {"torch", "fastapi", "prometheus_client", "pyarrow"}
 
 
-def children(process):
-    with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fronts are counted in /proc")
@@ -282,7 +282,7 @@ def test_a_server_with_fronts_from_its_start_to_its_end(tmp_path):
                 b"POST /search HTTP/1.1\r\nhost: x\r\nx-api-key: k\r\ncontent-length: %d\r\n\r\n" % len(body)
             )
             leaver.sendall(body)
-        first = children(server.process)
+        first = children(server.process.pid)
         assert len(first) == 2
         os.kill(first[0], signal.SIGKILL)
         assert "ended with status -9, and is started again" in server.process.stderr.readline()
@@ -293,7 +293,7 @@ def test_a_server_with_fronts_from_its_start_to_its_end(tmp_path):
             except httpx.HTTPError:  # its front was killed; the next connection is had again
                 assert client.post("/search", json=search).json()["ids"] == wanted[0]
         assert answered >= 1
-        assert len(set(children(server.process)) - {first[0]}) == 2
+        assert len(set(children(server.process.pid)) - {first[0]}) == 2
         table = {"part": [1], "kind": ["late"]}
         assert clients[0].post("/upsert", json={"ids": [5000], "vectors": X, "table": table}).status_code == 200
         answers = []
@@ -305,7 +305,7 @@ def test_a_server_with_fronts_from_its_start_to_its_end(tmp_path):
         while "tigon_waiting_queries 1.0" not in clients[1].get("/metrics").text:
             assert time.monotonic() < end
         server.process.terminate()
-        for pid in children(server.process):  # as where the whole group gets the signal
+        for pid in children(server.process.pid):  # as where the whole group gets the signal
             os.kill(pid, signal.SIGTERM)
         while clients[1].get("/health").json()["status"] != "draining":
             assert time.monotonic() < end
@@ -360,3 +360,15 @@ def test_fronts_that_do_not_start_are_said(monkeypatch):
     monkeypatch.setattr(engine.sys, "executable", "/bin/false")
     with pytest.raises(engine.Broken, match="a front ended before it was ready"):
         running.serve(Service(made()), "127.0.0.1", 0, workers=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fronts are counted in /proc")
+def test_a_front_that_cannot_be_started_again_ends_the_server(monkeypatch, capfd):
+    def said(port):
+        monkeypatch.setattr(engine.sys, "executable", "/bin/false")
+        behind = [pid for pid in children(os.getpid()) if "serve.front" in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(behind[0], signal.SIGKILL)
+
+    with pytest.raises(engine.Broken, match="ended 3 times as soon as it was started"):
+        running.serve(Service(made()), "127.0.0.1", 0, said=said, workers=2)
+    assert capfd.readouterr().err.count("is started again") in (2, 3)  # by how long it lived

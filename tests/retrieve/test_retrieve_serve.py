@@ -88,9 +88,10 @@ def test_requests_that_come_together_are_one_search(monkeypatch):
     [
         ("/search", b"{", 422, "the body must be JSON: EOF"),
         ("/search", b"[]", 422, "input should be an object"),
-        ("/search", b"{}", 422, "a search must have vectors or texts, one of both."),
-        ("/search", {"vectors": X, "texts": ["a"]}, 422, "one of both"),
+        ("/search", b"{}", 422, "a search must have vectors, texts or features, one of them."),
+        ("/search", {"vectors": X, "texts": ["a"]}, 422, "one of them"),
         ("/search", {"texts": ["a"]}, 422, "this server has none"),
+        ("/search", {"features": [1]}, 422, "this server has none"),
         ("/search", {"vectors": X, "kk": 3}, 422, "kk is no field of this request."),
         ("/search", {"vectors": [["1"] * D]}, 422, "vectors.0.0: input should be a valid number, and 15 more."),
         ("/search", b'{"vectors": [[NaN]]}', 422, "vectors.0.0: input should be a finite number"),
@@ -147,7 +148,7 @@ def test_bodies_of_tensors_that_are_none():
         (good[:-4], "vectors is not inside the body"),
         (tensors.save({"vectors": np.ones((1, D), np.int16)}), "'I16'"),
         (tensors.save({"vectors": np.ones((1, D), np.int32)}), "vectors must be floats"),
-        (tensors.save({"queries": np.ones((1, D), np.float32)}), "must be named vectors or ids"),
+        (tensors.save({"queries": np.ones((1, D), np.float32)}), "must be named vectors or features"),
         (binary(nan), "NaN or infinity in query 1"),
         (binary(np.ones((1, D), np.float32), vectors=[[1.0]]), "got both"),
         (tensors.save({"vectors": np.ones((1, D), np.float32)}, metadata={"request": "3"}), "must be a JSON object"),
@@ -253,6 +254,54 @@ def test_texts_go_through_the_encoder():
         return torch.tensor([[float(len(text))] * D for text in texts])
 
     served(test, encode=encode)
+
+
+def test_features_go_through_the_encoder(monkeypatch):
+    table = torch.randn(10, D, generator=torch.Generator().manual_seed(5))
+    given = []
+
+    def encode(features):
+        assert not torch.is_grad_enabled()
+        given.append(features)
+        if isinstance(features, dict):
+            return table[features["user"]] * features["weight"][:, None] + len(features.get("words", ()))
+        return table[features] if features.dim() == 1 else features @ table[: features.shape[-1]]
+
+    async def test(client, service):
+        async def found(wanted, **features):
+            answer = await client.post("/search", json={"k": 3, **features})
+            check_answer(answer, service.index, wanted, 3, None)
+
+        await found(table[[3, 1]], features=[3, 1])
+        assert given[-1].dtype == torch.int64
+        await found(table[:2] / 2, features=[[0.5, 0.0], [0.0, 0.5]])
+        assert given[-1].dtype == torch.float32
+        named = {"user": [3, 1], "weight": [0.5, 2.0]}
+        weighed = table[[3, 1]] * torch.tensor([[0.5], [2.0]])
+        await found(weighed, features=named)
+        await found(weighed + 2, features={**named, "words": ["a", "b"]})
+        assert given[-1]["words"] == ["a", "b"]
+        arrays = {"features.user": np.array([3, 1]), "features.weight": np.array([0.5, 2.0], np.float32)}
+        for tensors_, wanted in ((arrays, weighed), ({"features": np.array([3, 1])}, table[[3, 1]])):
+            body = tensors.save(tensors_, metadata={"request": json.dumps({"k": 3})})
+            check_answer(await client.post("/search", content=body, headers=BINARY), service.index, wanted, 3, None)
+        for features, status, sentence in [
+            ([], 422, "a request must have 1 to 4 queries, got 0"),
+            ([1] * 5, 413, "a request must have 1 to 4 queries, got 5"),
+            ({"user": [1], "weight": [1.0, 2.0]}, 422, "one value for each query, in each name, got [1, 2] values"),
+            ({}, 422, "one value for each query"),
+            ([[1, 2], [3]], 422, "features must be numbers, lists of numbers of one length, or texts"),
+            ({"user": [None]}, 422, "user must be numbers"),
+            ([11], 422, "the encoder does not take this: IndexError: index 11 is out of bounds"),
+            ({"user": [1]}, 422, "the encoder does not take this: KeyError: 'weight'"),
+            ([[[1.0, 0.0]]], 422, "the encoder must give a vector for each of 1 queries, got (1, 1, 16)"),
+        ]:
+            answer = await client.post("/search", json={"features": features})
+            assert (answer.status_code, sentence in answer.json()["detail"]) == (status, True), answer.text
+        both = tensors.save({"features": np.array([3]), "vectors": np.ones((1, D), np.float32)})
+        assert "one of them" in (await client.post("/search", content=both, headers=BINARY)).text
+
+    served(test, encode=encode, limits=Limits(batch=4))
 
 
 def test_the_queue_has_an_end_and_who_goes_away_leaves_it(monkeypatch):
@@ -370,7 +419,7 @@ def test_metrics_and_documentation():
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert set(paths) == {"/search", "/upsert", "/delete", "/health", "/metrics"}
         schema = paths["/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert set(schema["properties"]) == {"vectors", "texts", "k", "where", "strict"}
+        assert set(schema["properties"]) == {"vectors", "texts", "features", "k", "where", "strict"}
         assert (await client.get("/docs")).status_code == 200
 
     served(test)
@@ -480,16 +529,80 @@ def test_without_the_extra_the_command_names_it(monkeypatch):
         serve(Path("nowhere"))
 
 
+OPTIONS = {
+    "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000, "max_batch": 4,
+    "max_queue": 8, "wait": 1.0, "grace": 0.0, "workers": 0, "warmup": "10", "device": "cpu",
+}  # fmt: skip
+
+
+ENCODERS = """
+import torch
+
+def make():
+    return torch.nn.Linear(3, 16)
+
+def wide():
+    return torch.nn.Linear(4, 16)
+
+class Encoders:
+    number = staticmethod(lambda: 3)
+    broken = staticmethod(lambda: 1 / 0)
+"""
+
+
+def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monkeypatch, capsys):
+    from tigon.cli import Problem
+    from tigon.cli.retrieve.serve import serve
+    from tigon.retrieve import Retriever
+    from tigon.retrieve.serve import running
+
+    torch.manual_seed(0)
+    encoder = torch.nn.Linear(3, D)
+    Retriever(encoder, made()).save_pretrained(tmp_path / "retriever")
+    (tmp_path / "served_encoder.py").write_text(ENCODERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("TIGON_API_KEY", raising=False)
+
+    async def asked(service, body):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service), base_url="http://tigon") as client:
+            return await client.post("/search", json=body), await client.post("/snapshot")
+
+    features = [[1.0, 0.5, -0.5], [0.0, 1.0, 2.0]]
+
+    def run(service, *rest):
+        body = {"features": features, "k": 3}
+        if service.encode is None:
+            body = {"vectors": encoder(torch.tensor(features)).tolist(), "k": 3}
+        answer, snapshot = asyncio.run(asked(service, body))
+        check_answer(answer, service.index, encoder(torch.tensor(features)).detach(), 3, None)
+        assert snapshot.status_code == 200
+        service.close()
+
+    monkeypatch.setattr(running, "serve", run)
+    serve(tmp_path / "retriever", **OPTIONS | {"encoder": "served_encoder:make"})
+    assert "queries are vectors" not in capsys.readouterr().err
+    serve(tmp_path / "retriever", **OPTIONS)
+    assert "no code: --encoder module:factory gives it" in capsys.readouterr().err
+    Retriever.from_pretrained(tmp_path / "retriever", torch.nn.Linear(3, D))
+    for name, sentence in [
+        ("served_encoder:none", "--encoder served_encoder:none cannot be imported"),
+        ("no_such_module:make", "--encoder no_such_module:make cannot be imported: No module named"),
+        ("served_encoder:Encoders.number", "must give a module, a function or what has encode, got int"),
+        ("served_encoder:Encoders.broken", "raised ZeroDivisionError: division by zero"),
+        ("served_encoder:wide", "encoder does not fit what was saved"),
+        ("served_encoder:__name__", "must be a function without arguments, got str"),
+    ]:
+        with pytest.raises(Problem, match=sentence):
+            serve(tmp_path / "retriever", **OPTIONS | {"encoder": name})
+
+
 def test_options_that_are_wrong(tmp_path, monkeypatch):
     from tigon.cli import Problem
     from tigon.cli.retrieve.serve import serve
 
     made().save(tmp_path / "index")
     monkeypatch.delenv("TIGON_API_KEY", raising=False)
-    options = {
-        "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000,
-        "max_batch": 4, "max_queue": 8, "wait": 1.0, "grace": 0.0, "workers": 0, "warmup": "10", "device": "cpu",
-    }  # fmt: skip
     for change, sentence in [
         ({"max_queue": 3}, "--max-queue must be at least --max-batch, 4, got 3"),
         ({"api_key": ""}, "--api-key must be printable ASCII"),
@@ -499,10 +612,10 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
         ({"host": "192.0.2.1"}, "192.0.2.1:0 cannot be listened at"),
     ]:
         with pytest.raises(Problem, match=sentence):
-            serve(**{"index": tmp_path / "index", **options, **change})
+            serve(**{"index": tmp_path / "index", **OPTIONS, **change})
     again = Index.open(tmp_path / "index")  # each has closed its journal
     again.close()
     held = Index.open(tmp_path / "index")
     with pytest.raises(Problem, match="is open in another index or process"):
-        serve(tmp_path / "index", **options)
+        serve(tmp_path / "index", **OPTIONS)
     held.close()

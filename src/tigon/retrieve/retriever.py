@@ -194,29 +194,42 @@ class Retriever(nn.Module):
         Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
         """
         folder = Path(folder)
-        if not (folder / CONFIG).is_file():
-            raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
-        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if about.get("format") != FORMAT:
-            raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {about.get('format')!r}.")
-        if encoder is None:
-            raise ValueError(
-                f"Retriever.from_pretrained: encoder must be given, the {about['encoder']} that was saved: the folder "
-                "holds weights and no code, got None."
-            )
-        if about["state"]:
-            if not isinstance(encoder, nn.Module):
-                got = type(encoder).__name__
-                raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
-            from safetensors.torch import load_file
-
-            try:
-                encoder.load_state_dict(load_file(folder / ENCODER))
-            except RuntimeError as error:
-                raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
+        fill(folder, encoder)
         if device is not None and isinstance(encoder, nn.Module):
             encoder.to(device)
         return cls(encoder, Index.load(folder / INDEX, device))
+
+
+def is_retriever(folder: Path) -> bool:
+    """Whether `save_pretrained` wrote a folder."""
+    return (folder / CONFIG).is_file() and (folder / INDEX).is_dir()
+
+
+def fill(folder: Path, encoder: Any) -> None:
+    """Give an encoder the weights of a folder that `save_pretrained` wrote, if it is a module.
+
+    Raises: ValueError as `Retriever.from_pretrained`.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+    about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if about.get("format") != FORMAT:
+        raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {about.get('format')!r}.")
+    if encoder is None:
+        raise ValueError(
+            f"Retriever.from_pretrained: encoder must be given, the {about['encoder']} that was saved: the folder "
+            "holds weights and no code, got None."
+        )
+    if about["state"]:
+        if not isinstance(encoder, nn.Module):
+            got = type(encoder).__name__
+            raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
+        from safetensors.torch import load_file
+
+        try:
+            encoder.load_state_dict(load_file(folder / ENCODER))
+        except RuntimeError as error:
+            raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
 
 
 def _taken(k: int, candidates: Any) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -20,14 +22,18 @@ KEY = "TIGON_API_KEY"
 
 
 def serve(
-    index: Annotated[Path, typer.Argument(help="Folder of an index.", metavar="DIR")],
+    index: Annotated[Path, typer.Argument(help="Folder of an index, or of a Retriever.", metavar="DIR")],
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of the machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: one that is free.", min=0, max=65_535)] = 8000,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help=f"Key that requests must bear; default: that in {KEY}, if any.")
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option(help="A model of sentence-transformers, folder or name, for queries that are texts.")
+        str | None,
+        typer.Option(
+            help="For queries that are texts or features: module:factory, which is imported and called, or a model of "
+            "sentence-transformers, by folder or name."
+        ),
     ] = None,
     journal: Annotated[bool, typer.Option(help="Each update is on the disk before it is answered.")] = True,
     max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 16 << 20,
@@ -52,6 +58,7 @@ def serve(
 ) -> None:
     """Answer searches and updates over HTTP until SIGTERM or Ctrl-C; /docs describes the requests."""
     needs(f"tigon {NAME}", "serve", "torch", "numpy", "safetensors", "fastapi", "uvicorn", "prometheus_client")
+    from tigon.retrieve.retriever import INDEX, Retriever, is_retriever
     from tigon.retrieve.serve.app import Limits, Service
     from tigon.retrieve.serve.engine import Broken
     from tigon.retrieve.serve.running import serve as run
@@ -65,9 +72,12 @@ def serve(
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise Problem(f"{NAME}: --api-key must be printable ASCII, at least one character")
     place = device_of(device, NAME)
-    encode = None if encoder is None else _encoder(encoder, place)
+    retriever = index if is_retriever(index) else None
+    index = index / INDEX if retriever is not None else index
+    made = None if encoder is None else _encoder(encoder, place, retriever)
     opened = _opened(index, journal, place)
     try:
+        encode = None if made is None else Retriever(made, opened).encode
         limits = Limits(max_body, max_batch, max_queue, wait / 1e3)
         service = Service(opened, index, key, encode, limits)
         if place.type == "cuda" and len(opened):
@@ -75,6 +85,9 @@ def serve(
     except BaseException:
         opened.close()
         raise
+    if retriever is not None and made is None:
+        kept = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
+        print(f"queries are vectors, since {kept}", file=sys.stderr)
     begun = time.monotonic()
 
     def said(port: int) -> None:
@@ -104,12 +117,49 @@ def _opened(path: Path, journal: bool, place: Any) -> Index:
         raise Problem(f"{NAME}: {one_line(error)}") from error
 
 
-def _encoder(name: str, place: Any) -> Any:
+def _encoder(name: str, place: Any, retriever: Path | None) -> Any:
+    """What `Retriever` takes as its encoder, on a device, with the weights of a retriever's folder."""
+    import torch
+
+    made = _imported(name) if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) else _of_sentences(name, place)
+    if not callable(made) and not callable(getattr(made, "encode", None)):
+        got = type(made).__name__
+        raise Problem(f"{NAME}: --encoder {name} must give a module, a function or what has encode, got {got}")
+    if retriever is not None:
+        from tigon.retrieve.retriever import fill
+
+        try:
+            fill(retriever, made)
+        except (OSError, ValueError) as error:
+            said = one_line(error).removeprefix("Retriever.from_pretrained: ")
+            raise Problem(f"{NAME}: --encoder {name}: {said}") from error
+    return made.to(place).eval() if isinstance(made, torch.nn.Module) else made
+
+
+def _imported(name: str) -> Any:
+    """What module:factory gives; modules are looked for in the current folder, too, as `python -m` does."""
+    module, _, factory = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+        for part in factory.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise Problem(f"{NAME}: --encoder {name} cannot be imported: {one_line(error)}") from error
+    if not callable(found):
+        raise Problem(f"{NAME}: --encoder {name} must be a function without arguments, got {type(found).__name__}")
+    try:
+        return found()
+    except Exception as error:
+        raise Problem(f"{NAME}: --encoder {name} raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def _of_sentences(name: str, place: Any) -> Any:
     needs(f"tigon {NAME} --encoder", None, "sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
     try:
-        model = SentenceTransformer(name, device=str(place))
+        return SentenceTransformer(name, device=str(place))
     except (OSError, ValueError) as error:
         raise Problem(f"{NAME}: --encoder {name}: {one_line(error)}") from error
-    return lambda texts: model.encode(texts, convert_to_tensor=True, show_progress_bar=False)

@@ -22,7 +22,7 @@ from tigon.retrieve.serve.counters import Counters
 from tigon.retrieve.serve.messages import Answer, Array, Wrong
 from tigon.retrieve.serve.waiting import Gate
 
-Encode = Callable[[list[str]], Any]
+Encode = Callable[[Any], Any]
 WRITERS = 8  # updates that come together are made together, those that wait for the journal
 
 __all__ = ["Limits", "Service"]
@@ -35,7 +35,8 @@ class Service(Application):
         index: that is served. The service closes its journal at the end.
         path: where /snapshot saves it; None: there is no /snapshot.
         key: that a request must bear; None: none.
-        encode: texts to vectors, (n, dim), in a thread of its own; None: queries are vectors.
+        encode: from a list of texts, a tensor of features on the index's device, or a dict of these, to vectors
+            (n, dim), in a thread of its own. None: queries are vectors.
         limits: on requests.
     """
 
@@ -97,12 +98,17 @@ class Service(Application):
     def is_crowded(self) -> bool:
         return self.gate.queries > self.limits.batch
 
-    async def encoded(self, body: messages.SearchBody, content: bytes, binary: bool, receive: Any) -> Reply:
-        assert body.texts is not None
+    async def encoded(
+        self, body: messages.SearchBody, tensors: dict[str, Array], content: bytes, binary: bool, receive: Any
+    ) -> Reply:
         assert self.encode is not None
-        self.check_count(len(body.texts))  # before the encoder's work
+        given, count = messages.features_of(body, tensors)
+        self.check_count(count)  # before the encoder's work
         loop = asyncio.get_running_loop()
-        query = await loop.run_in_executor(self._encoder, _encoded, self.encode, body.texts)
+        device = self.index.device
+        query = await loop.run_in_executor(self._encoder, _encoded, self.encode, given, device)
+        if query.shape[:-1] != (count,):
+            raise Wrong(422, f"the encoder must give a vector for each of {count} queries, got {query.shape}.")
         return await self.searched(self.matrix(query), body, binary, receive)
 
     # --------------------------------------------------------------------------------------------------------- updates
@@ -176,7 +182,25 @@ def _json(content: dict[str, Any], status: int = 200) -> Reply:
     return Reply(status, to_json(content))
 
 
-def _encoded(encode: Encode, texts: list[str]) -> Array:
-    vectors = encode(texts)
+@torch.no_grad()
+def _encoded(encode: Encode, given: Any, device: torch.device) -> Array:
+    """The vectors of what an encoder takes: texts as they are, arrays as tensors on the index's device.
+
+    Raises: Wrong, 422, if it does not take it.
+    """
+    try:
+        if isinstance(given, dict):
+            vectors = encode({name: _tensor(values, device) for name, values in given.items()})
+        else:
+            vectors = encode(_tensor(given, device))
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise Wrong(422, f"the encoder does not take this: {type(error).__name__}: {line}") from error
     found: Array = vectors.detach().float().cpu().numpy() if isinstance(vectors, torch.Tensor) else np.asarray(vectors)
     return found
+
+
+def _tensor(values: Array | list[str], device: torch.device) -> torch.Tensor | list[str]:
+    return values if isinstance(values, list) else torch.from_numpy(values.copy()).to(device)

@@ -100,7 +100,9 @@ class Application:
         """Whether searches wait so long that it pays to look whether their clients are still there."""
         raise NotImplementedError
 
-    async def encoded(self, body: messages.SearchBody, content: bytes, binary: bool, receive: Any) -> Reply:
+    async def encoded(
+        self, body: messages.SearchBody, tensors: dict[str, Array], content: bytes, binary: bool, receive: Any
+    ) -> Reply:
         """A search whose queries are no vectors."""
         raise NotImplementedError
 
@@ -211,15 +213,14 @@ class Application:
     async def search(self, content: bytes, binary: bool, receive: Any = None) -> Reply:
         """Answer the body of a search. receive: of ASGI, if it can tell that the client went away."""
         body, tensors = messages.read(messages.SearchBody, content, binary)
-        if "ids" in tensors:
-            raise Wrong(422, "a search has no ids.")
         query = tensors.get("vectors", body.vectors)
-        if (query is None) == (body.texts is None):
-            raise Wrong(422, "a search must have vectors or texts, one of both.")
+        features = body.features is not None or any(name.startswith("features") for name in tensors)
+        if (query is not None) + (body.texts is not None) + features != 1:
+            raise Wrong(422, "a search must have vectors, texts or features, one of them.")
         if query is None:
             if not self.about.encodes:
-                raise Wrong(422, "texts need an encoder, and this server has none: send vectors.")
-            return await self.encoded(body, content, binary, receive)
+                raise Wrong(422, "texts and features need an encoder, and this server has none: send vectors.")
+            return await self.encoded(body, tensors, content, binary, receive)
         return await self.searched(self.matrix(query), body, binary, receive)
 
     async def searched(self, query: Array, body: messages.SearchBody, binary: bool, receive: Any) -> Reply:

@@ -273,13 +273,17 @@ class Fronts:
         try:
             places = range(len(self.sockets))
             links = await asyncio.gather(*(self._start(place) for place in places))
-            if not all(await asyncio.gather(*(link.ready for link in links))):
+            ready = asyncio.gather(*(link.ready for link in links))
+            signaled = asyncio.ensure_future(self.signals.get())
+            await asyncio.wait((signaled, ready), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                return
+            if not all(ready.result()):
                 raise Broken("a front ended before it was ready; what it said stands above")
             for link in links:
                 self._watch(link)
             settle()
             said()
-            signaled = asyncio.ensure_future(self.signals.get())
             await asyncio.wait((signaled, self.failed), return_when=asyncio.FIRST_COMPLETED)
             if self.failed.done():
                 raise Broken(self.failed.result())
@@ -329,7 +333,10 @@ class Fronts:
             return
         said = f"front {link.place} ended with status {status}, and is started again"
         print(f"tigon: retrieve serve: {said}", file=sys.stderr, flush=True)
-        self._watch(await self._start(link.place))
+        try:
+            self._watch(await self._start(link.place))
+        except OSError as error:
+            self.failed.set_result(f"front {link.place} cannot be started again: {error.strerror}")
 
     async def _drain(self) -> None:
         """Let all that is in flight be answered, unless there is a second signal."""

@@ -138,7 +138,8 @@ class Front(Application):
         self.queries -= self.searches.pop(number).queries
 
     def is_crowded(self) -> bool:
-        return self.queries * self.fronts > self.limits.batch  # the others have about as many
+        # The others have about as many; of them two searches have begun, and one waits to be.
+        return self.queries * self.fronts > 3 * self.limits.batch
 
     def found(self, body: memoryview) -> None:
         """Answers have come."""
@@ -168,7 +169,9 @@ class Front(Application):
 
     # ------------------------------------------------------------------------------------------------------- the others
 
-    async def encoded(self, body: messages.SearchBody, content: bytes, binary: bool, receive: Any) -> Reply:
+    async def encoded(
+        self, body: messages.SearchBody, tensors: dict[str, Array], content: bytes, binary: bool, receive: Any
+    ) -> Reply:
         return await self.call("/search", content, binary)
 
     async def upsert(self, content: bytes, binary: bool) -> Reply:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,20 @@ class Wrong(Exception):
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    tensors: ClassVar[tuple[str, ...]] = ("vectors", "ids")
 
 
 class SearchBody(Body):
-    """Queries: vectors, or texts where the server has an encoder. One k and filter for all, or one for each."""
+    """Queries: vectors, or what the server's encoder takes: texts or features. One k and filter for all, or one for
+    each."""
+
+    tensors: ClassVar[tuple[str, ...]] = ("vectors", "features")
 
     vectors: list[list[float]] | None = Field(None, description="(queries, dim)")
     texts: list[str] | None = Field(None, description="queries that the server's encoder reads")
+    features: list[Any] | dict[str, list[Any]] | None = Field(
+        None, description="a number, a list of numbers or a text for each query; or such a list for each name"
+    )
     k: int | list[int] = Field(10, description="items for each query, 1 to 2048")
     where: str | list[str | None] | None = Field(None, description="a filter, such as country == 'us' and price <= 30")
     strict: bool = Field(False, description="whether a value that no item has is an error")
@@ -160,8 +167,8 @@ def _head(kind: type[B], text: bytes) -> tuple[B, dict[str, Place]]:
         raise Wrong(422, f"request in the metadata must be a JSON object, got {type(fields).__name__}.")
     if both := fields.keys() & header.keys():
         raise Wrong(422, f"{min(both)} must be a tensor or a field of the request, got both.")
-    if unknown := header.keys() - {"vectors", "ids"}:
-        raise Wrong(422, f"tensors must be named vectors or ids, got {min(unknown)!r}.")
+    if unknown := {name for name in header if name.partition(".")[0] not in kind.tensors or name[:8] == "vectors."}:
+        raise Wrong(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)!r}.")
     places = {}
     for name, tensor in header.items():
         dtype, shape, (first, last) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
@@ -170,6 +177,38 @@ def _head(kind: type[B], text: bytes) -> tuple[B, dict[str, Place]]:
         places[name] = Place(dtype, tuple(shape), first, last)
     # Ids that are a tensor are not made a list to be checked.
     return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), places
+
+
+def features_of(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
+    """What an encoder takes, arrays or lists of texts by themselves or by their names, and of how many queries.
+
+    Raises: Wrong, 422, for lists of other lengths, and for what is neither a number nor a text.
+    """
+    if body.texts is not None:
+        return body.texts, len(body.texts)
+    named: dict[str, Array | list[str]] = {
+        name.partition(".")[2]: array for name, array in tensors.items() if name != "vectors"
+    }
+    if isinstance(body.features, dict):
+        named |= {name: _feature(name, values) for name, values in body.features.items()}
+    elif body.features is not None:
+        named[""] = _feature("features", body.features)
+    counts = {len(values) if isinstance(values, list) or values.ndim else 0 for values in named.values()}
+    if len(counts) != 1 or ("" in named and len(named) > 1):
+        raise Wrong(422, f"features must have one value for each query, in each name, got {sorted(counts)} values.")
+    return named.get("", named), counts.pop()
+
+
+def _feature(name: str, values: list[Any]) -> Array | list[str]:
+    if values and all(isinstance(value, str) for value in values):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "ifb" or not array.shape:
+        raise Wrong(422, f"{name} must be numbers, lists of numbers of one length, or texts, one for each query.")
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def packed(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:
