@@ -110,8 +110,8 @@ def sampled_softmax(
     Returns: 0-d, the mean over the queries that count, in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes and dtypes that do not fit, and for rows outside the items.
 
-    The items of negatives that queries have of their own are gathered in pieces, in the backward pass once more: (B, K)
-    numbers are kept, and no (B, K, D) rows.
+    The items of negatives that queries have of their own are gathered in pieces: (B, K) numbers are kept, and no
+    (B, K, D) rows.
     """
     name = "sampled_softmax"
     items = items.weight if isinstance(items, nn.Embedding) else items

@@ -95,8 +95,8 @@ class MixtureOfLogits(nn.Module):
                 f"{tuple(gates.shape)}."
             )
         gates = gates + self.of_products(products)
-        similarity: Tensor = (gates.softmax(-1) * products).sum(-1) * self.scale
-        return similarity
+        scores: Tensor = (gates.softmax(-1) * products).sum(-1) * self.scale
+        return scores
 
     def extra_repr(self) -> str:
         return f"{self.components[0]} × {self.components[1]} of {self.dim}"

@@ -2,8 +2,9 @@
 
     loss_i = log(exp s_i + Σ_k exp(scale · q_i · x_{n(i, k)} + bias_ik)) − s_i,   s_i = scale · q_i · p_i
 
-In memory are (B, K) probabilities, not (B, K, D) rows. The gradient of the items is a product with a sparse matrix, a
-row for each item, so that nothing is added atomically.
+In memory are (B, K) probabilities and the gradient of the queries, taken while their rows are there, but no (B, K, D)
+rows. The gradient of the items is a product with a sparse matrix, a row for each item, so that nothing is added
+atomically.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def own_contrast(
     """
     if not negatives.shape[1]:
         return query.new_zeros(len(query), dtype=torch.promote_types(query.dtype, torch.float32)) + 0 * query.sum()
-    loss: Tensor = _Own.apply(query, items, positive, negatives, bias, scale)
+    need_dq = query.requires_grad and torch.is_grad_enabled()
+    loss: Tensor = _Own.apply(query, items, positive, negatives, bias, scale, need_dq)
     return loss
 
 
@@ -58,28 +60,31 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
 class _Own(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float
-    ) -> Tensor:
+        ctx: Any, query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float,
+        need_dq: bool,
+    ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(query.dtype, torch.float32)
-        q = query.to(wide)
-        with torch.autocast(query.device.type, enabled=False):
-            right = (q * positive.to(wide)).sum(-1) * scale
-            scores = q.new_empty(negatives.shape)
-            for part, x in _pieces(items, negatives, wide):
-                torch.bmm(x, q[part].unsqueeze(2), out=scores[part].unsqueeze(2))
-        scores *= scale
-        if bias is not None:
-            scores += bias
-        scores.masked_fill_(negatives < 0, -torch.inf)
-        most = torch.maximum(right, scores.amax(1))
-        p = scores.sub_(most.unsqueeze(1)).exp_()
-        others = p.sum(1)
-        whole = others + (right - most).exp()
-        p /= whole.unsqueeze(1)
+        q, own = query.to(wide), positive.to(wide)
+        losses, p = q.new_empty(len(q)), q.new_empty(negatives.shape)
         # p − 1 of the positive, without the difference: small gradients of a sure model stay.
-        ctx.save_for_backward(query, items, positive, negatives, p, -others / whole)
+        less = torch.empty_like(losses)
+        dq = torch.empty_like(q) if need_dq else None
+        with torch.autocast(query.device.type, enabled=False):
+            right = (q * own).sum(-1) * scale
+            for part, x in _pieces(items, negatives, wide):
+                z = torch.bmm(x, q[part].unsqueeze(2)).squeeze(2) * scale
+                z = z if bias is None else z + bias[part]
+                z = z.masked_fill(negatives[part] < 0, -torch.inf)
+                most = torch.maximum(right[part], z.amax(1))
+                z = (z - most.unsqueeze(1)).exp()
+                others, gap = z.sum(1), right[part] - most
+                whole = others + gap.exp()
+                losses[part], less[part], p[part] = whole.log() - gap, -others / whole, z / whole.unsqueeze(1)
+                if dq is not None:  # while the rows are there
+                    dq[part] = torch.bmm(p[part].unsqueeze(1), x).squeeze(1) + less[part].unsqueeze(1) * own[part]
+        ctx.save_for_backward(query, items, positive, negatives, p, less, dq)
         ctx.scale = scale
-        return whole.log() + (most - right)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
@@ -88,21 +93,17 @@ class _Own(torch.autograd.Function):
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    query, items, positive, negatives, p, less = ctx.saved_tensors
-    wide, upstream = p.dtype, g.unsqueeze(1) * ctx.scale
-    q = query.to(wide)
-    dq = dx = dp = None
+    query, items, positive, negatives, p, less, dq = ctx.saved_tensors
+    upstream = g.unsqueeze(1) * ctx.scale
+    dx = dp = None
     with torch.autocast(query.device.type, enabled=False):
-        if ctx.needs_input_grad[0]:
-            dq = less.unsqueeze(1) * positive.to(wide)
-            for part, x in _pieces(items, negatives, wide):
-                dq[part] += torch.bmm(p[part].unsqueeze(1), x).squeeze(1)
+        if dq is not None:
             dq = (dq * upstream).to(query.dtype)
         if ctx.needs_input_grad[1]:
-            dx = _scattered(p * upstream, negatives, q, len(items)).to(items.dtype)
+            dx = _scattered(p * upstream, negatives, query.to(p.dtype), len(items)).to(items.dtype)
         if ctx.needs_input_grad[2]:
-            dp = (less.unsqueeze(1) * upstream * q).to(positive.dtype)
-    return dq, dx, dp, None, None, None
+            dp = (less.unsqueeze(1) * upstream * query.to(p.dtype)).to(positive.dtype)
+    return dq, dx, dp, None, None, None, None
 
 
 def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
