@@ -35,6 +35,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 import tigon
+from tigon import retrieve
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.ops.filtered_topk.sign import projection_of
 from tigon.ops.filtered_topk.sign_launches import encode
@@ -237,6 +238,13 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 lora_mlp(x, tuple(layers), residual=x).sum().backward()
                 # As a checkpoint computes again: what goes through down's A comes from the backward kernel.
                 lora_mlp(x, tuple(layers), saved_by=(lambda t: t, lambda t: t)).sum().backward()
+        if brief not in ONCE_EACH:  # what each query is allowed takes registers beside those of item_softmax
+            context |= {"op": "in_batch_softmax", "case": "with rules", "shape": (8192, 64), "dtype": "bfloat16"}
+            context |= {"frozen": None}
+            query, positive = (torch.empty(8192, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+            ids, allowed = torch.empty(8192, dtype=torch.long), torch.empty(8192, 8192, dtype=torch.bool)
+            rules = retrieve.Negatives(ids, allowed=allowed)
+            retrieve.in_batch_softmax(query, positive, rules, torch.empty(8192)).backward()
         for dtype, own, rank in DROPPED:
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "lora_linear with dropout", "case": f"rank {rank}, {own}", "shape": (8192, 4096)}

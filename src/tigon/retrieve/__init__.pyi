@@ -13,8 +13,10 @@ from tigon.retrieve.links import Edge as Edge
 from tigon.retrieve.links import Links as Links
 from tigon.retrieve.links import LinkWeights as LinkWeights
 from tigon.retrieve.losses import FrequencyEstimator as FrequencyEstimator
+from tigon.retrieve.losses import Negatives as Negatives
 from tigon.retrieve.losses import in_batch_softmax as in_batch_softmax
 from tigon.retrieve.losses import sampled_softmax as sampled_softmax
+from tigon.retrieve.losses import similarity_softmax as similarity_softmax
 from tigon.retrieve.memory import MemoryPlan as MemoryPlan
 from tigon.retrieve.memory import plan_memory as plan_memory
 from tigon.retrieve.ordered import Number as Number

@@ -66,7 +66,7 @@ def item_softmax(
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     narrow = query.shape[-1] <= WIDEST and not trained and items.shape[0] > 0
     if narrow and use_triton(query, items, bias):
-        return fused(query, items, target, bias, None, None, None, None, scale, IGNORED, reduction)
+        return fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction)
     inner = bias if bias is None or scale == 1.0 else bias / scale
     head = Head(items, None if inner is None else inner.to(items.dtype), scale=scale)
     return linear_cross_entropy(query, head, target, ignore_index=IGNORED, reduction=reduction)
@@ -74,24 +74,37 @@ def item_softmax(
 
 def fused(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str,
 ) -> Tensor:  # fmt: skip
-    """The kernels' loss. Items of the id `own` are left out, but for row `target`, or `positive` in its place."""
+    """The kernels' loss. Items of the id `own` are left out, but for row `target`, or `positive` in its place, and so
+    are those that are not `allowed`, (M, N) bool or (1, N), which goes with ids."""
     flat = query.reshape(target.numel(), query.shape[-1])
     need_dq = query.requires_grad and torch.is_grad_enabled()
     labels = target.reshape(-1).contiguous()
     bias, ids, own, positive_bias = (t if t is None else t.contiguous() for t in (bias, ids, own, positive_bias))
+    if allowed is not None:
+        allowed = _lines(allowed).expand(len(flat), -1)
     options = float(scale), ignore_index, reduction, need_dq
-    loss = _item_softmax(flat, items, labels, bias, ids, own, positive, positive_bias, *options)
+    loss = _item_softmax(flat, items, labels, bias, ids, own, allowed, positive, positive_bias, *options)
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _lines(allowed: Tensor) -> Tensor:
+    """As bytes, of which the kernels read 16 at a time: lines that begin, and end, at multiples of 16."""
+    short = -allowed.shape[1] % 16
+    if short or allowed.stride(0) % 16 or allowed.stride(1) != 1 or allowed.storage_offset() % 16:
+        allowed = torch.nn.functional.pad(allowed, (0, short)).contiguous()
+    return allowed.view(torch.uint8)
 
 
 def contrast(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor, own: Tensor,
-    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str,
 ) -> Tensor:  # fmt: skip
     """`fused`, or its reference where kernels cannot run."""
-    arguments = query, items, target, bias, ids, own, positive, positive_bias, scale, ignore_index, reduction
+    arguments = query, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction
     if query.shape[-1] <= WIDEST and use_triton(query, items, positive, bias):
         return fused(*arguments)
     return contrast_reference(*arguments)

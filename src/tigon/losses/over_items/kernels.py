@@ -26,12 +26,26 @@ def _block_of(ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLO
 
 
 @jit
+def _allowed(ptr, lines, n, N, items, MASK: tl.constexpr):
+    """The bytes of items n …, 16 at a time: n and each line's begin are multiples of 16, and lines end at one."""
+    # From one address, by offsets of 32 bits: addresses of each byte would take all registers.
+    at = ptr + n // 16 * 16 + (lines + items)  # a product, since of a loop's variable nothing else is known
+    if MASK:
+        return tl.load(at, mask=n + items < tl.cdiv(N, 16) * 16, other=0)
+    return tl.load(at)
+
+
+@jit
 def _items_step(
-    q, own, x_ptr, bias_ptr, ids_ptr, n, N, stride_x, scale, m, total, acc,
+    q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, n, N, stride_x, scale, m, total, acc,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GRAD: tl.constexpr, SHIFT: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of items: the running maximum, sum of powers, and their sum of items."""
+    """One block of items: the running maximum, sum of powers, and their sum of items.
+
+    allowed_ptr: None, or the bytes that say which items count for the tile's first query; lines: where each query's
+    begin behind them.
+    """
     item = n + tl.arange(0, BLOCK_N)
     x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, MASK)
     z = tl.dot(q, tl.trans(x), input_precision=PRECISION) * scale
@@ -43,6 +57,8 @@ def _items_step(
     keep = name[None, :] != own[:, None]
     if MASK:
         keep = keep & (item < N)[None, :]
+    if allowed_ptr is not None:
+        keep = keep & (_allowed(allowed_ptr, lines[:, None], n, N, tl.arange(0, BLOCK_N)[None, :], MASK) != 0)
     z = tl.where(keep, z, float("-inf"))
     highest = tl.maximum(m, tl.max(z, 1))
     # As long as a row has met nothing but what is left out, its maximum is −inf.
@@ -59,7 +75,8 @@ def _items_step(
 @jit
 @do_not_specialize("M", "N", "share")
 def _scan_kernel(
-    q_ptr, x_ptr, own_ptr, bias_ptr, ids_ptr, m_ptr, total_ptr, acc_ptr, M, N, share, stride_q, stride_x, scale,
+    q_ptr, x_ptr, own_ptr, bias_ptr, ids_ptr, allowed_ptr, m_ptr, total_ptr, acc_ptr, M, N, share, stride_q, stride_x,
+    stride_a, scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -73,6 +90,10 @@ def _scan_kernel(
     live = rows < M
     q = _block_of(q_ptr, stride_q, row, M, BLOCK_M, D, BLOCK_D, True)
     own = tl.load(own_ptr + rows, mask=live, other=0)
+    lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - row) * stride_a
+    if allowed_ptr is not None:
+        # int64: M · N reaches 2³¹ at a batch of 46,341.
+        allowed_ptr += tl.cast(row, tl.int64) * stride_a
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -82,12 +103,12 @@ def _scan_kernel(
     whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
         m, total, acc = _items_step(
-            q, own, x_ptr, bias_ptr, ids_ptr, n, N, stride_x, scale, m, total, acc,
+            q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, n, N, stride_x, scale, m, total, acc,
             D, BLOCK_N, BLOCK_D, GRAD, SHIFT, False, PRECISION,
         )  # fmt: skip
     if whole < stop:
         m, total, acc = _items_step(
-            q, own, x_ptr, bias_ptr, ids_ptr, whole, N, stride_x, scale, m, total, acc,
+            q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, whole, N, stride_x, scale, m, total, acc,
             D, BLOCK_N, BLOCK_D, GRAD, SHIFT, True, PRECISION,
         )  # fmt: skip
     at = tl.cast(part, tl.int64) * M + rows
@@ -164,8 +185,8 @@ def _merge_kernel(
 @jit
 @do_not_specialize("M", "N")
 def _items_kernel(
-    q_ptr, x_ptr, target_ptr, own_ptr, bias_ptr, ids_ptr, lse_ptr, less_ptr, weight_ptr, factor_ptr, dx_ptr,
-    M, N, stride_q, stride_x, scale,
+    q_ptr, x_ptr, target_ptr, own_ptr, bias_ptr, ids_ptr, allowed_ptr, lse_ptr, less_ptr, weight_ptr, factor_ptr,
+    dx_ptr, M, N, stride_q, stride_x, stride_a, scale,
     POSITIVE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +219,16 @@ def _items_kernel(
             p = tl.where(item[:, None] == target[None, :], less[None, :], p)
         if weight_ptr is not None:
             p *= tl.load(weight_ptr + rows, mask=live, other=0.0)[None, :]
-        acc = tl.dot(p.to(q.dtype), q, acc, input_precision=PRECISION)
+        w = p.to(q.dtype)
+        if allowed_ptr is not None:
+            lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - i) * stride_a
+            line_ptr = allowed_ptr + tl.cast(i, tl.int64) * stride_a
+            shown = _allowed(line_ptr, lines[None, :], n, N, tl.arange(0, BLOCK_N)[:, None], True)
+            if not POSITIVE:
+                shown = tl.where(item[:, None] == target[None, :], 1, shown)
+            # Numbers of 32 bits that wait for these bytes would make the tensor cores wait, product by product.
+            w = w * shown.to(q.dtype)
+        acc = tl.dot(w, q, acc, input_precision=PRECISION)
     dx = acc * (tl.load(factor_ptr) * (scale * LN2 * 2.0**-SHIFT))
     at = tl.cast(n, tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(item < N)[:, None] & (d < D)[None, :])

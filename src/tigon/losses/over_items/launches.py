@@ -44,10 +44,16 @@ SHARES_BYTES, SHARES = 2**28, 64
 BEGIN = 4
 
 
-def tile_of(kind: str, q: Tensor) -> Tile:
+def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
     D = q.shape[1]
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     tile = TILES_FP32[width] if q.dtype == torch.float32 else TILES[kind][width]
+    if allowed is not None:  # which takes registers, too
+        tile = (
+            tile._replace(items=max(16, tile.items // 2))
+            if kind == "scan"
+            else tile._replace(queries=max(16, tile.queries // 2))
+        )
     stay, move = (tile.queries, tile.items) if kind == "scan" else (tile.items, tile.queries)
     # The tile that stays, and blocks in flight. Consumer GPUs and AMD's have less room than an H100.
     line, room = max(16, next_power_of_2(D)) * q.element_size(), shared_memory(q.device) - 1024
@@ -85,8 +91,8 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def _item_softmax_fwd_fake(
     q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
-    need_dq: bool,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str, need_dq: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     M = q.shape[0]
     rows = [q.new_empty(M, dtype=torch.float32) for _ in range(2)]
@@ -95,25 +101,25 @@ def _item_softmax_fwd_fake(
 
 
 @launcher(
-    "(Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? positive, "
-    "Tensor? positive_bias, float scale, int ignore_index, str reduction, bool need_dq) "
+    "(Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
+    "Tensor? positive, Tensor? positive_bias, float scale, int ignore_index, str reduction, bool need_dq) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _item_softmax_fwd_fake,
 )
 def _item_softmax_fwd(
     q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
-    need_dq: bool,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str, need_dq: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Returns: loss, log-sum-exp in units of log 2, p − 1 of the target, dloss/dq, what the sum is multiplied by."""
     (M, D), N = q.shape, items.shape[0]
     _, lse, less, dq, _ = _item_softmax_fwd_fake(
-        q, items, target, bias, ids, own, positive, positive_bias, scale, ignore_index, reduction, need_dq
+        q, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction, need_dq
     )
     losses = torch.empty_like(lse)
     if M:
         q, items, positive = _unit_strides(q, items, positive)
-        tile = tile_of("scan", q)
+        tile = tile_of("scan", q, allowed)
         parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if N else (0, 0)
         m, total = losses.new_empty(parts, M), losses.new_empty(parts, M)
         acc = losses.new_empty(parts, M, D) if need_dq else None
@@ -121,7 +127,9 @@ def _item_softmax_fwd(
         width = max(16, next_power_of_2(D))
 
         def scan() -> Plan:
-            arguments = M, N, share, q.stride(0), items.stride(0), factor, D, tile.queries, tile.items, width
+            arguments = (
+                M, N, share, q.stride(0), items.stride(0), _line(allowed), factor, D, tile.queries, tile.items, width,
+            )  # fmt: skip
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
             return cdiv(M, tile.queries) * parts, (*arguments, *constants.values()), options
 
@@ -133,9 +141,10 @@ def _item_softmax_fwd(
             )  # fmt: skip
             return cdiv(M, MERGED), arguments, {"num_warps": 4}
 
-        key = (factor, ignore_index, tile, parts, share, _key(q, items, target, bias, ids, own, positive, acc))
+        key = (factor, ignore_index, tile, parts, share, _key(q, items, target, bias, ids, own, allowed, positive, acc))
         if parts:
-            launch(_scan_kernel, key, (q, items, target if own is None else own, bias, ids, m, total, acc), scan)
+            names = target if own is None else own
+            launch(_scan_kernel, key, (q, items, names, bias, ids, allowed, m, total, acc), scan)
         tensors = (q, items, target, bias, m, total, acc, positive, positive_bias, losses, lse, less)
         launch(
             _merge_kernel, (*key, _key(positive_bias)), (*tensors, dq if need_dq else None), merge,
@@ -150,20 +159,23 @@ def _item_softmax_fwd(
 
 def _item_softmax_bwd_fake(
     g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor, scale: float, wants: list[bool],
+    allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
+    scale: float, wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = q, items, q
     return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))  # type: ignore[return-value]
 
 
 @launcher(
-    "(Tensor g, Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? positive, "
-    "Tensor lse, Tensor less, Tensor dq, Tensor inverse, float scale, bool[] wants) -> (Tensor, Tensor, Tensor)",
+    "(Tensor g, Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
+    "Tensor? positive, Tensor lse, Tensor less, Tensor dq, Tensor inverse, float scale, bool[] wants) "
+    "-> (Tensor, Tensor, Tensor)",
     _item_softmax_bwd_fake,
 )
 def _item_softmax_bwd(
     g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor, scale: float, wants: list[bool],
+    allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
+    scale: float, wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """g: (M,), or 0-d for a sum of losses. wants: of q, items and positive; what is not wanted has no elements."""
     empty = q.new_empty(0)
@@ -185,16 +197,21 @@ def _item_softmax_bwd(
     if N:
 
         def plan() -> Plan:
-            tile = tile_of("items", q)
+            tile = tile_of("items", q, allowed)
             arguments = (
-                M, N, q.stride(0), items.stride(0), scale / math.log(2), positive is not None, D, tile.queries,
-                tile.items, max(16, next_power_of_2(D)), *_constants(q).values(),
+                M, N, q.stride(0), items.stride(0), _line(allowed), scale / math.log(2), positive is not None, D,
+                tile.queries, tile.items, max(16, next_power_of_2(D)), *_constants(q).values(),
             )  # fmt: skip
             return cdiv(N, tile.items), arguments, {"num_warps": tile.warps, "num_stages": tile.stages}
 
-        tensors = (q, items, target, own, bias, ids, lse, less, weight, factor, dx)
+        tensors = (q, items, target, own, bias, ids, allowed, lse, less, weight, factor, dx)
         launch(_items_kernel, (scale, positive is not None, _key(*tensors)), tensors, plan)
     return own_dq, dx, dpositive
+
+
+def _line(allowed: Tensor | None) -> int:
+    """Bytes from a query's to the next one's; 0 where all have the same."""
+    return 0 if allowed is None else allowed.stride(0)
 
 
 def _unit_strides(*tensors: Tensor | None) -> list[Any]:
@@ -205,17 +222,17 @@ def _unit_strides(*tensors: Tensor | None) -> list[Any]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, items, target, bias, ids, own, positive, _, ctx.scale = inputs[:9]
-    ctx.save_for_backward(q, items, target, bias, ids, own, positive, *output[1:])
+    q, items, target, bias, ids, own, allowed, positive, _, ctx.scale = inputs[:10]
+    ctx.save_for_backward(q, items, target, bias, ids, own, allowed, positive, *output[1:])
 
 
 def _backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if g is None:
-        return (None,) * 12
+        return (None,) * 13
     needs = ctx.needs_input_grad
-    wants = [needs[0], needs[1], needs[6]]
+    wants = [needs[0], needs[1], needs[7]]
     dq, dx, dp = _item_softmax_bwd(g.contiguous(), *ctx.saved_tensors, ctx.scale, wants)
-    rest = (None,) * 4
+    rest = (None,) * 5
     return dq if wants[0] else None, dx if wants[1] else None, *rest, dp if wants[2] else None, *(None,) * 5
 
 

@@ -23,9 +23,11 @@ def item_softmax_reference(
 
 def contrast_reference(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor, own: Tensor,
-    positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int, reduction: str,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str,
 ) -> Tensor:  # fmt: skip
-    """One positive a query against all items of another id. The positive is row `target` of items, or `positive`."""
+    """One positive a query against all items of another id, of those allowed, (M, N) bool. The positive is row `target`
+    of items, or `positive`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q, x = query.to(wide), items.to(wide)
     z = q @ x.mT * scale
@@ -37,7 +39,8 @@ def contrast_reference(
     else:
         right = (q * positive.to(wide)).sum(-1) * scale
         right = right if positive_bias is None else right + positive_bias.to(wide)
-    others = z.masked_fill(ids == own.unsqueeze(1), -torch.inf)
+    out = ids == own.unsqueeze(1)
+    others = z.masked_fill(out if allowed is None else out | ~allowed, -torch.inf)
     losses = torch.logsumexp(torch.cat([right.unsqueeze(1), others], 1), 1) - right
     return reduced(torch.where(target == ignore_index, 0.0, losses), target, ignore_index, reduction)
 

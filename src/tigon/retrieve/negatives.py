@@ -1,0 +1,280 @@
+"""Negatives from the index that is trained: the best items that are not right, and which ones rules allow.
+
+`mine` searches for more items than are asked for, and leaves the query's own out: of the k + skip + P best at most P
+are positives, so the answer is exact. Under `Index.over` it is that of the weights of the moment.
+
+Source: negatives of the batch first, hard ones after a schedule, Shen et al. 2024, https://arxiv.org/abs/2402.13435.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tigon.ops.filtered_topk import RowBits
+from tigon.ops.filtered_topk.bits import write_bits
+from tigon.ops.filtered_topk.filters import EVERY, RowFilter
+from tigon.retrieve import metrics, searching
+from tigon.retrieve.index import Index
+from tigon.retrieve.where import Expression
+from tigon.retrieve.writing import sent
+from tigon.runtime import next_power_of_2
+
+# Rows of one search, at least and at most, and how many queries are searched at once where positives are more.
+LEAST, MOST, PIECE = 16, 2048, 256
+# Queries whose filters test the rows of all of them at once.
+TESTED = 64
+
+Where = Expression | str | None
+
+
+@overload
+def mine(
+    index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
+    ids: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def mine(
+    index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
+    ids: bool,
+) -> Tensor | npt.NDArray[Any]: ...  # fmt: skip
+
+
+@torch.no_grad()
+def mine(
+    index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
+    ids: bool = False,
+) -> Tensor | npt.NDArray[Any]:  # fmt: skip
+    """Hard negatives: for each query the k best items of the index that are none of its positives.
+
+    Args:
+        index: of the items. Over a parameter (`Index.over`) it is never stale.
+        query: (B, dim) floats.
+        positives: ids of items that are right for a query, and no negatives: (B,), or (B, P) with −1 (None among
+            strings) where a query has fewer; or a tuple of two vectors, the number of a query and the id of an item for
+            each pair, such as `pairs.unbind(1)`. Ids that the index does not have are passed over.
+        k: how many, from 1.
+        skip_first: so many of the best that are left are left out as well: the likeliest to be right after all.
+        where: an expression or its text, or one for each query: only items that pass, and so could have been shown.
+        ids: whether ids are returned in place of rows.
+    Returns: (B, k) int64, rows of the index, which under `Index.over` are the parameter's, the best first; −1 where
+        fewer pass. With ids as `Hits.ids`.
+    Raises: ValueError for shapes, numbers, ids and filters that do not fit.
+
+    The host waits for nothing where positives are a tensor (B,) or (B, P) of integers on the index's device and
+    k + skip_first + P is at most 2048. Rows of an index that is updated may be other items' later: take ids there. With
+    codes "sign" the items are as near to the best as those of a search are.
+    """
+    name = "negatives.mine"
+    if not isinstance(index, Index):
+        raise ValueError(f"{name}: index must be an Index, got {type(index).__name__}.")
+    for argument, value, least in (("k", k, 1), ("skip_first", skip_first, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}: {argument} must be an integer from {least}, got {value!r}.")
+    if k + skip_first > MOST:
+        raise ValueError(f"{name}: k + skip_first must be at most {MOST:,}, got {k + skip_first:,}.")
+    q = searching.query_of(index, query)
+    keys = _keys(name, index, positives, len(q))
+    rows: Tensor
+    if k + skip_first + keys.shape[1] <= MOST:
+        # Kernels are compiled for each width: batches whose queries have more positives, or fewer, share one.
+        width = min(MOST, max(LEAST, next_power_of_2(k + skip_first + keys.shape[1])))
+        kept: list[Tensor] = []
+
+        def finish(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            at, there = _others(index.item_ids, keys, rows, k, skip_first)
+            kept.append(rows.gather(1, at).masked_fill(~there, -1))
+            return scores.gather(1, at).masked_fill(~there, -torch.inf), kept[0]
+
+        hits = index._found(q, width, where, False, None, None, 1.0, finish)
+        return hits.ids if ids else kept[0]
+    parts = []
+    for start in range(0, len(q), PIECE):
+        part = slice(start, start + PIECE)
+        own = searching.wheres_of(where, len(q))[part] if isinstance(where, (list, tuple)) else where
+        parts.append(_by_bits(index, q[part], keys[part], k + skip_first, own)[:, skip_first:])
+    rows = torch.cat(parts)
+    if not ids:
+        return rows
+    found = torch.where(rows >= 0, index.item_ids[rows.clamp(min=0)], -1)
+    return found if index.ids is None or index.ids.kind == "int64" else index.ids.shown(found.cpu().numpy())
+
+
+def _others(item_ids: Tensor, keys: Tensor, rows: Tensor, k: int, skip: int) -> tuple[Tensor, Tensor]:
+    """Where in (B, W) rows, the best first, those stand that are no positives, (B, k), and whether there are so many.
+
+    keys: (B, P), what `item_ids` has for the positives, −1 for none.
+    """
+    keep = rows >= 0
+    if keys.shape[1]:
+        # By a search in each query's sorted keys: comparing all with all would take B · W · P bits.
+        found, sorted_keys = item_ids[rows.clamp(min=0)], keys.sort(1).values
+        at = torch.searchsorted(sorted_keys, found).clamp(max=keys.shape[1] - 1)
+        keep &= sorted_keys.gather(1, at) != found
+    order = keep.cumsum(1)
+    wanted = torch.arange(skip + 1, skip + k + 1, device=rows.device).expand(len(rows), k).contiguous()
+    at = torch.searchsorted(order, wanted)
+    return at.clamp(max=rows.shape[1] - 1), at < rows.shape[1]
+
+
+def _by_bits(index: Index, q: Tensor, keys: Tensor, k: int, where: Any) -> Tensor:
+    """(B, k) rows, by a bit for each query and row that says whether it passes and is no positive."""
+    query, place = (keys != -1).nonzero(as_tuple=True)
+    items = keys[query, place].cpu().numpy()
+    if index.ids is not None and index.ids.kind == "str":
+        rows = index.ids.rows[items].astype(np.int64)  # type: ignore[union-attr]
+    else:
+        rows = np.full(len(items), -1) if index.ids is None else index.ids.find(items)[1]
+    pairs = torch.stack((query, torch.from_numpy(np.asarray(rows)).to(query)), 1)
+    pairs = pairs[pairs[:, 1] >= 0].unique(dim=0)
+    bounds = torch.searchsorted(pairs[:, 0].contiguous(), torch.arange(len(q) + 1, device=pairs.device))
+    bits = metrics._passing(pairs, torch.stack((bounds[:-1], bounds[1:])), len(index.item_ids))
+    filters = _filters(index, where, len(q))
+    if filters is None:
+        return searching.rows_of_bits(index, q, k, bits)
+    with index.turns.search(index.device):
+        words, which = _tested(filters, index.attributes, len(q))
+    words = words[which.long()]
+    if bits is not None:
+        words = words & bits.bits
+    which = torch.arange(len(q), dtype=torch.int32, device=words.device)
+    return searching.rows_of_bits(index, q, k, RowBits(words, which))
+
+
+# ---------------------------------------------------------------------------------------------------------- positives
+
+
+def _keys(name: str, index: Index, positives: Any, B: int) -> Tensor:
+    """(B, P) int64 on the index's device: numbers of the positives as `index.item_ids` has them, −1 for none.
+
+    Raises: ValueError for ids of another kind, and for shapes that do not fit.
+    """
+    pairs = isinstance(positives, tuple)
+    if pairs and len(positives) != 2:
+        raise ValueError(f"{name}: positives as a tuple must be (queries, ids), got {len(positives)} values.")
+    keys = _numbers(name, index, positives[1] if pairs else positives)
+    if not pairs:
+        keys = keys.unsqueeze(1) if keys.dim() == 1 else keys
+        if keys.dim() != 2 or len(keys) != B:
+            raise ValueError(
+                f"{name}: positives must be ({B},) or ({B}, P) ids, or a tuple (queries, ids), got {tuple(keys.shape)}."
+            )
+        return keys
+    query = torch.as_tensor(positives[0]).to(index.device)
+    if query.dim() != 1 or query.dtype.is_floating_point or query.shape != keys.shape:
+        raise ValueError(
+            f"{name}: positives as a tuple must be two vectors of as many, integers and ids, got {tuple(query.shape)} "
+            f"{query.dtype} and {tuple(keys.shape)}."
+        )
+    if not len(query):
+        return keys.new_empty(B, 0)
+    query, order = query.long().sort(stable=True)
+    starts = torch.searchsorted(query, torch.arange(B, device=query.device))
+    place = torch.arange(len(query), device=query.device) - starts[query.clamp(0, B - 1)]
+    least, most, width = torch.stack((query[0], query[-1], place.max())).tolist()
+    if least < 0 or most >= B:
+        wrong = least if least < 0 else most
+        raise ValueError(f"{name}: positives must be of queries from 0 to {B - 1:,}, got {wrong}.")
+    padded = keys.new_full((B, width + 1), -1)
+    padded[query, place] = keys[order]
+    return padded
+
+
+def _numbers(name: str, index: Index, ids: Any) -> Tensor:
+    """Ids as the buffer has them, on the index's device and in their shape."""
+    strings = index.ids is not None and index.ids.kind == "str"
+    if not isinstance(ids, Tensor):
+        ids = np.asarray(ids)
+        if ids.dtype.kind in "OU":
+            texts = ["" if value is None else value for value in ids.ravel().tolist()]
+            if not strings or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
+            keys, _ = index.ids.find(texts)  # type: ignore[union-attr]
+            return sent(np.where([text == "" for text in texts], -1, keys).reshape(ids.shape), index.device)
+        ids = torch.as_tensor(ids)
+    if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64) or strings:
+        wanted = "strings" if strings else "integers"
+        raise ValueError(f"{name}: positives must be {wanted}, as the index's ids are, got {ids.dtype}.")
+    moved: Tensor = ids.to(index.device, torch.int64)
+    return moved
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+@torch.no_grad()
+def allowed(index: Index, where: Where | Sequence[Where], rows: Tensor) -> Tensor:
+    """Which items queries could have been shown, by their filters: the mask of `Negatives(rows, allowed=…)`.
+
+    Args:
+        index: whose attributes are tested.
+        where: an expression or its text, None for all items; or one for each of B queries.
+        rows: (K,) or (B, K) integers, rows of the index, such as those of a batch or of drawn negatives; −1 for none.
+    Returns: bool on the index's device: (B, K) for a filter for each query, in rows' shape for one. False for −1 and
+        for rows without an item.
+    Raises: ValueError for shapes and for filters that do not fit.
+
+    Only the attributes of these rows are read. Use the same `where` in `mine`, whose negatives need no mask then.
+    """
+    name = "negatives.allowed"
+    if not isinstance(index, Index):
+        raise ValueError(f"{name}: index must be an Index, got {type(index).__name__}.")
+    each = isinstance(where, (list, tuple))
+    many = len(where) if isinstance(where, (list, tuple)) else 1
+    shaped = isinstance(rows, Tensor) and not rows.dtype.is_floating_point and rows.dtype != torch.bool
+    if not shaped or rows.dim() not in (1, 2) or (each and rows.dim() == 2 and len(rows) != many):
+        got = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        wanted = f"(K,) or ({many}, K)" if each else "(K,) or (B, K)"
+        raise ValueError(f"{name}: rows must be {wanted} integers, got {got}.")
+    rows = rows.to(index.device, torch.int64)
+    there = (rows >= 0) & (rows < len(index.item_ids))
+    at = torch.where(there, rows, 0)
+    filters = _filters(index, where, many)
+    with index.turns.search(index.device):
+        there = there & ((index.live[at >> 5] >> (at & 31).int()) & 1 != 0)
+        if filters is None:
+            return there.expand(many, -1) if each and rows.dim() == 1 else there
+        if rows.dim() == 1 or not each:
+            tested = index.attributes[:, at.reshape(-1)]
+            words, which = _tested(filters, tested, len(filters))
+            passes = RowBits(words, which).mask(0, at.numel())
+            return there & (passes if each else passes.reshape(rows.shape))
+        parts = []
+        for start in range(0, len(rows), TESTED):
+            part = at[start : start + TESTED]
+            n, K = part.shape
+            words, which = _tested(filters[start : start + n], index.attributes[:, part.reshape(-1)], n)
+            # Each query's filter has tested the rows of all n, of which its own are a diagonal block.
+            passes = RowBits(words, which).mask(0, n * K).view(n, n, K)
+            parts.append(passes.diagonal().mT)
+        return there & torch.cat(parts) if parts else there
+
+
+def _filters(index: Index, where: Any, B: int) -> list[RowFilter] | None:
+    """One for each query, or for all; None where every row passes."""
+    if isinstance(where, (list, tuple)):
+        found = [searching.compiled(index, one) for one in searching.wheres_of(where, B)]
+    else:
+        found = [searching.compiled(index, where)]
+    if all(one is None for one in found):
+        return None
+    return [EVERY if one is None else one.filter for one in found]
+
+
+def _tested(filters: list[RowFilter], attributes: Tensor, B: int) -> tuple[Tensor, Tensor]:
+    """Bits of the distinct filters, (F, ⌈N/32⌉), and (B,) which of them a query has."""
+    number: dict[RowFilter, int] = {}
+    which = np.array([number.setdefault(f, len(number)) for f in filters], dtype=np.int32)
+    words = (attributes.shape[1] + 31) // 32
+    bits = torch.empty(len(number), words, dtype=torch.int32, device=attributes.device)
+    starts = sent(np.arange(len(number), dtype=np.int64) * words, attributes.device)
+    write_bits(list(number), attributes, bits, starts)
+    moved = sent(which, attributes.device)
+    return bits, moved.expand(B) if len(filters) == 1 else moved
