@@ -19,6 +19,8 @@ from tigon.retrieve.losses import sampled_softmax as sampled_softmax
 from tigon.retrieve.losses import similarity_softmax as similarity_softmax
 from tigon.retrieve.memory import MemoryPlan as MemoryPlan
 from tigon.retrieve.memory import plan_memory as plan_memory
+from tigon.retrieve.mixture import HadamardMLP as HadamardMLP
+from tigon.retrieve.mixture import MixtureOfLogits as MixtureOfLogits
 from tigon.retrieve.ordered import Number as Number
 from tigon.retrieve.ordered import Timestamp as Timestamp
 from tigon.retrieve.retriever import Retriever as Retriever

@@ -142,7 +142,7 @@ def similarity_softmax(
     similarity: Similarity, query: Tensor, items: Tensor | nn.Embedding, target: Tensor,
     negatives: Tensor | Negatives, log_q: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`sampled_softmax` of a similarity of your own, in place of the inner product.
+    """`sampled_softmax` of a similarity of your own, such as a `MixtureOfLogits`, in place of the inner product.
 
     Args:
         similarity: a module or function of the query and of items (B, C, …), or (1, C, …) of items that all queries
