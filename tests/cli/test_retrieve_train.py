@@ -68,15 +68,56 @@ def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_pat
     assert len(results(out)["seeds"]) == 1
 
 
-@pytest.mark.parametrize("loss", ["in_batch", "in_batch_logq", "sampled"])
+# The best items of a user's group that are not in its pairs are those of the test: hard negatives leave them out.
+HARD = ("--hard-after", 5, "--hard-negatives", 4, "--hard-skip", 8)
+
+
+@pytest.mark.parametrize("loss", ["in_batch", "in_batch_logq", "sampled", "hard"])
 def test_a_table_of_ids_and_other_losses(loss, folder, tigon, tmp_path):
+    more = HARD if loss == "hard" else ()
     tigon("retrieve", "train", folder / "train.parquet", "--test", folder / "test.parquet", "--loss", loss, "--hops", 0,
-          *SMALL, "--epochs", 40, "--scale", 5, "--val-fraction", 0, "-o", tmp_path / "run").ok()  # fmt: skip
+          *SMALL, *more, "--epochs", 40, "--scale", 5, "--val-fraction", 0, "-o", tmp_path / "run").ok()  # fmt: skip
     (row,) = results(tmp_path / "run")["seeds"]
     assert row["epochs"] == 40
     assert row["recall@20"] > 0.9
     near = tigon("retrieve", "search", tmp_path / "run" / "items.index", "--like", 1000, "-k", 3, "--json").ok().out
     assert all(json.loads(line)["id"] % GROUPS == 0 for line in near.splitlines())
+
+
+def test_hard_negatives_are_mined_after_the_schedule_and_after_a_resume(monkeypatch):
+    import copy
+
+    import torch
+
+    from tigon.cli.retrieve import fitting
+
+    pairs = torch.from_numpy(drawn()[0])
+    settings = fitting.Settings(
+        loss="hard", dim=8, batch_size=64, lr=0.01, epochs=5, hard_after=3, hard_negatives=6, hard_skip=1
+    )
+    monkeypatch.setattr(fitting, "MINED", 25)  # users in three pieces
+    mined, states = [], {}
+    mine = fitting.Miner.mine
+    monkeypatch.setattr(fitting.Miner, "mine", lambda self: mine(self) or mined.append(self.objective.hard.clone()))
+
+    def fitted(state=None):
+        def after(epoch, loss, found, made):
+            states[epoch] = copy.deepcopy(made())
+
+        return fitting.fit(pairs, USERS, ITEMS, settings, 0, device=torch.device("cpu"), state=state, after_epoch=after)
+
+    whole = fitted().towers
+    assert len(mined) == 2  # in epochs 4 and 5
+    towers = copy.deepcopy(whole)
+    towers.load_state_dict(states[4]["towers"])
+    with torch.no_grad():
+        users, items = towers()
+    scores = users @ items.T
+    scores[pairs[:, 0], pairs[:, 1]] = -torch.inf
+    torch.testing.assert_close(scores.gather(1, mined[1]), scores.topk(7).values[:, 1:])
+    again = fitted(states[4]).towers
+    assert torch.equal(mined[2], mined[1])
+    assert torch.equal(again.item.weight, whole.item.weight)
 
 
 def test_a_matrix_is_read_where_the_lists_are_not_whole(folder, tigon, tmp_path):

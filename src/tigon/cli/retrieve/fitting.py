@@ -13,18 +13,24 @@ from torch import Tensor, nn
 
 from tigon.cli.problem import Problem
 from tigon.ops.embedding import embedding
-from tigon.retrieve import in_batch_softmax, item_softmax, metrics, sampled_softmax
+from tigon.retrieve import Index, Negatives, in_batch_softmax, item_softmax, metrics, negatives, sampled_softmax
 from tigon.retrieve.towers import TwoTowers
 
-LOSSES = ("item_softmax", "in_batch", "in_batch_logq", "sampled")
+LOSSES = ("item_softmax", "in_batch", "in_batch_logq", "sampled", "hard")
 PRECISIONS = ("auto", "bf16", "fp32")
 # Batches that compile kernels and let allocations settle before a step is recorded.
 WARMUP = 3
+# Users for whom negatives are mined at once.
+MINED = 1024
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a fit depends on. negatives: of a step, for the loss `sampled`. metric: what early stopping looks at."""
+    """What a fit depends on. metric: what early stopping looks at.
+
+    negatives: of a step, for the loss `sampled`. hard_negatives: of each user, for the loss `hard`, mined at the
+    beginning of each epoch after `hard_after`; hard_skip: how many of the best are left out.
+    """
 
     loss: str = "item_softmax"
     dim: int = 64
@@ -34,6 +40,9 @@ class Settings:
     batch_size: int = 8192
     scale: float = 8.0
     negatives: int = 4096
+    hard_after: int = 10
+    hard_negatives: int = 16
+    hard_skip: int = 0
     epochs: int = 100
     max_minutes: float = 10.0
     eval_every: int = 2
@@ -59,12 +68,16 @@ class Objective(nn.Module):
     """The loss of a batch of pairs, so that a launcher may wrap towers and loss as one module."""
 
     log_q: Tensor
+    hard: Tensor
 
     def __init__(self, towers: TwoTowers, pairs: Tensor, settings: Settings, narrow: bool) -> None:
         super().__init__()
         self.towers, self.settings, self.narrow = towers, settings, narrow
         counts = pairs[:, 1].bincount(minlength=towers.item.num_embeddings).clamp(min=1)
         self.register_buffer("log_q", (counts / len(pairs)).log(), persistent=False)
+        if settings.loss == "hard":  # none, until they are mined: a step that is recorded reads what is there then
+            mined = towers.user.num_embeddings, settings.hard_negatives
+            self.register_buffer("hard", pairs.new_full(mined, -1), persistent=False)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         """The mean over the pairs of user (B,) and item (B,), rows."""
@@ -77,8 +90,35 @@ class Objective(nn.Module):
         if self.settings.loss == "sampled":
             drawn = torch.randint(len(items), (self.settings.negatives,), device=items.device)
             return sampled_softmax(query, items, item, drawn, scale=scale)
+        if self.settings.loss == "hard":
+            # The items of the batch as drawn negatives, each expected B times its share, and the mined ones beside.
+            beside = Negatives(item, own=self.hard[user])
+            return sampled_softmax(query, items, item, beside, self.log_q + math.log(len(item)), scale=scale)
         log_q = self.log_q[item] if self.settings.loss == "in_batch_logq" else None
         return in_batch_softmax(query, embedding(item, items), item, log_q, scale=scale)
+
+
+class Miner:
+    """Hard negatives of all users, among all items but those of their pairs, put where the objective reads them."""
+
+    def __init__(self, objective: Objective, pairs: Tensor) -> None:
+        self.objective, settings = objective, objective.settings
+        towers = objective.towers
+        self.pairs = pairs[pairs[:, 0].argsort(stable=True)]
+        firsts = torch.arange(0, towers.user.num_embeddings + MINED, MINED, device=pairs.device)
+        self.bounds = torch.searchsorted(self.pairs[:, 0].contiguous(), firsts).tolist()
+        self.index = Index.over(torch.zeros(towers.item.num_embeddings, settings.dim, device=pairs.device))
+
+    @torch.no_grad()
+    def mine(self) -> None:
+        settings, hard = self.objective.settings, self.objective.hard
+        users, items = self.objective.towers()
+        self.index.embeddings.copy_(items)
+        for piece, (begin, end) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+            part = slice(piece * MINED, (piece + 1) * MINED)
+            user, item = self.pairs[begin:end].unbind(1)
+            own, k, skip = (user - part.start, item), settings.hard_negatives, settings.hard_skip
+            hard[part] = negatives.mine(self.index, users[part], own, k, skip_first=skip)
 
 
 def fit(
@@ -106,6 +146,7 @@ def fit(
     towers = TwoTowers(users, items, settings.dim, pairs, hops=settings.hops)
     narrow = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     module = Objective(towers, pairs, settings, narrow).to(device)
+    miner = Miner(module, pairs) if settings.loss == "hard" else None
     graph = device.type == "cuda" if graph is None else graph
     kind: dict[str, Any] = {"fused": True, "capturable": True} if device.type == "cuda" else {}
     optimizer = torch.optim.AdamW(module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, **kind)
@@ -125,6 +166,8 @@ def fit(
         start = time.perf_counter()
         # The epoch decides the order and what is drawn, so that a run that goes on does what it would have done.
         torch.manual_seed(seed * 1_000_003 + epoch)
+        if miner is not None and epoch > settings.hard_after:
+            miner.mine()
         loss = steps.epoch()
         training += time.perf_counter() - start
         done = epoch
