@@ -21,7 +21,8 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- adapters -->              a step with adapters, of several libraries
     <!-- sft -->                        a fine-tuning of adapters through the command line, beside PEFT's
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
-    <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges or source
+    <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges, towers,
+                                        source or towers-source
 """
 
 from __future__ import annotations

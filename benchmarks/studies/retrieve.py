@@ -1,7 +1,7 @@
-"""What retrieval does on real data: filters, items that no one has had, and links, as tables.
+"""What retrieval does on real data: filters, items that no one has had, links, and training, as tables.
 
-benchmarks/retrieve.py records the rows. Where a method has settings, the one is shown that its validation says, by the
-mean over the seeds. What stands in the tables is measured on other pairs, the test.
+benchmarks/retrieve.py and benchmarks/two_towers.py record the rows. Where a method has settings, the one is shown that
+its validation says, by the mean over the seeds. What stands in the tables is measured on other pairs, the test.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WAYS = ("where", "top 1000", "top 100")
 class Row:
     """One method, setting and seed.
 
-    part: filters, cold or links. measures: of the test. validation: what the setting was chosen by; of links the tried
-    values, each with its measure. edges: of links, the strongest.
+    part: filters, cold, links or towers. measures: of the test. validation: what the setting was chosen by; of links
+    the tried values, each with its measure. edges: of links, the strongest.
     """
 
     part: str
@@ -148,6 +148,26 @@ def edges(rows: Rows) -> str:
     return _table(["of a user", "of a film", "weight"], lines, 2)
 
 
+def towers(rows: Rows) -> str:
+    """A line for each side. Epochs and seconds are those of a fit on all training pairs."""
+    lines = []
+    for name, some in sides(rows).items():
+        epochs = {row["setting"]["epochs"] for row in some}
+        measures = [spread(some, measure, 4) for measure in ("recall@20", "ndcg@20")]
+        coverage = f"{100 * mean(some, 'coverage@20'):.0f} %"
+        seconds = f"{fmean(row['seconds'] for row in some):.1f}"
+        lines.append([name, *measures, coverage, ", ".join(map(str, sorted(epochs))), seconds])
+    return _table(["by", "Recall@20", "NDCG@20", "items shown to someone", "epochs", "seconds"], lines)
+
+
+def sides(rows: Iterable[dict[str, Any]]) -> dict[str, Rows]:
+    """The rows of a training by side."""
+    found: dict[str, Rows] = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row)
+    return found
+
+
 PARTS: dict[str, Callable[[Rows], str]] = {"filters": filters, "cold": cold, "links": links}
 
 
@@ -158,10 +178,13 @@ def tables(rows: Rows) -> str:
 
 
 def page(folder: Path, what: str) -> str:
-    """Markdown of one part of the result files in a folder: filters, cold, every, links, edges or source."""
-    makers: dict[str, Callable[[Rows], str]] = {**PARTS, "every": lambda rows: cold(rows, every=True), "edges": edges}
+    """Markdown of one part of the result files in a folder: filters, cold, every, links, edges, towers or a source."""
+    makers: dict[str, Callable[[Rows], str]] = {
+        **PARTS, "every": lambda rows: cold(rows, every=True), "edges": edges, "towers": towers,
+    }  # fmt: skip
+    run = "towers" if what.startswith("towers") else "study"
     parts = []
-    for path in sorted(folder.glob("*-retrieve-study.json")):
+    for path in sorted(folder.glob(f"*-retrieve-{run}.json")):
         content = report.load(path)
-        parts.append(report.source(content) if what == "source" else makers[what](content["rows"]))
+        parts.append(report.source(content) if what.endswith("source") else makers[what](content["rows"]))
     return "\n\n".join(parts) or "No run has been recorded yet."
