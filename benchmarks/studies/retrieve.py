@@ -160,8 +160,12 @@ def tables(rows: Rows) -> str:
 def page(folder: Path, what: str) -> str:
     """Markdown of one part of the result files in a folder: filters, cold, every, links, edges or source."""
     makers: dict[str, Callable[[Rows], str]] = {**PARTS, "every": lambda rows: cold(rows, every=True), "edges": edges}
+    part = {"every": "cold", "edges": "links"}.get(what, what)
     parts = []
     for path in sorted(folder.glob("*-retrieve-study.json")):
         content = report.load(path)
-        parts.append(report.source(content) if what == "source" else makers[what](content["rows"]))
+        if what == "source":
+            parts.append(report.source(content))
+        elif any(row["part"] == part for row in content["rows"]):
+            parts.append(makers[what](content["rows"]))
     return "\n\n".join(parts) or "No run has been recorded yet."
