@@ -33,6 +33,7 @@ from tigon import retrieve
 from tigon.bench import report
 from tigon.retrieve import clusters, col, metrics
 
+CPU = torch.device("cpu")  # where all of it runs
 K = 20
 SHARES = (0.01, 0.1, 0.5)
 DEPTHS = (100, 1000)
@@ -414,7 +415,7 @@ def main(arguments: list[str] | None = None) -> int:
         todo += [(p, MOVIELENS, lambda s, p=p: makers[p](options.data, s, length)) for p in options.parts]
     if options.run is not None:
         todo.append(("filters", data_of_run(options.run).stem, lambda seed: of_run(options.run, seed)))
-    empty = report.result("retrieve-study", [])
+    empty = report.result("retrieve-study", [], device=CPU)
     path = options.output / (options.name or report.file_name(empty))
     done = kept(path, empty)
     there = {(row.part, row.data, row.seed) for row in done}
@@ -425,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
             begun = time.perf_counter()
             found = list(make(seed))
             done += found
-            report.save(path, report.result("retrieve-study", done))
+            report.save(path, report.result("retrieve-study", done, device=CPU))
             print(f"{part}, seed {seed}: {len(found)} rows in {time.perf_counter() - begun:.0f} s", flush=True)
     print(tables([row.to_dict() for row in done]))
     return 0

@@ -182,9 +182,13 @@ def page(folder: Path, what: str) -> str:
     makers: dict[str, Callable[[Rows], str]] = {
         **PARTS, "every": lambda rows: cold(rows, every=True), "edges": edges, "towers": towers,
     }  # fmt: skip
+    part = {"every": "cold", "edges": "links"}.get(what, what)
     run = "towers" if what.startswith("towers") else "study"
     parts = []
     for path in sorted(folder.glob(f"*-retrieve-{run}.json")):
         content = report.load(path)
-        parts.append(report.source(content) if what.endswith("source") else makers[what](content["rows"]))
+        if what.endswith("source"):
+            parts.append(report.source(content))
+        elif any(row["part"] == part for row in content["rows"]):
+            parts.append(makers[what](content["rows"]))
     return "\n\n".join(parts) or "No run has been recorded yet."

@@ -135,6 +135,12 @@ def test_a_study_is_recorded_shown_and_gone_on_with(study, data, tmp_path, monke
     assert found["top 10", "made up", 0.5]["of exact"] < 1
     assert found["where", "made up", 0.1]["passing"] == 0.1
 
+    only = tmp_path / "only"
+    report.save(
+        only / "h100-retrieve-study.json", report.load(path) | {"rows": [r for r in rows if r["part"] == "filters"]}
+    )
+    assert tables.page(only, "filters") == tables.page(tmp_path, "filters")
+    assert tables.page(only, "every") == "No run has been recorded yet."
     for what in ("filters", "cold", "every", "links", "edges", "source"):
         assert "No run" not in tables.page(tmp_path, what)
     assert "| clusters, 4 a level, dropout 0.3 |" in tables.page(tmp_path, "every")
