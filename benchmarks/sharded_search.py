@@ -172,10 +172,8 @@ def main() -> int:
         ties = same(one, split, asked, k, where) and ties  # in this order: all ranks search
     one, split = both(count, dim, device)
     if dist.get_rank() == 0:
-        print(
-            f"equal items: {'the same' if ties else 'NOT THE SAME'}; filled after {time.monotonic() - began:.0f} s",
-            flush=True,
-        )
+        said = "the same" if ties else "NOT THE SAME"
+        print(f"answers among equal items: {said}; filled after {time.monotonic() - began:.0f} s", flush=True)
 
     asked = torch.randn(most, dim, generator=torch.Generator(device).manual_seed(2), device=device).half()
     rows: list[Row] = []
@@ -190,7 +188,7 @@ def main() -> int:
             row = measure(Row(*kind, side), functools.partial(index.search, query, k, where), clock, graph)
             if index is split:
                 row.same = not slowest([float(not equal)], device)[0]
-                row.status = "ok" if row.same else "wrong"
+                row.status, row.reason = ("ok", row.reason) if row.same else ("wrong", "other ids or other bits")
             rows.append(row)
         if where is None:
             rows.append(measure(Row(*kind, "exchange"), exchange(split, queries, k), clock, graph))

@@ -9,6 +9,7 @@ As for one device, a rename makes the snapshot count. Ranks agree before each st
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +41,7 @@ def save(index: ShardedIndex, path: Path) -> None:
     number = int(before[-1].name[9:]) + 1 if before else 1
     final = path / f"snapshot-{number:06}"
     partial = path / f"{final.name}.partial"
-    first = index.ranks.own == 0
+    first, made = index.ranks.own == 0, not path.exists()
 
     def make() -> None:
         if first:
@@ -63,18 +64,21 @@ def save(index: ShardedIndex, path: Path) -> None:
         disk.flush_folder(partial)
         disk.rename(partial, final)
         disk.flush_folder(path)
+        if made:
+            disk.flush_folder(path.resolve().parent)
         for old in before:
             disk.remove(old)
 
     try:
         for step in (make, write, finish):
-            index.ranks.together(OSError, "Index.save: another rank could not write, and says why", step)
-    except OSError as error:
+            index.ranks.together(OSError, "another rank could not write, and says why", step)
+    except BaseException as error:
         if first:
             disk.remove(partial)
-        raise OSError(
-            error.errno, f"Index.save: {path}: {error.strerror or error}; what was there before is there"
-        ) from error
+        if not isinstance(error, OSError):
+            raise
+        said = "it is written, but the disk does not say so" if final.exists() else "what was there before is there"
+        raise OSError(error.errno or errno.EIO, f"Index.save: {path}: {error.strerror or error}; {said}") from error
 
 
 def _items(index: ShardedIndex) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.over_items.launches import (
     _backward,
-    _item_softmax_fwd_fake,
     _setup_context,
     reduced,
     scanned,
@@ -36,19 +35,17 @@ def _item_softmax_over_shards_fwd(
     reduction: str, need_dq: bool, *, shards: Shards,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `_item_softmax_fwd`; target: this device's labels (`tigon.ops.shard_statistics`)."""
-    _, lse, _, dq, _ = _item_softmax_fwd_fake(
-        q, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction, need_dq
-    )
     m, total, acc = scanned(q, items, target, bias, None, None, scale, need_dq)
     here, shift = target >= 0, shift_of(q)
     x = torch.zeros_like(q, dtype=torch.float32)
-    z = torch.full_like(lse, -torch.inf)
+    none = m.new_full((len(q),), -torch.inf)
+    z = none
     if len(items):
         at = torch.where(here, target, 0)
         x = torch.where(here.unsqueeze(1), items[at].float(), 0.0)
         z = (q.float() * x).sum(1) * (scale / math.log(2))
         z = torch.where(here, z if bias is None else z + bias[at].float() / math.log(2), -torch.inf)
-    top = m.amax(0) if len(m) else torch.full_like(lse, -torch.inf)
+    top = m.amax(0) if len(m) else none
     sums = (torch.exp2(m - torch.where(top == -torch.inf, 0.0, top)) * total).sum(0)
 
     # A few numbers a query: in fp64, so that merging rounds no more than the scan of all items by one device.
@@ -58,13 +55,11 @@ def _item_softmax_over_shards_fwd(
     others = (torch.exp2(tops - highest - shift) * sums).sum(0)
     whole = others + torch.exp2(z - highest)
     less = -others / whole
-    if need_dq and acc is not None:
+    dq, on_the_way = m.new_empty(0), None
+    if acc is not None:
         share = (torch.exp2(m - highest - shift) / whole).float()
         of_own = torch.where(here, less, 0.0).float().unsqueeze(1) * x
-        dq = acc.mul_(share.unsqueeze(2)).sum(0).add_(of_own).mul_(scale)
-    elif need_dq:
-        dq.zero_()
-    on_the_way = shards.sum(dq) if need_dq else None
+        on_the_way = shards.sum(acc.mul_(share.unsqueeze(2)).sum(0).add_(of_own).mul_(scale))
     counts, wrong = target != IGNORED, torch.where(target == OUTSIDE, torch.nan, 0.0)
     losses = torch.where(counts, (torch.log2(whole) + (highest - z)) * math.log(2), 0.0).float() + wrong
     lse = torch.where(counts, highest + torch.log2(whole), torch.inf).float() + wrong
