@@ -35,3 +35,17 @@ def test_the_last_of_equal_ids():
     assert ids.last_of_each(np.array([5, 3, 4])).tolist() == [0, 1, 2]
     assert ids.last_of_each(np.zeros(0, dtype=np.int64)).tolist() == []
     assert ids.last_of_each(["b", "a", "b"]).tolist() == [1, 2]
+
+
+def test_texts_of_keys_are_cut_as_they_are_shown():
+    known = ids.StringIds()
+    texts = ["", "a", "äö", "a longer one", "b"]
+    keys = known.keys(texts)
+    asked = np.array([[keys[3], -1, keys[0]], [keys[4], keys[2], keys[2]]])
+    lengths, whole = known.cut(asked)
+    ends = np.cumsum(np.maximum(lengths, 0)).reshape(lengths.shape)
+    cut = [
+        [None if n < 0 else whole[end - n : end].decode() for n, end in zip(*row, strict=True)]
+        for row in zip(lengths.tolist(), ends.tolist(), strict=True)
+    ]
+    assert cut == known.shown(asked).tolist() == [["a longer one", None, ""], ["b", "äö", "äö"]]

@@ -123,7 +123,9 @@ class Application:
                 await _lived(receive, send)
             return
         begun = time.perf_counter()
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path: str = scope["path"]
+        if (root := scope.get("root_path", "")) and path.startswith(f"{root}/"):  # inside another application
+            path = path[len(root) :]
         status = 499  # the client went away
         try:
             try:

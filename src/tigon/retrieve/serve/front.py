@@ -27,7 +27,9 @@ from tigon.retrieve.serve import frames, messages
 from tigon.retrieve.serve.application import AGAIN, About, Application, Limits, Reply
 from tigon.retrieve.serve.messages import Answer, Array, Wrong
 
-HOLD = 5e-4  # seconds between two frames of searches; one by itself is sent at once
+# Seconds between two frames of searches. A search by itself is sent at once. uvloop counts whole
+# milliseconds, and takes half of one for none.
+HOLD = 1e-3
 COUNTS = 1.0  # seconds between two tallies, so that what was counted is not lost with a front
 
 
