@@ -173,10 +173,6 @@ def _dyt_bwd_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-# Columns of the backward pass's tiles where each program has one tile. 1024: as otherwise.
-FEW_COLUMNS = 256
-
-
 def _columns(n: int) -> int:
     """Columns of a tile: the largest power of two, up to 1024, that leaves little of a row's last tile empty."""
     for block in (1024, 512, 256):
@@ -210,14 +206,11 @@ def _whole_tile(m: int, n: int) -> tuple[int, int, int, int, int] | None:
 
 
 @functools.cache
-def _bwd_tile(n: int, itemsize: int, device: torch.device, few: bool) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread.
-
-    few: each program has a tile at most. Of tall tiles the shares are fewer rows for the launch that adds them.
-    """
+def _bwd_tile(n: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int, int]:
+    """Rows, columns, warps, stages and programs a multiprocessor. Three sums stay in registers: 48 a thread."""
     # Eight warps in place of the forward's four: three fp32 sums and two inputs need twice the threads for their
     # registers.
-    block_n = min(_columns(n), FEW_COLUMNS) if few else _columns(n)
+    block_n = _columns(n)
     # Without room for the prefetch, two programs a multiprocessor still hide some of each other's loads.
     stages = 3 if 8 * 4096 * itemsize + 8192 <= shared_memory(device) else 1  # two programs, four tiles each
     return 4096 // block_n, block_n, 8, stages, 2
@@ -287,8 +280,7 @@ def _dyt_bwd(
     x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
-    few = cdiv(M * N, 2 * 4096) <= multiprocessors(x.device)
-    block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device, few)
+    block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device)
     columns = cdiv(N, block_n)
     # The grid fills the device: two programs a multiprocessor, divided among the blocks of columns. More parts would
     # only add rows of partial sums.

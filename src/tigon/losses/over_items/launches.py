@@ -32,7 +32,12 @@ class Tile(NamedTuple):
 # For 16-bit numbers of up to so many dimensions; 128 is tuned on an H200.
 TILES = {
     "scan": {64: Tile(128, 128, 8, 3), 128: Tile(64, 128, 4, 3), 256: Tile(128, 64, 8, 2)},
-    "items": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3), 256: Tile(64, 128, 8, 2)},
+    "items": {64: Tile(64, 128, 8, 3), 128: Tile(32, 256, 8, 3), 256: Tile(64, 128, 8, 2)},
+}
+# With a byte for each query and item that says whether they are compared, which takes registers, too.
+MASKED = {
+    "scan": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2)},
+    "items": {64: Tile(32, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
 }
 # For fp32, whose products are three of the tensor cores' and take twice the registers: above 64 dimensions some spill.
 TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
@@ -47,13 +52,13 @@ BEGIN = 4
 def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
     D = q.shape[1]
     width = 64 if D <= 64 else 128 if D <= 128 else 256
-    tile = TILES_FP32[width] if q.dtype == torch.float32 else TILES[kind][width]
-    if allowed is not None:  # which takes registers, too
-        tile = (
-            tile._replace(items=max(16, tile.items // 2))
-            if kind == "scan"
-            else tile._replace(queries=max(16, tile.queries // 2))
-        )
+    if q.dtype != torch.float32:
+        tile = (TILES if allowed is None else MASKED)[kind][width]
+    else:
+        tile = TILES_FP32[width]
+        if allowed is not None:
+            half = "items" if kind == "scan" else "queries"
+            tile = tile._replace(**{half: max(16, getattr(tile, half) // 2)})
     stay, move = (tile.queries, tile.items) if kind == "scan" else (tile.items, tile.queries)
     # The tile that stays, and blocks in flight. Consumer GPUs and AMD's have less room than an H100.
     line, room = max(16, next_power_of_2(D)) * q.element_size(), shared_memory(q.device) - 1024
