@@ -183,3 +183,39 @@ def test_links_of_films(study):
     assert min(weight["M", "War"], weight["F", "War"]) > 0.5
     assert weight["F", "Romance"] > weight["M", "Romance"]
     assert weight["M", "Sci-Fi"] > weight.get(("F", "Sci-Fi"), 0)
+
+
+def test_two_towers_on_gowalla(study):
+    content = report.load(RESULTS / "h200-retrieve-towers.json")
+    text, by = study[1], retrieve.sides(content["rows"])
+    assert all({row["seed"] for row in rows} == {0, 1, 2} for rows in by.values())
+    whole = {name: retrieve.mean(rows, "recall@20") for name, rows in by.items()}
+    exact, own = whole["item_softmax"], "item_softmax, LightGCN's towers"
+    for name in ("in_batch_logq", "hard"):
+        assert abs(whole[name] - exact) < stdev(row["measures"]["recall@20"] for row in by["item_softmax"])
+        assert f"{name}" in by
+    assert f"Negatives drawn from all items are {100 * (1 - whole['sampled'] / exact):.0f} % behind" in text
+    assert f"lose {100 * (1 - whole['in_batch'] / exact):.0f} % of the recall" in text
+    assert f"a recall of {whole[own]:.3f}: our defaults find {100 * (exact / whole[own] - 1):.0f} % more" in text
+    seconds = {name: sum(row["seconds"] for row in rows) / 3 for name, rows in by.items()}
+    assert 3.5 < seconds[own] / seconds["item_softmax"] < 4.5, "a quarter of the time"
+    assert f"varies {content['unevenness']:.1f} times as much" in text
+    # What was published at 64 numbers is not above.
+    assert retrieve.mean(by["item_softmax, dim 64"], "recall@20") > 0.1820
+    ndcg = retrieve.mean(by["item_softmax"], "ndcg@20")
+    said = f"a Recall@20 of {exact:.3f} and an NDCG@20 of {ndcg:.3f} in [{seconds['item_softmax']:.0f} seconds a fit]"
+    assert said in (ROOT / "README.md").read_text()
+
+
+def test_a_server_and_two_gpus():
+    text = (ROOT / "README.md").read_text()
+    served = report.load(RESULTS / "h200-serve.json")["rows"]
+    most = max(row["searches_s"] for row in served)
+    assert f"answers [{most // 1000:.0f},000 searches a second]" in text
+    assert all(row["p99_ms"] < 10 and row["share"] == 0.11 for row in served)
+    rows = report.load(RESULTS / "h200-sharded-search.json")["rows"]
+    one, two = ([row["graph_ms"] for row in rows if row["side"] == side and row["filters"] == "none"]
+                for side in ("tigon, one GPU", "tigon, 2 GPUs"))  # fmt: skip
+    assert max(b / a for a, b in zip(one, two, strict=True)) < 0.56
+    assert "in 0.56 of its time" in text
+    assert all(row["same"] for row in rows if row["side"] == "tigon, 2 GPUs")
