@@ -32,8 +32,8 @@ PIECE_BYTES = 2**28
 class _Block(NamedTuple):
     """Groups of one padded size K: their members (B, K), √(p/t) of each (B, K), and t (B,), both in fp64.
 
-    The padding repeats a group's own members, with the root 0: a NaN stays within its groups, and no row is written to
-    more often than it has groups of this size, twice.
+    The padding repeats a group's own members, with the root 0: a NaN stays within its groups, and a group writes to one
+    of its rows at most twice.
     """
 
     members: Tensor
