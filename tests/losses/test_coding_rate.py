@@ -209,6 +209,8 @@ def test_a_matrix_without_a_factor_is_nan_and_fp64_has_one():
     assert value.isnan()
     assert dz.isnan().all()
     assert coding_rate(z, eps=1e-9, dtype=torch.float64).isfinite()
+    # Equal rows, and every step exact: the second pivot is 0, whose logarithm is −∞ and not NaN.
+    assert coding_rate(torch.ones(8, 16), eps=2.0**-25).isnan()
 
 
 def test_memory_is_that_of_a_piece(monkeypatch):
