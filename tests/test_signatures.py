@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import tigon
+from tigon.graph import __all__ as graphs
 from tigon.lazy import homes_of
 from tigon.optim import __all__ as optimizers
 
 PACKAGES = {package: homes_of(package) for package in ("tigon", "tigon.losses", "tigon.distributed", "tigon.retrieve")}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
+PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")
 MOST = 6
 # Nine in ten, nearly: attention has more options than that, which everybody knows by their names, and search has a
 # tensor for each thing that a row carries.

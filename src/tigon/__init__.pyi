@@ -1,6 +1,7 @@
 # The public names of tigon: the one place that declares them (see lazy.py).
 from tigon import compat as compat
 from tigon import distributed as distributed
+from tigon import graph as graph
 from tigon import integrations as integrations
 from tigon import losses as losses
 from tigon import nn as nn

@@ -1,4 +1,7 @@
-"""Losses of a linear head that never build its logits. The names of `__init__.pyi` are imported on first use."""
+"""Losses of a linear head that never build its logits, and the coding rate.
+
+The names of `__init__.pyi` are imported on first use.
+"""
 
 from tigon.lazy import attach
 

@@ -1,8 +1,10 @@
-# The public losses of a head: the one place that declares them (see tigon/lazy.py).
+# The public losses: the one place that declares them (see tigon/lazy.py).
 from tigon.linear.chunks import ValidCount as ValidCount
 from tigon.linear.chunks import ValidLengths as ValidLengths
 from tigon.linear.head import Hidden as Hidden
 from tigon.linear.walk import Walk as Walk
+from tigon.losses.coding import RowGroups as RowGroups
+from tigon.losses.coding import coding_rate as coding_rate
 from tigon.losses.distillation import Distill as Distill
 from tigon.losses.distillation import DistillTopK as DistillTopK
 from tigon.losses.distillation import TopK as TopK

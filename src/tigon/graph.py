@@ -1,0 +1,174 @@
+"""Node embeddings without labels: a graph's neighbourhoods are compact, the whole is spread out (G2R).
+
+    loss = Σ_i 1/(2n) log det(I + d/ε zᵀ diag(a_i) z) − γ ½ log det(I + γ d/(n ε) zᵀz)
+
+a_i is row i of the adjacency, which sums to 1. The encoder is two graph convolutions, z = A relu(A x W₁ + b₁) W₂ + b₂
+with A = D^-½ (adjacency + I) D^-½, and rows of z whose absolute values sum to 1.
+
+Sources: G2R, Han et al. 2022, https://arxiv.org/abs/2202.06241; GCN, Kipf & Welling 2017, https://arxiv.org/abs/1609.02907.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from tigon.losses.coding import RowGroups, coding_rate
+from tigon.losses.options import check_choice, check_positive
+from tigon.runtime import check_tensors
+
+__all__ = ["G2R", "groups_of"]
+
+
+def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "columns"] = "rows") -> RowGroups:
+    """The neighbourhoods of a graph as groups of rows: those of node i are the nodes with an edge to i.
+
+    Args:
+        edge_index: (2, e) integers, sources and targets, as in PyG. Edges that are there twice count once, and those
+            from a node to itself do not count.
+        nodes: n, how many nodes there are.
+        normalize: "rows": the neighbours of a node weigh 1 together, as in the paper. "columns": the groups of a node
+            weigh 1 together, as in its authors' code.
+    Returns: `tigon.losses.RowGroups` of n groups; those of nodes without neighbours are empty.
+    Raises: ValueError for shapes and nodes that do not fit.
+    """
+    check_choice("groups_of", "normalize", normalize, ("rows", "columns"))
+    source, target = _edges("groups_of", edge_index, nodes)
+    counts = target.bincount(minlength=nodes)
+    share = counts[target] if normalize == "rows" else source.bincount(minlength=nodes)[source]
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return RowGroups(offsets, source, 1 / share.double())
+
+
+class G2R(nn.Module):
+    """An encoder of nodes that is fitted to a graph without labels.
+
+    Args:
+        features: F, numbers a node comes with.
+        hidden: width of the first convolution.
+        out: d, width of the embeddings.
+        eps: ε of the coding rate.
+        gamma: γ, the weight of the whole against the neighbourhoods.
+        encoder: takes the place of the two convolutions: a module that is called with x and edge_index and returns
+            (n, d). features, hidden and out are not looked at then.
+    Raises: ValueError for numbers that are not positive.
+    """
+
+    def __init__(
+        self, features: int, hidden: int = 1024, out: int = 512, *, eps: float = 0.05, gamma: float = 0.5,
+        encoder: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_positive("G2R", features=features, hidden=hidden, out=out, eps=eps, gamma=gamma)
+        self.eps, self.gamma = eps, gamma
+        self.encoder = _Convolutions(features, hidden, out) if encoder is None else encoder
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Embeddings with gradients.
+
+        Args:
+            x: (n, F) floats, dense or a sparse matrix.
+            edge_index: (2, e) integers, sources and targets. The edges of an undirected graph are there both ways.
+
+        Returns: (n, d), absolute values of a row summing to 1.
+        """
+        return nn.functional.normalize(self.encoder(x, edge_index), p=1.0)
+
+    def fit(
+        self, x: Tensor, edge_index: Tensor, *, epochs: int = 20, nodes: int = 768,
+        optimizer: torch.optim.Optimizer | None = None, seed: int = 0,
+    ) -> list[float]:  # fmt: skip
+        """Fit the encoder; a step an epoch.
+
+        Args:
+            x, edge_index: as in `forward`; without a gradient.
+            epochs: steps.
+            nodes: neighbourhoods that are drawn for a step, all if there are fewer.
+            optimizer: of this module's parameters; Adam at 1e-3 with weight decay 1e-4 if left out.
+            seed: of the nodes that are drawn. The weights are those the module has.
+        Returns: the loss of each step, an estimate where not all neighbourhoods are drawn.
+        Raises: ValueError for shapes and nodes that do not fit, and for a graph without edges.
+        """
+        check_positive("G2R.fit", epochs=epochs, nodes=nodes)
+        check_tensors("G2R.fit", x=x)
+        n = len(x)
+        source, target = _edges("G2R.fit", edge_index, n)
+        connected = target.unique().cpu()
+        if not len(connected):
+            raise ValueError("G2R.fit: edge_index must hold an edge between two nodes, got none.")
+        groups = groups_of(edge_index, n)
+        kept = edge_index
+        if isinstance(self.encoder, _Convolutions):
+            kept = _adjacency(torch.stack([source, target]), n, x.dtype)
+        optimizer = optimizer or torch.optim.Adam(self.parameters(), lr=1e-3, weight_decay=1e-4)
+        draw = torch.Generator().manual_seed(seed)
+        losses = []
+        self.train()
+        for _ in range(epochs):
+            drawn = connected[torch.randperm(len(connected), generator=draw)[:nodes]]
+            z = self(x, kept)
+            apart = coding_rate(z, groups.take(drawn), eps=self.eps) * (len(connected) / len(drawn))
+            loss = apart - self.gamma * coding_rate(z, eps=self.eps, gamma=self.gamma)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return cast("list[float]", torch.stack(losses).tolist())
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Embeddings (n, d) without gradients, in evaluation mode."""
+        training = self.training
+        self.eval()
+        try:
+            return cast(Tensor, self(x, edge_index))
+        finally:
+            self.train(training)
+
+
+class _Convolutions(nn.Module):
+    def __init__(self, features: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.weight1, self.bias1 = nn.Parameter(torch.empty(features, hidden)), nn.Parameter(torch.zeros(hidden))
+        self.weight2, self.bias2 = nn.Parameter(torch.empty(hidden, out)), nn.Parameter(torch.zeros(out))
+        for weight in (self.weight1, self.weight2):
+            nn.init.xavier_uniform_(weight)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """edge_index: the edges, or what `_adjacency` made of them."""
+        if x.dim() != 2 or x.shape[1] != len(self.weight1):
+            raise ValueError(f"G2R: x must be (n, {len(self.weight1)}), got {tuple(x.shape)}.")
+        A = edge_index
+        if A.layout == torch.strided:
+            A = _adjacency(torch.stack(_edges("G2R", edge_index, len(x))), len(x), x.dtype)
+        h = torch.relu(A @ (x @ self.weight1) + self.bias1)
+        return A @ (h @ self.weight2) + self.bias2
+
+
+def _edges(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Sources and targets of the edges between two nodes, each once, in the order of the targets."""
+    check_tensors(name, edge_index=edge_index)
+    whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype == torch.bool)
+    if edge_index.dim() != 2 or len(edge_index) != 2 or not whole:
+        raise ValueError(
+            f"{name}: edge_index must be (2, e) integers, sources and targets, got {tuple(edge_index.shape)} "
+            f"{edge_index.dtype}."
+        )
+    outside = edge_index[(edge_index < 0) | (edge_index >= nodes)]
+    if len(outside):
+        raise ValueError(f"{name}: edge_index must lie in [0, {nodes:,}), the nodes, got {int(outside[0]):,}.")
+    source, target = edge_index.long()
+    pairs = (target * nodes + source)[source != target].unique()
+    return pairs % nodes, pairs // nodes
+
+
+def _adjacency(edges: Tensor, nodes: int, dtype: torch.dtype) -> Tensor:
+    """D^-½ (adjacency + I) D^-½, a sparse matrix whose rows are targets; edges as `_edges` returns them."""
+    loops = torch.arange(nodes, device=edges.device).expand(2, nodes)
+    source, target = torch.cat([edges, loops], 1)
+    degree = target.bincount(minlength=nodes).to(dtype)
+    values = (degree[source] * degree[target]).rsqrt()
+    places = torch.stack([target, source])
+    return torch.sparse_coo_tensor(places, values, (nodes, nodes), check_invariants=False).coalesce()

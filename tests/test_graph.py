@@ -1,0 +1,147 @@
+"""G2R on a made graph: classes are planted, and are found without labels."""
+
+import re
+
+import pytest
+import torch
+
+import tigon
+from tigon.graph import G2R, groups_of
+from tigon.losses import RowGroups, coding_rate
+
+
+def planted(nodes=240, classes=4, features=32):
+    """(x, edge_index, labels): edges nearly all within a class, features that say little, and a node without edges."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(nodes) % classes
+    inside = labels[:, None] == labels
+    edges = torch.rand(nodes, nodes, generator=draw) < torch.where(inside, 0.03, 0.0005)
+    edges = (edges | edges.T).fill_diagonal_(False)
+    edges[0] = edges[:, 0] = False
+    x = torch.randn(classes, features, generator=draw)[labels] + 8 * torch.randn(nodes, features, generator=draw)
+    return x, edges.nonzero().T, labels
+
+
+def nearest_class(z, labels):
+    """Accuracy of the classes' means, taken of half of the nodes, on the other half."""
+    z = torch.nn.functional.normalize(z)
+    half = torch.arange(len(z)) // 4 % 2 == 0
+    means = torch.stack([z[half & (labels == c)].mean(0) for c in labels.unique()])
+    return float(((z[~half] @ means.T).argmax(1) == labels[~half]).float().mean())
+
+
+def across(z, labels):
+    """Cosines of nodes of two classes, over those of nodes of one."""
+    z = torch.nn.functional.normalize(z)
+    cosines, same = (z @ z.T).abs(), labels[:, None] == labels
+    return float(cosines[~same].mean() / cosines[same].mean())
+
+
+def test_planted_classes_are_found():
+    x, edges, labels = planted()
+    torch.manual_seed(0)
+    model = tigon.graph.G2R(x.shape[1], hidden=64, out=64)
+    before = model.encode(x, edges)
+    losses = model.fit(x, edges, epochs=30, nodes=100)
+    z = model.encode(x, edges)
+    assert len(losses) == 30
+    assert losses[-1] < 0.7 * losses[0]
+    assert nearest_class(x, labels) < 0.5 < nearest_class(before, labels) < nearest_class(z, labels) - 0.05
+    assert across(z, labels) < 0.6 * across(before, labels)
+    torch.testing.assert_close(z.abs().sum(1), torch.ones(len(x)))
+    assert not z.requires_grad
+    assert model.training
+
+
+def test_the_first_loss_is_the_formula():
+    x, edges, _ = planted(40)
+    model = G2R(x.shape[1], hidden=16, out=6, eps=0.2, gamma=0.7)
+    n, adjacency = 40, torch.zeros(40, 40)
+    adjacency[edges[1], edges[0]] = 1
+    wide = adjacency + torch.eye(n)
+    A = wide / (wide.sum(1)[:, None] * wide.sum(1)).sqrt()
+    of = dict(model.encoder.named_parameters())
+    z = A @ (torch.relu(A @ (x @ of["weight1"]) + of["bias1"]) @ of["weight2"]) + of["bias2"]
+    z = (z / z.abs().sum(1, keepdim=True).clamp(min=1e-12)).detach()
+    torch.testing.assert_close(model.encode(x, edges), z)
+    torch.testing.assert_close(model.encode(x.to_sparse(), edges), z)
+    eye, loss = torch.eye(6), 0.0
+    for row in adjacency:
+        if row.sum():
+            loss += torch.logdet(eye + 6 / 0.2 * z.T @ torch.diag(row / row.sum()) @ z) / (2 * n)
+    loss -= 0.7 * torch.logdet(eye + 0.7 * 6 / (n * 0.2) * z.T @ z) / 2
+    assert model.fit(x, edges, epochs=1)[0] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_fit_is_the_same_twice():
+    x, edges, _ = planted(40)
+    model = G2R(x.shape[1], hidden=8, out=6)
+    start = {name: t.clone() for name, t in model.state_dict().items()}
+    first = model.fit(x, edges, epochs=3, nodes=10)
+    model.load_state_dict(start)
+    assert model.fit(x, edges, epochs=3, nodes=10) == first
+    model.load_state_dict(start)
+    assert model.fit(x, edges, epochs=3, nodes=10, seed=1) != first
+
+
+def test_an_encoder_and_an_optimizer_of_your_own():
+    class Linear(torch.nn.Linear):
+        def forward(self, x, edge_index):
+            assert edge_index.shape[0] == 2
+            return super().forward(x)
+
+    x, edges, _ = planted(40)
+    model = G2R(32, encoder=Linear(32, 6))
+    weight = model.encoder.weight.detach().clone()
+    model.fit(x, edges, epochs=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    assert torch.equal(model.encoder.weight, weight)
+    model.fit(x, edges, epochs=2)
+    assert not torch.equal(model.encoder.weight, weight)
+    assert model.encode(x, edges).shape == (40, 6)
+
+
+def test_groups_are_neighbourhoods():
+    # 1 and 2 lead to 0, one of them twice; 0 and 3 to 1; 3 leads to itself; nothing leads to 2 and 3.
+    edges = torch.tensor([[2, 1, 1, 0, 3, 3], [0, 0, 0, 1, 1, 3]])
+    offsets, members = torch.tensor([0, 2, 4, 4, 4]), torch.tensor([1, 2, 0, 3])
+    z = torch.randn(4, 3, dtype=torch.float64)
+    for normalize, weights in (("rows", [0.5, 0.5, 0.5, 0.5]), ("columns", [1.0, 1.0, 1.0, 1.0])):
+        groups = groups_of(edges, 4, normalize=normalize)
+        assert len(groups) == 4
+        right = coding_rate(z, RowGroups(offsets, members, torch.tensor(weights)), eps=0.1)
+        torch.testing.assert_close(coding_rate(z, groups, eps=0.1), right)
+    both = groups_of(torch.tensor([[0, 0], [1, 2]]), 3, normalize="columns")
+    right = coding_rate(z[:3], (torch.tensor([0, 0, 1, 2]), torch.tensor([0, 0]), torch.tensor([0.5, 0.5])), eps=0.1)
+    torch.testing.assert_close(coding_rate(z[:3], both, eps=0.1), right)
+    assert coding_rate(z, groups_of(torch.empty(2, 0, dtype=torch.long), 4), eps=0.1) == 0
+
+
+X, EDGES = torch.ones(4, 3), torch.tensor([[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: groups_of(torch.zeros(5, 2).long(), 4),
+            "groups_of: edge_index must be (2, e) integers, sources and targets, got (5, 2) torch.int64.",
+        ),
+        (lambda: groups_of(EDGES.float(), 4), "got (2, 2) torch.float32."),
+        (lambda: groups_of(EDGES, 1), "groups_of: edge_index must lie in [0, 1), the nodes, got 1."),
+        (lambda: groups_of(-EDGES, 4), "groups_of: edge_index must lie in [0, 4), the nodes, got -1."),
+        (lambda: groups_of(EDGES, 4, normalize="all"), "normalize must be one of 'rows', 'columns', got 'all'."),
+        (lambda: G2R(0), "G2R: features must be positive, got 0."),
+        (lambda: G2R(3, eps=0), "G2R: eps must be positive, got 0."),
+        (lambda: G2R(5).encode(X, EDGES), "G2R: x must be (n, 5), got (4, 3)."),
+        (lambda: G2R(3).encode(X[:1], EDGES), "G2R: edge_index must lie in [0, 1), the nodes, got 1."),
+        (lambda: G2R(3).fit(X, EDGES, nodes=0), "G2R.fit: nodes must be positive, got 0."),
+        (lambda: G2R(3).fit(X, torch.zeros(3, 2).long()), "G2R.fit: edge_index must be (2, e) integers, "),
+        (
+            lambda: G2R(3).fit(X, torch.tensor([[2], [2]])),
+            "G2R.fit: edge_index must hold an edge between two nodes, got none.",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        call()
