@@ -11,7 +11,7 @@ from statistics import median
 SRC = str(Path(__file__).parent.parent / "src")
 OPTIONAL = (
     "transformers", "triton", "accelerate", "peft", "trl", "datasets", "tokenizers", "typer", "rich", "matplotlib",
-    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "fastapi", "uvicorn",
+    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "fastapi", "uvicorn",
     "prometheus_client",
 )  # fmt: skip
 
