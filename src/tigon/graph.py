@@ -119,7 +119,14 @@ class G2R(nn.Module):
 
     @torch.no_grad()
     def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Embeddings (n, d) without gradients, in evaluation mode."""
+        """Embeddings without gradients, in evaluation mode.
+
+        Args:
+            x: (n, F) floats, what the nodes come with.
+            edge_index: (2, e) integers, the edges as in PyG.
+
+        Returns: (n, d).
+        """
         training = self.training
         self.eval()
         try:
