@@ -175,3 +175,30 @@ def test_filters_on_a_run_of_the_command(study, tmp_path, monkeypatch):
         if row.method == "where" and row.setting["share"] == 0.5:
             assert row.measures["recall"] == 1
             assert row.measures["hits"] == 2
+
+
+def test_two_towers_are_trained_by_each_side_and_gone_on_with(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    import two_towers
+
+    draw = np.random.default_rng(0)
+    pairs = np.argwhere((np.arange(40)[:, None] % 4 == np.arange(32) % 4) & (draw.random((40, 32)) < 0.8))
+    late = draw.random(len(pairs)) < 0.2
+    for name, some in (("train", pairs[~late]), ("test", pairs[late])):
+        rows = [f"{user} {' '.join(map(str, some[some[:, 0] == user, 1]))}".strip() for user in range(40)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(rows) + "\n")
+
+    def run(*more):
+        words = ("--data", tmp_path, "--name", "made", "--output", tmp_path, "--device", "cpu", "--epochs", 2, *more)
+        monkeypatch.setattr("sys.argv", ["two_towers.py", *map(str, words)])
+        two_towers.main()
+        (path,) = tmp_path.glob("*-retrieve-towers.json")
+        return path, report.load(path)["rows"]
+
+    path, first = run("--seeds", 2, "--sides", "item_softmax; item_softmax, epochs by random pairs")
+    assert [(row["method"][:20], row["seed"]) for row in first[:2]] == [("item_softmax", 0), ("item_softmax", 1)]
+    assert [row["setting"]["val_split"] for row in first] == ["block", "block", "random", "random"]
+    assert all(0 < row["measures"]["recall@20"] <= 1 and row["validation"] for row in first)
+    _, second = run("--seeds", 1, "--sides", "item_softmax; in_batch", "--resume", path)
+    assert second[:4] == first
+    assert [row["setting"]["loss"] for row in second[4:]] == ["in_batch"]

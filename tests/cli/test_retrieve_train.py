@@ -84,6 +84,23 @@ def test_a_split_by_blocks_holds_out_neighbours_of_each_user():
     assert not np.array_equal(held, split_blocks(train, 0.3, 6)[1])
 
 
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_the_pairs_of_a_step_are_left_out_of_its_pooling(leave_out):
+    import torch
+
+    from tigon import retrieve
+    from tigon.cli.retrieve import fitting
+
+    pairs = torch.from_numpy(drawn()[0])
+    torch.manual_seed(0)
+    towers = retrieve.TwoTowers(USERS, ITEMS, 8, pairs, hops=2)
+    user, item = pairs[:99].unbind(1)
+    loss = fitting.Objective(towers, pairs, fitting.Settings(leave_out=leave_out), narrow=False)(user, item)
+    losses = [retrieve.item_softmax(u[user], i, item, scale=12.0) for u, i in (towers(), towers(pairs[:99]))]
+    torch.testing.assert_close(loss, losses[leave_out])
+    assert abs(losses[0] - losses[1]) > 0.01
+
+
 # The best items of a user's group that are not in its pairs are those of the test: hard negatives leave them out.
 HARD = ("--hard-after", 5, "--hard-negatives", 4, "--hard-skip", 8)
 

@@ -146,8 +146,9 @@ def fit(
     pairs = pairs.to(device)
     held = None if held is None else held.to(device)
     torch.manual_seed(seed)
-    given = {"hops": settings.hops, "own": settings.own, "bias": settings.bias}
-    towers = TwoTowers(users, items, settings.dim, pairs, **given)  # type: ignore[arg-type]
+    towers = TwoTowers(
+        users, items, settings.dim, pairs, hops=settings.hops, own=settings.own, bias=settings.bias
+    )  # fmt: skip
     narrow = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     module = Objective(towers, pairs, settings, narrow).to(device)
     miner = Miner(module, pairs) if settings.loss == "hard" else None
