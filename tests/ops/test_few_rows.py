@@ -97,3 +97,35 @@ def test_a_single_wide_row(width, name, triton_backend, device, summed):
     for a, b in zip(found[1:], truth[1:], strict=True):
         if a is not None:
             assert (a.float() - b).norm() < 0.01 * b.norm()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, N), (100, N), (17, 520)])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
+def test_few_rows_are_spread_over_a_large_device(name, rows, width, triton_backend, device, monkeypatch):
+    """To the sums of fewer, larger tiles; the tile says that they are others."""
+    tiles, spread = [], SUMS.spread
+    launches = MODULES[name]
+    monkeypatch.setattr(launches, "spread", lambda *a: tiles.append(spread(*a)) or tiles[-1])
+    monkeypatch.setattr(runtime_launches, "_plans", {})
+    dtypes = WIDE, WIDE, WIDE
+    wanted = (0, 1) if name != "layer_norm" else None
+    monkeypatch.setattr(SUMS, "multiprocessors", lambda _: 1)
+    before = gradients(name, rows, width, dtypes, device, wanted)
+    monkeypatch.setattr(SUMS, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(runtime_launches, "_plans", {})
+    found = gradients(name, rows, width, dtypes, device, wanted)
+    assert tiles == [None, (4 if rows == 100 else 1, 2 if width == 520 else 1, 1)]
+    for a, b in zip(found, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert a.any()
+
+
+def test_up_to_four_rows_of_one_tile_and_rows_enough_for_a_device_are_not_spread(monkeypatch):
+    monkeypatch.setattr(SUMS, "multiprocessors", lambda _: 132)
+    cpu = torch.device("cpu")
+    assert SUMS.spread(4, 8, 1024, cpu) is None
+    assert SUMS.spread(5, 8, 1024, cpu) == (1, 2, 1)
+    assert SUMS.spread(528, 8, 1024, cpu) == (4, 8, 1)
+    assert SUMS.spread(529, 8, 1024, cpu) is None
+    assert SUMS.spread(100, 1, 8192, cpu) is None
+    assert SUMS.spread(2112, 64, 128, cpu) == (16, 4, 1)

@@ -344,19 +344,35 @@ class _Cut(NamedTuple):
     stages: int
 
 
+def _fitted(size: int, most: int, least: int) -> int:
+    """The largest power of two from `least` to `most` whose blocks leave no more than an eighth empty; else `most`."""
+    block = most
+    while block >= least:
+        if 8 * cdiv(size, block) * block <= 9 * size:
+            return block
+        block //= 2
+    return most
+
+
 @functools.lru_cache(maxsize=4096)
 def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
-    """One program a slab, or several if slabs alone would keep no more than a quarter of the device busy. Slabs are cut
-    by channels, which needs no further sums, and also by space if channels are too few. A tile has 16 KiB; two more
-    tiles are on their way."""
-    # In bytes, so that fp32 and 16-bit inputs have the same loads in flight.
-    numbers = 16384 // itemsize
+    """One program a slab, or several if slabs are fewer than the multiprocessors. Slabs are cut by channels, which
+    needs no further sums, and also by space if channels are too few. A tile has 4096 numbers at most, or a whole slab
+    of twice as many; two more tiles are on their way."""
+    whole = next_power_of_2(D) * next_power_of_2(S) * itemsize <= 16384
+    numbers = 16384 // itemsize if whole else 4096
     # Space first: it has unit stride. Channels fill the tile where space is small, as in the last stages of a network.
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
+    if not whole:
+        # A power of two may leave half of a tile empty. Smaller ones leave less, but have to be worth a trip.
+        fitted_s = _fitted(S, block_s, 64)
+        fitted_c = _fitted(D, min(next_power_of_2(D), numbers // fitted_s), 1)
+        if fitted_s * fitted_c >= 2048:
+            block_s, block_c = fitted_s, fitted_c
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
     # Two programs a multiprocessor, to have loads of one while the other sums.
-    wanted = 1 if slabs > cdiv(processors, 4) else cdiv(2 * processors, slabs)
+    wanted = 1 if slabs > processors else cdiv(2 * processors, slabs)
     # Parts are made equal: as few programs as possible wait for a last, longer one.
     per_c = cdiv(blocks_c, min(wanted, blocks_c))
     # Rounding up twice may leave parts empty; counting again drops them.
@@ -364,7 +380,7 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
     # The forward pass holds two sums for every place of the tile, more than the registers of eight warps.
-    warps = 4 if block_c * block_s < 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
+    warps = 4 if block_c * block_s <= 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
     # A part of a single tile has nothing to prefetch.
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import shares, sum_rows
+from tigon.ops.sum_rows import shares, spread, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -482,6 +482,7 @@ def _rms_norm_bwd(
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         inputs = 2 if ds is None else 3
         block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
+        block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
         # A persistent grid, so that there are as few partial sums as programs.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:

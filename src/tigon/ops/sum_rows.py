@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.runtime import Plan, cdiv, jit, launch, tl
+from tigon.runtime import Plan, cdiv, jit, launch, multiprocessors, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -58,6 +58,21 @@ def _tile() -> tuple[int, int, int]:
     # A load takes 16 fp32 columns of 64 rows: 64 bytes, two sectors, from each row, and nothing beside them. N / 16
     # programs keep most multiprocessors at work at the usual widths.
     return 64, 16, 8
+
+
+def spread(m: int, block_m: int, block_n: int, device: torch.device) -> tuple[int, int, int] | None:
+    """Rows of a tile, warps and stages for so few rows that tiles of `block_m` would leave half of the device idle.
+
+    None for more rows; and for up to four in one tile, whose program stores their sums without a second launch.
+    """
+    tiles, programs = cdiv(m, block_m), multiprocessors(device)
+    if block_m == 1 or 2 * tiles > programs or (tiles == 1 and m <= 4):
+        return None
+    # 1, 4 or 16 rows, and not any power of two: each is a kernel to compile, and lengths change from step to step.
+    rows = 1
+    while 4 * rows < block_m and 4 * rows * programs <= m:
+        rows *= 4
+    return rows, min(8, max(1, rows * block_n // 512)), 1
 
 
 def shares(programs: int, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ from tigon.ops.layer_norm.kernels import (
     _layer_norm_wide_dx_kernel,
     _layer_norm_wide_fwd_kernel,
 )
-from tigon.ops.sum_rows import shares, sum_rows
+from tigon.ops.sum_rows import shares, spread, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -167,6 +167,7 @@ def _layer_norm_bwd(
     sums: tuple[Tensor | None, Tensor | None] = None, None
     if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
         block_m, block_n, warps, stages, each = _bwd_tile(N, x)
+        block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
         # As many programs as run at a time: each has a row of partial sums, which are traffic too.
         # No more than there are tiles: a program without rows would still store a row of zeros, to be added.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))

@@ -40,10 +40,14 @@ PART, PARTED = 4096, 8
 def _tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
     block_n = next_power_of_2(n)
+    programs = multiprocessors(device)
     # Few narrow rows have a program each: multiprocessors are idle anyway, and the less a thread has to do, the sooner
     # all are done. Up to 256 columns a row is one warp's, whose threads meet without a barrier.
-    if block_n < 2048 and m <= multiprocessors(device):
+    if block_n < 2048 and m <= (programs if block_n < 1024 else 4 * programs):
         return 1, block_n, max(1, block_n // 256)
+    # Rows of which a full device would have a few programs each: small tiles, on as many warps as large ones.
+    if block_n <= 512 and m <= 16 * programs:
+        return 4, block_n, 4
     # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
     return max(1, 2048 // block_n), block_n, warps
