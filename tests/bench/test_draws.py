@@ -206,7 +206,7 @@ def test_the_summary_counts_and_the_table_begins_with_the_worst():
         [row("tigon", 1.0, device=0.3), row("liger", 0.5, device=0.25)],
         [row("tigon", 1.0, device=0.4), row("eager", 1.0, device=0.3)],
         [row("tigon", 1.0, status="wrong"), row("eager", 1.0)],
-        [row("tigon", 2.0), row("eager", 3.0)],  # as long as this the host is no part of it
+        [row("tigon", 4.0), row("eager", 6.0)],  # as long as this the host is no part of it
     ]
     found = content(cases)
     summary = verdicts.summary(found)
