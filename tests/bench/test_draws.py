@@ -239,6 +239,7 @@ def test_the_summary_counts_and_the_table_begins_with_the_worst():
     [
         (0.3, 0.01, 0.02, True, "host", 0.02),
         (0.3, 0.28, 0.29, True, "device", 0.29),
+        (2.0, 1.9, 2.4, True, "device", 2.0),  # a graph that is slower than the call
         (4.0, 0.5, 0.9, True, "host", 0.9),  # many launches, each of which the device waits for
         (4.0, 0.5, None, True, "–", None),  # it could not be captured: the device's time is not known
         (4.0, 3.9, None, False, "device", 4.0),
