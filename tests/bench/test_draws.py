@@ -310,6 +310,7 @@ def test_a_sweep_that_is_stopped_goes_on_where_it_was(quick, monkeypatch):
         first.run(keep=stop)
     part = json.loads(json.dumps(first.content()))
     assert part["sweep"]["not_begun"] == 2
+    part["notes"].append("Not tried again: a peer.")
     again = []
     monkeypatch.setattr(module, "run_case", lambda *a, **k: again.append(1) or run_case(*a, **k))
     rest = measured(4, before=part)
@@ -318,6 +319,7 @@ def test_a_sweep_that_is_stopped_goes_on_where_it_was(quick, monkeypatch):
     assert found["sweep"]["not_begun"] == 0
     assert [r["draw"] for r in found["rows"]] == [r["draw"] for r in whole["rows"]]
     assert found["rows"][:2] == part["rows"][:2]
+    assert found["notes"].count(module.NO_GPU) == found["notes"].count("Not tried again: a peer.") == 1
 
 
 def test_another_sweep_is_not_gone_on_with(quick):

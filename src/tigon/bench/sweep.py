@@ -428,7 +428,11 @@ class Sweep:
         content = report.result(
             "sweep", self.rows, device=self.device, ceilings=asdict(self.ceilings), sweep=about, notes=self.notes()
         )
-        return content if self.before is None else report.merge([self.before, content])
+        if self.before is None:
+            return content
+        # What a peer was not tried on, and how busy the host was, is true of the draws that an earlier run measured.
+        notes = [*self.before.get("notes", ()), *content["notes"]]
+        return {**report.merge([self.before, content]), "notes": list(dict.fromkeys(notes))}
 
     def notes(self) -> list[str]:
         notes = [NO_GPU] if self.room.tiny else []
