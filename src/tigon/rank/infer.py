@@ -89,6 +89,9 @@ def infer(tables: Tables, roles: Roles) -> Schema:
                 side = groups.side(column)
             known = tables.history is not None and (name in tables.of("history") or name in tables.of("items"))
             fields[name] = dataclasses.replace(guess, side=side, history=side == "item" and known)
+    for name in tables.of("history"):
+        if name not in fields and name not in (roles.user, roles.time, roles.request):
+            left_out.setdefault(name, "events alone have it; name it by action=… if it says what happened")
     return Schema(roles, fields)._because(left_out)
 
 
@@ -97,7 +100,7 @@ def kind_of(name: str, column: Any) -> Field | str:
     import pyarrow.compute as pc
     import pyarrow.types as types
 
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    kind = column.type
     if column.null_count == len(column):
         return "it has no values"
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -169,11 +172,10 @@ def _codes(column: Any) -> Ints:
 
     if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
         column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
-    elif not types.is_dictionary(column.type) and not types.is_floating(column.type):
+    elif not types.is_floating(column.type):
         with contextlib.suppress(BadValue):
             column = keys(column)
-    coded = column if types.is_dictionary(column.type) else column.dictionary_encode()
-    return np.array(coded.indices.cast("int64").fill_null(-1)) + 1
+    return np.array(column.dictionary_encode().indices.cast("int64").fill_null(-1)) + 1
 
 
 def _constant(codes: Ints, group: Ints | None) -> bool:
