@@ -147,13 +147,15 @@ class _Groups:
     """Of which group of rows a column is constant: those of an item, of a request, of a user."""
 
     def __init__(self, tables: Tables, roles: Roles) -> None:
+        import pyarrow as pa
+
         rows = tables.rows
         self.item = _codes(rows[roles.item]) if roles.item in rows else None
         self.request = _codes(rows[roles.request]) if roles.request in rows else None
         self.user = _codes(rows[roles.user]) if roles.user in rows else None
         if self.request is None and self.user is not None and roles.time in rows:
             time = _codes(rows[roles.time])
-            self.request = np.unique(self.user * (int(time.max(initial=0)) + 2) + time, return_inverse=True)[1]
+            self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
         codes = _codes(column)
@@ -189,4 +191,4 @@ def _constant(codes: Ints, group: Ints | None) -> bool:
 
 def _follows(codes: Ints, group: Ints | None) -> bool:
     """Whether each group has one code, and that is no accident of groups of one row."""
-    return group is not None and len(np.unique(group)) < len(group) and _constant(codes, group)
+    return group is not None and int(group.max(initial=0)) < len(group) and _constant(codes, group)

@@ -213,10 +213,11 @@ class Places:
         assert role is not None
         if (side, table) not in self.sides:
             wanted, there = kinds_agree([self.tables.keys(where, role, f"the {side[:-1]}") for where in (table, side)])
-            if pc.count_distinct(there).as_py() + (there.null_count > 1) < len(there) - max(there.null_count - 1, 0):
-                twice = next(one["values"] for one in pc.value_counts(there).to_pylist() if one["counts"] > 1)
+            named = there.drop_null()
+            if pc.count_distinct(named).as_py() < len(named):
+                twice = next(one["values"] for one in pc.value_counts(named).to_pylist() if one["counts"] > 1)
                 raise ValueError(f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more often.")
-            index = pc.index_in(wanted, value_set=there.drop_null()).cast("int64")
+            index = pc.index_in(wanted, value_set=named).cast("int64")
             # A last row of missing values stands for what is not found.
             self.lost[side, table] = index.null_count
             kept = np.flatnonzero(np.array(there.is_valid()))
@@ -262,5 +263,5 @@ def _note(held: Held, places: Places) -> None:
                 held.notes.append(f"{unseen:,} of {len(codes):,} {what} have an item that the schema does not know.")
     for (side, table), lost in places.lost.items():
         if lost:
-            where = "rows" if table == "rows" else "events"
-            held.notes.append(f"{lost:,} {where} have a {side[:-1]} that is not among {SPOKEN[side]}.")
+            where, one = "rows" if table == "rows" else "events", "an item" if side == "items" else "a user"
+            held.notes.append(f"{lost:,} {where} have {one} that is not among {SPOKEN[side]}.")

@@ -157,7 +157,8 @@ def renamed(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) 
             continue
         there = role(found, name, None, table)
         if there is None:
-            raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); {nearest(wanted, columns)}")
+            there_are = ", ".join(map(repr, columns))
+            raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); there are {there_are}.")
         found[wanted] = found.pop(there)
     return found
 

@@ -58,14 +58,14 @@ def _whole(table: Any) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What to say of a name that no column has."""
+    """The end of a sentence on a name that no column has."""
     listed = list(names)
     near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
         name.lower(), [one.lower() for one in listed], 1, cutoff=0.4
     )
     if near:
         return f"did you mean {next(one for one in listed if one.lower() == near[0].lower())!r}?"
-    return f"there are {', '.join(map(repr, listed))}" if listed else "there are no columns"
+    return f"there are {', '.join(map(repr, listed))}." if listed else "there are no columns."
 
 
 def keys(column: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.tables import fuxictr, libsvm, recbole
+from tigon.tables.values import Malformed
 
 COMPRESSED = (".gz", ".bz2", ".zst")
 # Besides ISO 8601, in which order days and months stand is known where the year is first.
@@ -99,7 +100,7 @@ def _read(name: str, path: Path) -> Any:
         if (path.parent / fuxictr.CONFIG).exists():
             return _of_fuxictr(name, path)
         return FORMATS[ending(path)](path)
-    except (OSError, pa.ArrowException, UnicodeDecodeError, libsvm.Malformed) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError, Malformed) as error:
         raise ValueError(f"{name}: {path} cannot be read: {said(error)}.") from error
 
 
@@ -116,23 +117,28 @@ def said(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
 
 
-def delimited(path: Path, delimiter: str, **options: Any) -> Any:
+def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -> Any:
     """A file of delimited columns. Their types are told by its first megabyte, or by all of it where that errs.
 
     options: of pyarrow.csv.ConvertOptions.
+    Raises: Malformed for text that is not in UTF-8.
     """
     import pyarrow as pa
     from pyarrow import csv
 
     convert = csv.ConvertOptions(timestamp_parsers=[csv.ISO8601, *TIMES], **options)
-    parse = csv.ParseOptions(delimiter=delimiter, quote_char=False if delimiter == "\t" else '"')
+    parse = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False)
     try:
-        return csv.read_csv(str(path), parse_options=parse, convert_options=convert)
+        table = csv.read_csv(str(path), parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
         if "conversion error" not in str(error):
             raise
         whole = csv.ReadOptions(block_size=BLOCK)
-        return csv.read_csv(str(path), read_options=whole, parse_options=parse, convert_options=convert)
+        table = csv.read_csv(str(path), read_options=whole, parse_options=parse, convert_options=convert)
+    for field in table.schema:
+        if pa.types.is_binary(field.type):  # what pyarrow makes of a column that it cannot decode
+            raise Malformed(f"column {field.name!r} must be in UTF-8")
+    return table
 
 
 def _json(path: Path) -> Any:

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tigon.tables.values import Malformed
+
 ENDINGS = (".libsvm", ".svm", ".svmlight", ".libfm")
 # Up to so many features, each is a column.
 DENSE = 1024
-
-
-class Malformed(ValueError):
-    """A file that is not of the format that its ending says."""
 
 
 def read(path: Path) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tigon.tables.libsvm import Malformed
+from tigon.tables.values import Malformed
 
 ENDINGS = (".inter", ".item", ".user")
 TYPES = ("token", "token_seq", "float", "float_seq")
@@ -33,7 +33,7 @@ def atomic(path: Path, delimited: Callable[..., Any]) -> Any:
             raise Malformed(f"the header must name columns as name:type with {', '.join(TYPES)}, got {column!r}")
         types[column] = kind
     told = {column: pa.float64() if kind == "float" else pa.string() for column, kind in types.items()}
-    table = delimited(path, "\t", column_types=told)
+    table = delimited(path, "\t", quoted=False, column_types=told)
     columns = {}
     for column, kind in types.items():
         values = table.column(column)
