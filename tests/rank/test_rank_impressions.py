@@ -37,7 +37,7 @@ def tables(draw):
     """Impressions of a few requests, in any order, and events; times meet."""
     rows = []
     for request in range(draw(st.integers(1, 5))):
-        user, time = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+        user, time = draw(st.one_of(st.none(), st.integers(0, 2))), draw(st.integers(0, 4))
         for _ in range(draw(st.integers(1, 4))):
             later = draw(st.integers(0, 1))
             rows.append(
@@ -77,7 +77,9 @@ def by_loops(rows, events, history_max):
         found.setdefault(row[0], []).append(place)
     for places in found.values():
         user, time = rows[places[0]][1], min(rows[place][2] for place in places)
-        own = sorted((event for event in events if event[0] == user and event[1] < time), key=lambda event: event[1])
+        own = sorted(
+            (event for event in events if None is not event[0] == user and event[1] < time), key=lambda event: event[1]
+        )
         yield places, time, user, own[max(0, len(own) - history_max) :] if history_max else []
 
 
@@ -175,6 +177,9 @@ def test_without_a_column_of_requests_user_and_time_are_one():
     assert data.item_ids == ["a", "c", "b", "new"]
     assert len(data) == 3
     assert data.request_ids == [0, 1, 3]
+    nobody = Impressions.read({**rows, "user": [None, 2, None, None]})
+    assert nobody.item_ids == ["a", "b", "c", "new"]
+    assert len(nobody) == 4
     alone = Impressions.read({"item": ["a", "b", "a"], "click": [0, 1, 1]})
     assert len(alone) == 3
     assert alone.batch(torch.tensor([2])).items["item"].tolist() == [1]
@@ -257,7 +262,7 @@ def test_a_batch_moves_as_a_whole(device):
         "tags": [["a"]] * 9,
         "text": ["a long text of words"] * 5 + ["or another one of them"] * 4,
     }
-    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "weight": [1.0, 2.0]}
+    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "sample_weight": [1.0, 2.0]}
     data = Impressions.read(rows, history="self", items=items)
     batch = data.batch(torch.tensor([1, 0]), device=device)
     for moved in (batch, data.batch(torch.tensor([1, 0])).to(device), data.to(device).batch(torch.tensor([1, 0]))):
@@ -390,8 +395,16 @@ def changed(**columns):
             {},
             "column 'request' .request., row 1: every row must name its request",
         ),
-        (changed(weight=[1.0, -1.0, 1.0, 1.0]), {}, "column 'weight' .weight., row 1: must be 0 or more, got -1"),
-        (changed(weight=["a"] * 4), {}, "column 'weight' .weight. of the impressions, row 0: must be a number"),
+        (
+            changed(heft=[1.0, -1.0, 1.0, 1.0]),
+            {"weight": "heft"},
+            "column 'heft' .weight., row 1: must be 0 or more, got -1",
+        ),
+        (
+            changed(heft=["a"] * 4),
+            {"weight": "heft"},
+            "column 'heft' .weight. of the impressions, row 0: must be a number",
+        ),
         (
             changed(item=[0.5, 1.0, 1.0, 1.0]),
             {},

@@ -23,7 +23,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "user": ("user_id", "user", "userId", "userid", "member_id", "visitor_id", "uid"),
     "time": ("timestamp", "time", "datetime", "date", "time_stamp", "event_time", "created_at", "ts"),
     "labels": ("label", "click", "clicked", "is_click", "clk", "target", "y"),
-    "weight": ("weight", "sample_weight"),
+    "weight": ("sample_weight",),
 }  # fmt: skip
 
 
@@ -140,6 +140,21 @@ class Schema:
 
     def __repr__(self) -> str:
         return f"Schema({self.roles!r}, {', '.join(self.fields)})"
+
+    @classmethod
+    def infer(cls, data: Any, *, history: Any = None, items: Any = None, users: Any = None, **roles: Any) -> Schema:
+        """The schema that tables suggest by the names, types and values of their columns, fitted on them.
+
+        Args:
+            data, history, items, users, roles: as `Impressions.read` takes them.
+
+        Raises: ValueError as `Impressions.read`.
+        """
+        from tigon.rank.infer import fitted
+        from tigon.rank.opening import opened
+
+        tables, schema = opened(data, history, items, users, None, roles)
+        return fitted(schema, tables)
 
     # ---------------------------------------------------------------------------------------------------------- JSON
 
