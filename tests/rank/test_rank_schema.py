@@ -109,6 +109,17 @@ def test_a_schema_is_inferred_by_itself():
     assert Schema.infer(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
 
 
+def test_a_side_follows_from_most_rows():
+    # Item 1 is shown twice, both times to ann: her job could be the item's. More of her rows say that it is hers.
+    rows = {
+        "request": [1, 1, 2, 2, 3], "user": ["ann"] * 4 + ["bob"], "item": [1, 2, 1, 3, 4], "click": [0, 1, 0, 1, 1],
+        "job": ["nurse"] * 4 + ["cook"], "year": [5.5, 6.5, 5.5, 7.5, 8.5],
+    }  # fmt: skip
+    schema = Impressions.read(rows).schema
+    assert schema.fields["job"].side == "context"
+    assert schema.fields["year"].side == "item"
+
+
 def test_what_is_named_like_an_outcome_is_no_feature():
     schema = Impressions.read({**ROWS, "dwell_time": [0.5, 0.0, 0.1, 9.0, 3.0], "liked": [0, 1, 0, 1, 1]}).schema
     assert not {"dwell_time", "liked"} & set(schema.fields)

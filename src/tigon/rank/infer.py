@@ -167,12 +167,18 @@ class _Groups:
             self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
+        """The side of the groups that the column is constant in. Of several, those with most rows beyond the first
+        count: in few rows, an item is shown to one kind of user by accident.
+        """
         codes = _codes(column)
-        if _follows(codes, self.item):
-            return "item"
-        if _follows(codes, self.request) or (_follows(codes, self.user) and _constant(codes, self.request)):
-            return "context"
-        return "row"
+        found: tuple[int, Side] = (0, "row")
+        sides: tuple[tuple[Ints | None, Side], ...] = (
+            (self.item, "item"), (self.request, "context"), (self.user, "context"),
+        )  # fmt: skip
+        for group, side in sides:
+            if group is not None and _constant(codes, group) and (side == "item" or _constant(codes, self.request)):
+                found = max(found, (len(group) - int(group.max(initial=0)), side), key=lambda one: one[0])
+        return found[1]
 
 
 def _codes(column: Any) -> Ints:
@@ -196,8 +202,3 @@ def _constant(codes: Ints, group: Ints | None) -> bool:
     first = np.zeros(int(group.max(initial=0)) + 1, dtype=np.int64)
     first[group] = codes
     return bool((first[group] == codes).all())
-
-
-def _follows(codes: Ints, group: Ints | None) -> bool:
-    """Whether each group has one code, and that is no accident of groups of one row."""
-    return group is not None and int(group.max(initial=0)) < len(group) and _constant(codes, group)
