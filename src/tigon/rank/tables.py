@@ -156,10 +156,9 @@ def roles_of(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
     labels = [labels] if isinstance(labels, str) else list(labels)
     columns = [Label.of(text).column for text in labels]
     action = given.get("action")
-    if action is None and isinstance(history, Own):
-        action = [name for name in columns if name in rows or name in (history.more or {})]
-    elif action is None:
-        action = [name for name in dict.fromkeys((*columns, *ACTIONS)) if name in (history or {})]
+    if action is None:
+        there = {*rows, *(history.more or ())} if isinstance(history, Own) else {*(history or ())}
+        action = [name for name in dict.fromkeys((*columns, *ACTIONS)) if name in there]
     return Roles(**found, labels=tuple(labels), action=(action,) if isinstance(action, str) else tuple(action))
 
 
@@ -232,8 +231,13 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
 
 
 def sides(data: Any) -> dict[str, Any]:
-    """The tables of items and users that lie beside a file of impressions, by format."""
-    return dict(beside(Path(data))) if isinstance(data, (str, os.PathLike)) else {}
+    """The tables of items and users that lie beside files of impressions, by format."""
+    found: dict[str, Any] = {}
+    paths = [data] if isinstance(data, (str, os.PathLike)) else data if isinstance(data, (list, tuple)) else []
+    for path in paths:
+        if isinstance(path, (str, os.PathLike)):
+            found = {**beside(Path(path)), **found}
+    return found
 
 
 def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:
