@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from tigon.ops.gated import swiglu
+from tigon.ops.gated_residual import gated_residual
 from tigon.ops.layer_norm import layer_norm
 
 # Attention of (…, H, D) queries, keys and values.
@@ -27,7 +27,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
         f = self.dropout(f)
-        return x + f if self.gate is None else x + torch.sigmoid(self.gate(x)) * f
+        return x + f if self.gate is None else gated_residual(x, self.gate(x), f)
 
 
 class Norm(nn.LayerNorm):
