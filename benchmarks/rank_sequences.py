@@ -3,6 +3,8 @@
     python benchmarks/rank_sequences.py --data s3rec --sets Beauty,Yelp --output benchmarks/results
     python benchmarks/rank_sequences.py --part speed --output benchmarks/results
 
+Sets may run side by side, each with an output of its own: `--resume a/*.json b/*.json --sets "" --output …` joins them.
+
 Sets are a reader's own: `NAME.txt` with lines `user item item …` in time order (S3-Rec's form), or `NAME.inter` in
 RecBole's form (ml-100k). Of each user the last event is the test, the one before validates, the others train; of these
 the latest 50 are read. All items are ranked. Both models are trained in the same run, on the same sequences, with the
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -329,9 +332,21 @@ def batches(data: Sequences, size: int, draw: np.random.Generator) -> Iterator[T
 
 def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: torch.device) -> Row:
     kind, options = SIDES[name]
-    torch.manual_seed(seed)
-    draw = np.random.default_rng(seed)
-    side = kind(data, *(setting[key] for key in ("width", "layers", "heads", "dropout")), **options).to(device)  # type: ignore[call-arg]
+
+    def made() -> Side:
+        torch.manual_seed(seed)
+        parts = (setting[key] for key in ("width", "layers", "heads", "dropout"))
+        return kind(data, *parts, **options).to(device)
+
+    # Kernels are compiled before the clock starts.
+    side = made()
+    for users in itertools.islice(batches(data, setting["batch_size"], np.random.default_rng(seed)), 3):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = side.loss(users)
+        loss.backward()
+    with torch.no_grad():
+        side.hidden(users, 1)
+    draw, side = np.random.default_rng(seed), made()
     decayed = [p for p in side.parameters() if p.dim() > 1]
     plain = [p for p in side.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -627,15 +642,15 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which no further fit is begun")
     parser.add_argument("--users", type=int, help="the first users of a set alone, to try")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result file")
-    parser.add_argument("--resume", type=Path, help="a result file whose fits are kept")
+    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="result files whose fits are kept")
     parser.add_argument("--tiny", action="store_true", help="speed: sizes for a CPU, which say nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     began, device = time.monotonic(), torch.device(options.device)
-    rows = [Row(**row) for row in report.load(options.resume)["rows"]] if options.resume else []
+    rows = [Row(**row) for path in options.resume for row in report.load(path)["rows"]]
 
-    def keep(row: Row) -> None:
-        rows.append(row)
+    def keep(*more: Row) -> None:
+        rows.extend(more)
         content = report.result("rank-sequences", rows, device=device)
         options.output.mkdir(parents=True, exist_ok=True)
         path = options.output / report.file_name(content, "rank-sequences")
@@ -664,7 +679,8 @@ def main() -> None:
     base = {name: getattr(options, name) for name in names}
     grid = [{"dropout": float(p), "lr": float(lr)} for p in options.dropout.split(",") for lr in options.lr.split(",")]
     done = {(row.data, row.method, row.seed) for row in rows if row.part == "quality"}
-    for name in options.sets.split(","):
+    keep()
+    for name in filter(None, options.sets.split(",")):
         data = read(options.data, name)
         if options.users:
             end = int(data.offsets[options.users])
