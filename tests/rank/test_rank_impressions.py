@@ -37,7 +37,7 @@ def tables(draw):
     """Impressions of a few requests, in any order, and events; times meet."""
     rows = []
     for request in range(draw(st.integers(1, 5))):
-        user, time = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+        user, time = draw(st.one_of(st.none(), st.integers(0, 2))), draw(st.integers(0, 4))
         for _ in range(draw(st.integers(1, 4))):
             later = draw(st.integers(0, 1))
             rows.append(
@@ -77,7 +77,9 @@ def by_loops(rows, events, history_max):
         found.setdefault(row[0], []).append(place)
     for places in found.values():
         user, time = rows[places[0]][1], min(rows[place][2] for place in places)
-        own = sorted((event for event in events if event[0] == user and event[1] < time), key=lambda event: event[1])
+        own = sorted(
+            (event for event in events if None is not event[0] == user and event[1] < time), key=lambda event: event[1]
+        )
         yield places, time, user, own[max(0, len(own) - history_max) :] if history_max else []
 
 
@@ -136,10 +138,10 @@ def test_what_was_counted_is_told():
     vocab = {"item": Id(vocab=["a", "b", "c"], side="item", history=True)}
     data = Impressions.read(ROWS, history=EVENTS, items={"item": ["a"], "tags": [[1]]}, schema=schema.replace(vocab))
     assert data.notes == [
-        "1 of 5 events name no user; they are left out.",
-        "2 events have the very time of a request of their user; histories leave them out.",
-        "1 of 4 rows have an item that the schema does not know.",
-        "1 of 4 events have an item that the schema does not know.",
+        "1 of 5 events has no user; histories leave them out.",
+        "Histories leave out 2 events at the very time of a request of the same user.",
+        "1 of 4 rows has an item that the schema does not know.",
+        "1 of 4 events has an item that the schema does not know.",
     ]
     assert Impressions.read({**ROWS, "click": [0] * 4}).notes == [
         "Label 'click' is 0 in all 4 rows: with one class there is nothing to learn from it, and no AUC."
@@ -152,8 +154,8 @@ def test_what_a_side_table_lacks_is_missing_and_counted():
     batch = data.batch(torch.arange(3))
     assert batch.items["size"].isnan().tolist() == [False, True, False, True]
     assert batch.items["tags"].lists() == [[1], [], [1, 2], []]
-    assert "2 rows have an item that is not among the items." in data.notes
-    assert "2 events have an item that is not among the items." in data.notes
+    assert "2 of 4 rows have an item that is not among the items." in data.notes
+    assert "2 of 5 events have an item that is not among the items." in data.notes
 
 
 def test_names_and_columns_follow_the_requests():
@@ -175,6 +177,9 @@ def test_without_a_column_of_requests_user_and_time_are_one():
     assert data.item_ids == ["a", "c", "b", "new"]
     assert len(data) == 3
     assert data.request_ids == [0, 1, 3]
+    nobody = Impressions.read({**rows, "user": [None, 2, None, None]})
+    assert nobody.item_ids == ["a", "b", "c", "new"]
+    assert len(nobody) == 4
     alone = Impressions.read({"item": ["a", "b", "a"], "click": [0, 1, 1]})
     assert len(alone) == 3
     assert alone.batch(torch.tensor([2])).items["item"].tolist() == [1]
@@ -257,7 +262,7 @@ def test_a_batch_moves_as_a_whole(device):
         "tags": [["a"]] * 9,
         "text": ["a long text of words"] * 5 + ["or another one of them"] * 4,
     }
-    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "weight": [1.0, 2.0]}
+    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "sample_weight": [1.0, 2.0]}
     data = Impressions.read(rows, history="self", items=items)
     batch = data.batch(torch.tensor([1, 0]), device=device)
     for moved in (batch, data.batch(torch.tensor([1, 0])).to(device), data.to(device).batch(torch.tensor([1, 0]))):
@@ -390,8 +395,16 @@ def changed(**columns):
             {},
             "column 'request' .request., row 1: every row must name its request",
         ),
-        (changed(weight=[1.0, -1.0, 1.0, 1.0]), {}, "column 'weight' .weight., row 1: must be 0 or more, got -1"),
-        (changed(weight=["a"] * 4), {}, "column 'weight' .weight. of the impressions, row 0: must be a number"),
+        (
+            changed(heft=[1.0, -1.0, 1.0, 1.0]),
+            {"weight": "heft"},
+            "column 'heft' .weight., row 1: must be 0 or more, got -1",
+        ),
+        (
+            changed(heft=["a"] * 4),
+            {"weight": "heft"},
+            "column 'heft' .weight. of the impressions, row 0: must be a number",
+        ),
         (
             changed(item=[0.5, 1.0, 1.0, 1.0]),
             {},

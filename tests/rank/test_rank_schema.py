@@ -104,6 +104,11 @@ def test_numbers_of_many_values_are_amounts_and_ids_by_name_are_not():
     assert {field.side for name, field in fields.items() if name != "item_id"} == {"row"}
 
 
+def test_a_schema_is_inferred_by_itself():
+    assert Schema.infer(ROWS, history=HISTORY, items=ITEMS, users=USERS) == read().schema
+    assert Schema.infer(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
+
+
 def test_json_there_and_back(tmp_path):
     schema = read().schema
     assert Schema.from_json(schema.to_json()) == schema

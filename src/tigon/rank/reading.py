@@ -53,7 +53,7 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     weights = None
     if roles.weight is not None and (labelled or roles.weight in tables.rows):
         weights = _weights(tables, roles.weight)[order]
-    context, items = ({k: v.counted() for k, v in side.items()} for side in (context, items))
+    context, items = ({k: v.kept(schema.fields[k].kind == "Id") for k, v in side.items()} for side in (context, items))
     held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes)
     _note(held, places)
     return held
@@ -77,6 +77,7 @@ def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     times = tables.rows[roles.time].dictionary_encode()
     codes = [np.array(one.indices.cast("int64").fill_null(-1)) + 1 for one in (users, times)]
     both = codes[0] * (len(times.dictionary) + 1) + codes[1]
+    both = np.where(codes[0] == 0, -1 - np.arange(count), both)  # of users who are not named, each is one by itself
     coded = pa.array(both).dictionary_encode()
     return np.array(coded.indices.cast("int64")), None
 
@@ -165,7 +166,12 @@ class Places:
         none = torch.zeros(len(self.ones), dtype=torch.int64)
         fields = self.schema.history
         if tables.history is None:
-            return none, none, {k: Stored(v.encode(_nothing(v))).counted() for k, v in fields.items()}, none[:0]
+            return (
+                none,
+                none,
+                {k: Stored(v.encode(_nothing(v))).kept(v.kind == "Id") for k, v in fields.items()},
+                none[:0],
+            )
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
@@ -177,15 +183,14 @@ class Places:
         self._one_user(user)
         user = user[self.ones]
         if lost := int((actor < 0).sum()):
-            notes.append(f"{lost:,} of {len(actor):,} events name no user; they are left out.")
+            notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user; histories leave them out.")
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[ordered(actor[order], when[order])]
         found = windows(actor[order], when[order], user, time)
         if (same := int(found.same.sum())) and not tables.own:
-            notes.append(f"{same:,} events have the very time of a request of their user; histories leave them out.")
-        history = {
-            name: self._of_events(name, field).picked(order).counted() for name, field in self.schema.history.items()
-        }
+            events = "event" if same == 1 else "events"
+            notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
+        history = {k: self._of_events(k, v).picked(order).kept(v.kind == "Id") for k, v in fields.items()}
         return found.start, found.end, history, when[order]
 
     def _one_user(self, user: Tensor) -> None:
@@ -260,8 +265,15 @@ def _note(held: Held, places: Places) -> None:
         if roles.item in stored:
             codes = stored[roles.item].values
             if unseen := int((codes == 0).sum()):
-                held.notes.append(f"{unseen:,} of {len(codes):,} {what} have an item that the schema does not know.")
+                held.notes.append(
+                    f"{unseen:,} of {len(codes):,} {what} {_has(unseen)} an item that the schema does not know."
+                )
     for (side, table), lost in places.lost.items():
         if lost:
             where, one = "rows" if table == "rows" else "events", "an item" if side == "items" else "a user"
-            held.notes.append(f"{lost:,} {where} have {one} that is not among {SPOKEN[side]}.")
+            many = len(places.sides[side, table])
+            held.notes.append(f"{lost:,} of {many:,} {where} {_has(lost)} {one} that is not among {SPOKEN[side]}.")
+
+
+def _has(number: int) -> str:
+    return "has" if number == 1 else "have"

@@ -23,7 +23,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "user": ("user_id", "user", "userId", "userid", "member_id", "visitor_id", "uid"),
     "time": ("timestamp", "time", "datetime", "date", "time_stamp", "event_time", "created_at", "ts"),
     "labels": ("label", "click", "clicked", "is_click", "clk", "target", "y"),
-    "weight": ("weight", "sample_weight"),
+    "weight": ("sample_weight",),
 }  # fmt: skip
 
 
@@ -66,6 +66,8 @@ class Schema:
     Attributes:
         context, items, rows: the fields of each side, by name.
         history: the fields of events: those of items that events have, and the actions.
+        labels: the names of the labels.
+        is_open: whether a field is still to be fitted on data.
         left_out: why columns are no fields, where the schema was inferred.
 
     Raises: ValueError if the item has no field, or a field stands on a side where its role forbids it.
@@ -120,7 +122,11 @@ class Schema:
         return any(field.is_open for field in self.fields.values())
 
     def replace(self, fields: Mapping[str, Field]) -> Schema:
-        """This schema with other fields of the same names."""
+        """This schema with other fields.
+
+        Args:
+            fields: in place of those of the same names, or besides.
+        """
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
 
     def _because(self, left_out: Mapping[str, str]) -> Schema:
@@ -134,6 +140,21 @@ class Schema:
 
     def __repr__(self) -> str:
         return f"Schema({self.roles!r}, {', '.join(self.fields)})"
+
+    @classmethod
+    def infer(cls, data: Any, *, history: Any = None, items: Any = None, users: Any = None, **roles: Any) -> Schema:
+        """The schema that tables suggest by the names, types and values of their columns, fitted on them.
+
+        Args:
+            data, history, items, users, roles: as `Impressions.read` takes them.
+
+        Raises: ValueError as `Impressions.read`.
+        """
+        from tigon.rank.infer import fitted
+        from tigon.rank.opening import opened
+
+        tables, schema = opened(data, history, items, users, None, roles)
+        return fitted(schema, tables)
 
     # ---------------------------------------------------------------------------------------------------------- JSON
 

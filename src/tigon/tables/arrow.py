@@ -170,9 +170,13 @@ def _texts(column: Any) -> tuple[Ints, Bools]:
     import pyarrow.compute as pc
 
     column = pc.if_else(pc.equal(column, ""), None, column)
-    try:
-        found = column.cast(pa.timestamp("us"))
-    except pa.ArrowInvalid:
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # of texts without and with a zone
+        try:
+            found = column.cast(kind)
+            break
+        except pa.ArrowInvalid:
+            continue
+    else:
         return read_times(column.to_pylist())
     stamps = np.array(found.to_numpy(zero_copy_only=False))
     missing = np.isnat(stamps)
