@@ -559,9 +559,8 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
                 z = logits(part)
             (F.binary_cross_entropy_with_logits(z, part.labels["click"], reduction="sum") / batch.candidates).backward()
 
-    def parts_of(size: int) -> list[rank.Batch]:
-        """Requests in groups, by length, since padded ones of all do not fit."""
-        order = sorted(range(requests), key=lambda r: lengths[r])
+    def parts_of(size: int, order: list[int]) -> list[rank.Batch]:
+        """Requests in groups, since padded ones of all do not fit."""
         return [
             cost_batch(schema, [lengths[r] for r in group], [counts[r] for r in group], device)
             for group in (order[start : start + size] for start in range(0, requests, size))
@@ -569,7 +568,8 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
 
     ranker.train()
     size = max(1, requests // 8)
-    groups = parts_of(size)
+    groups = parts_of(size, sorted(range(requests), key=lambda r: lengths[r]))
+    drawn = parts_of(size, list(range(requests)))
     # On the first group both give the same gradients.
     gradients = []
     for logits in (lambda b: ranker(b)["click"], lambda b: padded_logits(ranker, b, ranker.layout(b))):
@@ -578,8 +578,9 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
     cosine = F.cosine_similarity(*gradients, dim=0).item()
     sides: dict[str, Callable[[], None]] = {
         "ligr": lambda: step(lambda b: ranker(b)["click"], [batch]),
-        "ligr, in groups": lambda: step(lambda b: ranker(b)["click"], groups),
-        "padded torch, in groups": lambda: step(lambda b: padded_logits(ranker, b, ranker.layout(b)), groups),
+        "ligr, in groups by length": lambda: step(lambda b: ranker(b)["click"], groups),
+        "padded torch, in groups by length": lambda: step(lambda b: padded_logits(ranker, b, ranker.layout(b)), groups),
+        "padded torch, in groups": lambda: step(lambda b: padded_logits(ranker, b, ranker.layout(b)), drawn),
     }
     for name, run_step in sides.items():
         if cuda:

@@ -38,9 +38,10 @@ def values(schema: Schema, names: dict, n: int, draw: torch.Generator) -> dict:
             offsets = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
             made[name] = Ragged(torch.randint(0, field.rows, (int(offsets[-1]),), generator=draw), offsets)
         elif isinstance(field, Id):
-            made[name] = torch.randint(0, field.rows, (n,), generator=draw)
+            made[name] = torch.randint(0, field.rows, (n,), generator=draw).int()
         elif isinstance(field, Time):
             made[name] = torch.randint(0, 2**50, (n,), generator=draw)
+            made[name][1::3] = torch.iinfo(torch.int64).min  # missing
         else:
             made[name] = torch.randn(n, generator=draw)
             made[name][::3] = torch.nan  # missing

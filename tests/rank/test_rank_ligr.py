@@ -115,6 +115,8 @@ def test_tokens_are_sums_of_what_fields_are():
     expected = tokens.start + table["country"].table[made.context["country"][0]] + number("age", made.context["age"][0])
     expected = expected + table["at"].hour[at // 3600 % 24] + table["at"].day[at // 86400 % 7]
     torch.testing.assert_close(tokens.context(made.context, 1)[0], expected)
+    never = torch.tensor([torch.iinfo(torch.int64).min])
+    torch.testing.assert_close(table["at"](never)[0], table["at"].missing)
 
 
 def test_options_leave_out_what_they_say():

@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_every_event_by_what_came_before_it(schema):
             z = x[layout.cu_suffix[r + 1].long() - 1] @ catalogue(model)[1:].t()
             target = items[int(made.history_offsets[r]) + event]
             if target:
-                terms.append(F.cross_entropy(z, target - 1))
+                terms.append(F.cross_entropy(z, target.long() - 1))
     expected = torch.stack(terms).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     expected.backward()
@@ -83,7 +83,7 @@ def test_the_target_is_the_first_positive_candidate():
     click = torch.tensor([0, 1, 0, 0, 0, 1, 1, 1]).float()
     made = dataclasses.replace(made, labels={**made.labels, "click": click})
     item = made.items["item"]
-    target = torch.stack([item[1], torch.zeros((), dtype=torch.int64), item[5], item[6]])
+    target = torch.stack([item[1], torch.zeros_like(item[0]), item[5], item[6]]).long()
     with torch.no_grad():
         assert torch.equal(model.next_item_ranks(made), model.next_item_ranks(made, target))
 

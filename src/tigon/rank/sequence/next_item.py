@@ -112,7 +112,7 @@ def _table(ranker: LiGR) -> Tensor:
 def _items(ranker: LiGR, batch: Batch) -> Tensor:
     found = batch.history[ranker.schema.roles.item]
     assert isinstance(found, Tensor)
-    return found
+    return found.long()  # a table may hold narrower codes
 
 
 def _as_wide(ranker: LiGR, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _as_wide(ranker: LiGR, x: Tensor) -> Tensor:
 
 def _positives(ranker: LiGR, batch: Batch) -> Tensor:
     """(R,), the code of each request's first candidate whose first label is positive; 0 where there is none."""
-    item, label = batch.items[ranker.schema.roles.item], batch.labels[ranker.labels[0]]
+    item, label = batch.items[ranker.schema.roles.item].long(), batch.labels[ranker.labels[0]]
     request = torch.repeat_interleave(batch.offsets.diff()).to(label.device)
     place = torch.arange(len(label), device=label.device)
     first = torch.full((batch.requests,), len(label), device=label.device)

@@ -51,6 +51,7 @@ class FieldTokens(nn.Module):
         else:  # Time, in UTC
             self.hour = nn.Parameter(STD * torch.randn(24, width))
             self.day = nn.Parameter(STD * torch.randn(7, width))
+            self.missing = nn.Parameter(torch.zeros(width))
 
     def forward(self, value: Tensor | Ragged) -> Tensor:
         found: Tensor
@@ -65,7 +66,9 @@ class FieldTokens(nn.Module):
             x = value.unsqueeze(-1)
             known = ~x.isnan()
             return torch.where(known, torch.where(known, x, 0).to(self.slope) * self.slope, self.missing)
-        return embedding(value // HOUR % 24, self.hour) + embedding(value // DAY % 7, self.day)
+        known = (value != torch.iinfo(torch.int64).min).unsqueeze(-1)
+        at = embedding(value // HOUR % 24, self.hour) + embedding(value // DAY % 7, self.day)
+        return torch.where(known, at, self.missing)
 
     def _pooled(self, value: Tensor | Ragged) -> Tensor:
         if isinstance(value, Tensor):
