@@ -10,6 +10,7 @@ from requests_made import SCHEMA, batch, chosen, of_request, randomly
 from tigon.rank.ranker import Ranker
 from tigon.rank.schema import Schema
 from tigon.rank.sequence.model import THETA, LiGR
+from tigon.runtime import use_backend
 
 HISTORIES, CANDIDATES = [4, 0, 7, 1], [3, 2, 1, 5]
 
@@ -256,6 +257,33 @@ def test_bf16_is_near():
     assert found["click"].dtype == torch.float32
     close(found, expected, 2e-2)
     close(cached, expected, 2e-2)
+
+
+def test_kernels_give_the_logits_and_gradients_of_references(backend, device):
+    """Of forward, of a cache with an appended event, and of the next item; sequences of length 1 are among them."""
+    made = batch([5, 0, 2], [3, 1, 2]).to(device)
+    torch.manual_seed(0)
+    exact = randomly(LiGR(SCHEMA, 32, 2, 2), std=0.2)
+    model = LiGR(SCHEMA, 32, 2, 2).to(device)
+    model.load_state_dict(exact.state_dict())
+    exact.train()
+    on_cpu = made.to("cpu")
+
+    def step(ranker, given):
+        logits = ranker(given)
+        loss = ranker.next_item_loss(given) + sum(z.square().mean() for z in logits.values())
+        return logits, loss, torch.autograd.grad(loss, list(ranker.parameters()))
+
+    with use_backend("torch"):
+        expected, loss, gradients = step(exact, on_cpu)
+    found, got, own = step(model, made)
+    close({name: z.double().cpu() for name, z in found.items()}, expected, 1e-4)
+    torch.testing.assert_close(got.double().cpu(), loss, rtol=1e-4, atol=0)
+    for (name, _), a, b in zip(model.named_parameters(), own, gradients, strict=True):
+        assert (a.double().cpu() - b).norm() <= 1e-4 * b.norm() + 1e-7, name
+    cache = model.encode(chosen(made, events=[[0, 1, 2], [], [0]])).append(chosen(made, events=[[3, 4], [], [1]]))
+    with torch.no_grad():
+        close({name: z.double().cpu() for name, z in model.score(cache, made).items()}, expected, 1e-4)
 
 
 def test_the_score_weighs_probabilities():
