@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pa = pytest.importorskip("pyarrow")
 
 from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Time  # noqa: E402
+from tigon.rank.labels import Label  # noqa: E402
 from tigon.tables.values import BadValue  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -158,6 +159,45 @@ def test_what_a_side_table_lacks_is_missing_and_counted():
     assert "2 of 5 events have an item that is not among the items." in data.notes
 
 
+def test_histories_that_are_empty_are_told():
+    said = "No request has a history: do both tables name users alike, and are there events before?"
+    strangers = {**EVENTS, "user": ["ann"] * 5}
+    assert said in Impressions.read(ROWS, history=strangers).notes
+    data = Impressions.read(ROWS, history=EVENTS)
+    assert said not in data.notes
+    bare = Impressions.read(ROWS, schema=data.schema)
+    assert bare.notes == ["The schema reads histories, and there is none: all are empty."]
+    assert bare.batch(torch.arange(3)).history["item"].tolist() == []
+
+
+def test_side_tables_may_call_their_ids_id():
+    data = Impressions.read(ROWS, items={"id": ["a", "b"], "size": [1.5, 2.5]}, users={"id": [2, 1], "age": [0.5, 0.7]})
+    batch = data.batch(torch.arange(3))
+    assert batch.items["size"].isnan().tolist() == [False, True, False, True]
+    assert batch.context["age"].isnan().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "expected"),
+    [
+        ("rating >= 4", "rating>=4", [0, 1, 1]),
+        ("rating<4", "rating<4", [1, 0, 0]),
+        ("good = rating == 5.0", "good", [0, 0, 1]),
+        ("rating != 5", "rating!=5", [1, 1, 0]),
+        ("end == 'tv off'", "end==tv off", [0, 1, 0]),
+        ("kept=end != tv off", "kept", [1, 0, 1]),
+        ("seen = flag", "seen", [1, 0, 1]),
+    ],
+)
+def test_labels_that_compare(label, name, expected):
+    rows = {"item": [1, 2, 3], "rating": [1.0, 4.0, 5.0], "end": ["x", "tv off", "y"], "flag": [True, False, True]}
+    data = Impressions.read(rows, labels=[label])
+    assert {k: v.tolist() for k, v in data.batch(torch.arange(3)).labels.items()} == {name: expected}
+    assert data.schema.labels == [name]
+    # What a label is made of is no feature.
+    assert Label.of(label).column not in data.schema.fields
+
+
 def test_names_and_columns_follow_the_requests():
     data = Impressions.read({**ROWS, "word": ["k", "l", "m", "n"]}, history=EVENTS)
     assert data.request_ids == ["x", "y", "z"]
@@ -194,6 +234,26 @@ def test_ones_own_events_and_ones_own_positives():
         assert data.notes == []
     assert batch.history["click"].tolist() == [1]
     assert data.schema.fields["click"].vocab == (1,)
+
+
+@pytest.mark.parametrize("word", ["self", "positives"])
+def test_what_follows_knows_of_what_was_before(tmp_path, word):
+    pa.parquet = pytest.importorskip("pyarrow.parquet")
+    whole = {"user": [1, 2, 1, 2, 1], "time": [1, 2, 3, 4, 5], "item": list("abcab"), "click": [1, 0, 0, 1, 1]}
+    before, after = ({k: v[part] for k, v in whole.items()} for part in (slice(0, 3), slice(3, 5)))
+    pa.parquet.write_table(pa.table(before), tmp_path / "train.parquet")
+    schema = Impressions.read(whole, history=word).schema
+    expected = Impressions.read(whole, history=word, schema=schema).batch(torch.tensor([3, 4]))
+    unlabelled = {name: column for name, column in after.items() if name != "click"}
+    for rows, labelled in ((after, True), (unlabelled, False)):
+        data = Impressions.read(rows, history=[word, tmp_path / "train.parquet"], schema=schema, labelled=labelled)
+        batch = data.batch(torch.arange(2))
+        assert batch.history["item"].tolist() == expected.history["item"].tolist()
+        assert batch.history["click"].tolist() == expected.history["click"].tolist()
+        assert batch.age.tolist() == expected.age.tolist()
+    # What is to be scored tells of no events by itself.
+    alone = Impressions.read(unlabelled, history=word, schema=schema, labelled=False)
+    assert alone.batch(torch.arange(2)).events == 0
 
 
 def test_unsorted_events_are_sorted_and_those_of_one_time_stay_in_order():
@@ -427,6 +487,18 @@ def changed(**columns):
             "history='positives' needs labels, and the impressions have none",
         ),
         (ROWS, {"history": "gone.csv"}, "there is no file gone.csv"),
+        (ROWS, {"history": ["self", "gone.csv"]}, "there is no file gone.csv"),
+        (ROWS, {"history": ["self", "positives"]}, "a history must name one of 'self' and 'positives', got both"),
+        (
+            changed(user=None),
+            {"users": {"user": [1], "age": [2]}},
+            "a table of users needs the impressions' column of users; name it by user=",
+        ),
+        (
+            changed(time=[1_700_000_000] * 4),
+            {"history": {**EVENTS, "time": [1_700_000_000_000] * 5}},
+            "'time' .Time. must have one unit, but looks in the impressions like s, and in the history like ms since",
+        ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
         ({}, {}, "name the column of items by item=…; there are no columns"),

@@ -166,12 +166,10 @@ class Places:
         none = torch.zeros(len(self.ones), dtype=torch.int64)
         fields = self.schema.history
         if tables.history is None:
-            return (
-                none,
-                none,
-                {k: Stored(v.encode(_nothing(v))).kept(v.kind == "Id") for k, v in fields.items()},
-                none[:0],
-            )
+            if fields:
+                notes.append("The schema reads histories, and there is none: all are empty.")
+            empty = {k: Stored(v.encode(_nothing(v))).kept(v.kind == "Id") for k, v in fields.items()}
+            return none, none, empty, none[:0]
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
@@ -190,6 +188,8 @@ class Places:
         if (same := int(found.same.sum())) and not tables.own:
             events = "event" if same == 1 else "events"
             notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
+        if len(order) and not (found.end > found.start).any() and not tables.own:
+            notes.append("No request has a history: do both tables name users alike, and are there events before?")
         history = {k: self._of_events(k, v).picked(order).kept(v.kind == "Id") for k, v in fields.items()}
         return found.start, found.end, history, when[order]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.rank.fields import KINDS, Field, Id
+from tigon.rank.fields import KINDS, Field, Id, Time
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
 
@@ -83,6 +83,11 @@ class Schema:
         item = self.fields.get(self.roles.item)
         if not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
+        time = self.fields.get(self.roles.time or "")
+        if time is not None and (not isinstance(time, Time) or time.side != "context"):
+            raise ValueError(
+                f"Schema: the time {self.roles.time!r} must have a field Time(side='context'), got {time!r}."
+            )
         for name in self.roles.action:
             action = self.fields.get(name)
             if action is None or action.side != "action":
