@@ -67,15 +67,19 @@ class Row:
 class Sequences(NamedTuple):
     """Users' items in time order, from 1 on: user u's are items[offsets[u]] … items[offsets[u + 1] − 1].
 
-    seconds: when, fp64; stars: ratings, int64 from 1; both None where the file has none.
+    names: of the items, "" for 0. seconds: when, fp64; stars: ratings, int64 from 1; both None where the file has none.
     """
 
     name: str
     items: Tensor
     offsets: Tensor  # on the CPU
-    catalogue: int
+    names: list[str]
     seconds: Tensor | None
     stars: Tensor | None
+
+    @property
+    def catalogue(self) -> int:
+        return len(self.names) - 1
 
     @property
     def users(self) -> int:
@@ -116,7 +120,7 @@ def read(folder: Path, name: str) -> Sequences:
     items = torch.tensor([code[event[1]] for event in events])[kept]
     seconds = torch.tensor([event[2] for event in events], dtype=torch.float64)[kept] if timed else None
     stars = torch.tensor([event[3] for event in events])[kept] if timed else None
-    return Sequences(name, items, offsets, len(code), seconds, stars)
+    return Sequences(name, items, offsets, ["", *code], seconds, stars)
 
 
 class Slices(NamedTuple):

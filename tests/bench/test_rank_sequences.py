@@ -4,6 +4,7 @@ import math
 
 import pytest
 import rank_sequences as script
+import rank_sittings
 import torch
 
 from tigon.bench import report
@@ -101,3 +102,57 @@ def test_costs_are_of_equal_numbers():
             assert row.measures["error"] < 1e-5, row
         else:
             assert row.measures["gradient_cosine"] > 1 - 1e-6, row
+
+
+def test_sittings_know_what_was_rated_before_them(tmp_path, monkeypatch, capsys):
+    """Three users of four, two and one sittings; films of one genre are liked."""
+    rows, at = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"], 0
+    draw = torch.Generator().manual_seed(0)
+    for user, sittings in enumerate((4, 2, 1)):
+        for sitting in range(sittings):
+            for film in torch.randperm(12, generator=draw)[: 4 + sitting].tolist():
+                at += 10
+                rows.append(f"{user}\t{film}\t{5 if film % 2 else 2}\t{at}")
+            at += 1000
+        rows.append(f"{user}\t0\t3\t{at}")  # one film is no sitting, but history
+        at += 1000
+    (tmp_path / "ml-100k.inter").write_text("\n".join(rows) + "\n")
+    films = ["item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq"]
+    films += [f'{film}\tA "film"\t1990\t{"Drama War" if film % 2 else "Comedy"}' for film in range(12)]
+    (tmp_path / "ml-100k.item").write_text("\n".join(films) + "\n")
+    data, schema = rank_sittings.sittings_of(tmp_path)
+    assert data.part.tolist() == [0, 0, 1, 2, 0, 2, 0]
+    assert (data.end - data.first).tolist() == [4, 5, 6, 7, 4, 5, 4]
+    made = data.batch(torch.tensor([3, 0]))
+    assert made.history_offsets.tolist() == [0, 15, 15]
+    assert (made.age > rank_sittings.PAUSE).all()
+    names = script.read(tmp_path, "ml-100k").names
+    liked = [int(names[film]) % 2 for film in data.film[made.rows].tolist()]
+    assert made.labels["liked"].tolist() == liked
+    assert [len(some) for some in made.items["genres"].lists()] == [1 + one for one in liked]
+    unseen = data.film[(data.item == 0)]
+    assert not set(unseen.tolist()) & set(data.item.tolist())
+    # All of the best are of one genre, or none are like another.
+    assert rank_sittings.diversity(made.labels["liked"], made, 2, 4) < 1e-6
+    words = (
+        "--data",
+        tmp_path,
+        "--output",
+        tmp_path,
+        "--epochs",
+        2,
+        "--seeds",
+        1,
+        "--sides",
+        "ligr; by itself",
+        "--device",
+        "cpu",
+    )
+    monkeypatch.setattr("sys.argv", ["rank_sittings.py", *map(str, words)])
+    rank_sittings.main()
+    (path,) = tmp_path.glob("*-rank-sittings.json")
+    found = report.load(path)["rows"]
+    assert [row["method"] for row in found] == ["ligr", "by itself"]
+    assert all(0 <= row["measures"][key] <= 1 for row in found for key in ("ndcg@10", "gauc", "auc", "diversity@5"))
+    assert capsys.readouterr().out.startswith("4 train, 1 validate, 2 test")
+    assert schema.fields["genres"].vocab == ("Comedy", "Drama", "War")
