@@ -3,7 +3,8 @@
     encode(history, context, age, lengths)           → keys, values, newest
     score(keys, values, newest, lengths, candidates) → {label: logits (B, C)}
 
-B requests, T events and C candidates a request are free from 1 upwards; rows are padded at the end.
+B requests, T events and C candidates a request are free from 1 upwards; rows are padded at the end. Codes are int64,
+numbers fp32.
 
     history     field → (B, T), with a last dimension for `Ids`, whose lists end in −1. The oldest event first.
     context     field → (B,), likewise.
