@@ -57,6 +57,31 @@ def test_the_page_on_tables_lists_fields_and_endings():
     assert set(re.findall(r"`(\.\w+)`", endings)) == {*FORMATS, *COMPRESSED}
 
 
+def test_the_code_of_the_page_on_sequences_runs(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    # What takes seconds has a test of its own.
+    monkeypatch.setattr(rank.LiGR, "export", lambda ranker, folder: (Path(folder), Path(folder)))
+    names = {}
+    page = (PAGE.parents[1] / "how-to" / "rank-sequences.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "rank-sequences.md", "exec"), names)
+    assert names["data"].notes == []
+    assert names["scores"].shape == (5,)
+    assert names["cache"].lengths == (5, 3)  # a context, and the events twice
+    assert names["codes"].shape == (2, 2)
+    assert (names["place"] >= 1).all()
+    assert type(names["ranker"]) is rank.LiGR
+    options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
+    assert options < set(inspect.signature(rank.LiGR).parameters)
+    # 512 · (512 + 1) + 512 tokens are 512 sequences of a history and a candidate.
+    assert "262,656" in page
+    assert capsys.readouterr().out.endswith(f"(5, 3) {names['cache'].nbytes}\n")
+
+
 def test_the_public_names_are_the_modules():
     assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()

@@ -9,5 +9,8 @@ from tigon.rank.fields import Text as Text
 from tigon.rank.fields import Time as Time
 from tigon.rank.impressions import Impressions as Impressions
 from tigon.rank.ragged import Ragged as Ragged
+from tigon.rank.ranker import Ranker as Ranker
 from tigon.rank.schema import Roles as Roles
 from tigon.rank.schema import Schema as Schema
+from tigon.rank.sequence.cache import Cache as Cache
+from tigon.rank.sequence.model import LiGR as LiGR
