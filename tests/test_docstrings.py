@@ -88,6 +88,7 @@ REPLACED = [
     Replaced("reglu(gate, up)", "y", GATES),
     Replaced("reglu(gate, up, squared=True)", "y", GATES, (1,)),
     Replaced("relu2(x)", "y", ROW),
+    Replaced("gated_residual(x, gate, f)", "y", {"x": randn(3, 8), "gate": randn(3, 8), "f": randn(3, 8)}),
     Replaced("gated_linear(gate, up, weight, bias)", "y", {**GATES, "weight": randn(5, 8), "bias": randn(5)}),
     Replaced(
         "moe_mlp(x, top_k_index, top_k_weights, gate_up, down)", "y",

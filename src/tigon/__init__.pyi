@@ -39,6 +39,7 @@ from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
 from tigon.ops.gated_linear import gated_linear as gated_linear
+from tigon.ops.gated_residual import gated_residual as gated_residual
 from tigon.ops.group_norm import group_norm as group_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.logprob import LogProb as LogProb

@@ -9,7 +9,7 @@ from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
 from ops_table.experts import MOE_MLP
-from ops_table.gated import GATED_LINEAR, GATED_MLP, GEGLU, REGLU, RELU2, SWIGLU
+from ops_table.gated import GATED_LINEAR, GATED_MLP, GATED_RESIDUAL, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.item_softmax import ITEM_SOFTMAX
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
@@ -29,6 +29,7 @@ OPS: tuple[Op, ...] = (
     GEGLU,
     REGLU,
     RELU2,
+    GATED_RESIDUAL,
     GATED_LINEAR,
     GATED_MLP,
     MOE_MLP,

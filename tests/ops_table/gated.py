@@ -14,6 +14,7 @@ from tigon.linear.gated_mlp import gated_mlp, gated_mlp_reference
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
+from tigon.ops.gated_residual import gated_residual_reference
 from tigon.ops.relu2 import relu2_reference
 
 
@@ -278,4 +279,53 @@ GATED_MLP = Op(
         Case("packed, Phi-3", (16384, 3072, 8192, 3072), {}, {"packed": True, "bias": False}),
     ),
     products=True,
+)
+
+
+def _make_gated_residual(shape, dtype, generator, stream=None):
+    x, gate, f = (randn(shape, dtype, generator) for _ in range(3))
+    return x if stream is None else x.to(stream), 2 * gate, f
+
+
+def eager_gated_residual(x, gate, f):
+    return x + torch.sigmoid(gate) * f
+
+
+GATED_RESIDUAL = Op(
+    name="gated_residual",
+    public=tigon.gated_residual,
+    reference=gated_residual_reference,
+    eager=eager_gated_residual,
+    make=_make_gated_residual,
+    cases=(
+        Case("masked", (3, 5, 100)),
+        Case("least", (1, 1), draws=64),
+        Case("aligned", (4, 128)),
+        Case("beyond one block", (3, 1500)),
+        Case("one dimension", (70,)),
+        Case("an fp32 stream, as under autocast", (3, 200), {}, {"stream": torch.float32}),
+    ),
+    empty=((0, 8), (2, 0)),
+    bad=(
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(2, 5), torch.ones(2, 4)),
+            r"gated_residual: gate must be \(2, 4\) floats on cpu.*got \(2, 5\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2, 4), torch.ones(2, 4), torch.ones(4)),
+            r"gated_residual: f must be \(2, 4\) floats on cpu.*got \(4,\)",
+        ),
+        Bad(
+            lambda: (torch.ones(2), torch.ones(2), torch.ones(2).bfloat16()),
+            r"gated_residual: f must have gate's dtype torch.float32, got torch.bfloat16",
+        ),
+        Bad(lambda: (torch.ones(2).long(),) * 3, r"gated_residual: x must have a float dtype, got torch.int64"),
+    ),
+    launches=("gated_residual_fwd", "gated_residual_bwd"),
+    models=(
+        Case("LiGR, 16 requests", (16416, 512)),
+        Case("odd width", (16416, 509)),
+        Case("an fp32 stream", (16416, 512), {}, {"stream": torch.float32}),
+    ),
+    large=(Case("flat", (1000, 4096)),),
 )

@@ -26,8 +26,64 @@ def test_the_code_of_the_page_runs(capsys):
     assert "left out" in capsys.readouterr().out
 
 
+def test_the_code_of_the_page_on_tables_runs(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (PAGE.parent / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks[:1]:
+        exec(compile(block, "data.md", "exec"), names)
+    assert names["data"].schema.fields["minutes"].kind == "Id"
+    # As the page says: the event of ten o'clock is not in the history of the request of ten o'clock.
+    assert names["batch"].history_offsets.tolist() == [0, 1, 2]
+    assert names["batch"].age.tolist() == [38 * 3600, 10.5 * 3600]
+    assert names["data"].notes == ["Histories leave out 1 event at the very time of a request of the same user."]
+    for block in blocks[1:]:
+        exec(compile(block, "data.md", "exec"), names)
+    assert [len(part) for part in (names["train"], names["held"], names["later"])] == [1, 1, 2]
+    assert names["later"].schema == names["data"].schema
+    assert names["schema"] != names["data"].schema
+    assert capsys.readouterr().out.endswith("\n2 5 2\n1\n")
+
+
+def test_the_page_on_tables_lists_fields_and_endings():
+    from tigon.rank.fields import KINDS
+    from tigon.tables.formats import COMPRESSED, FORMATS
+
+    text = (PAGE.parent / "data.md").read_text()
+    assert set(re.findall(r"^\| `([A-Z]\w+)", text, re.MULTILINE)) == set(KINDS)
+    endings = text.partition("| ending | read as |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\.\w+)`", endings)) == {*FORMATS, *COMPRESSED}
+
+
+def test_the_code_of_the_page_on_sequences_runs(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("safetensors")
+    monkeypatch.chdir(tmp_path)
+    # What takes seconds has a test of its own.
+    monkeypatch.setattr(rank.LiGR, "export", lambda ranker, folder: (Path(folder), Path(folder)))
+    names = {}
+    page = (PAGE.parents[1] / "how-to" / "rank-sequences.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, "rank-sequences.md", "exec"), names)
+    assert names["data"].notes == []
+    assert names["scores"].shape == (5,)
+    assert names["cache"].lengths == (5, 3)  # a context, and the events twice
+    assert names["codes"].shape == (2, 2)
+    assert (names["place"] >= 1).all()
+    assert type(names["ranker"]) is rank.LiGR
+    options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
+    assert options < set(inspect.signature(rank.LiGR).parameters)
+    # 512 · (512 + 1) + 512 tokens are 512 sequences of a history and a candidate.
+    assert "262,656" in page
+    assert capsys.readouterr().out.endswith(f"(5, 3) {names['cache'].nbytes}\n")
+
+
 def test_the_public_names_are_the_modules():
-    assert set(homes_of("tigon.rank")) == set(rank.__all__) == {"losses", "metrics"}
+    assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()
               if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"}  # fmt: skip
     assert public <= {name for _, name in NAMES}

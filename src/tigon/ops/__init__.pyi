@@ -14,6 +14,7 @@ from tigon.ops import forked_rms_norm as forked_rms_norm
 from tigon.ops import gated as gated
 from tigon.ops import gated_linear as gated_linear
 from tigon.ops import gated_lora as gated_lora
+from tigon.ops import gated_residual as gated_residual
 from tigon.ops import group_norm as group_norm
 from tigon.ops import layer_norm as layer_norm
 from tigon.ops import logprob as logprob

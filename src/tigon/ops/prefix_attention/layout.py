@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +57,9 @@ class PrefixLayout:
                 f"PrefixLayout: suffix_lengths must hold a list for each of the {self.requests} prefixes, got {count}."
             )
         # Everything is computed on the host, whatever torch's default device is, and reaches the device in one copy.
-        prefix = torch.tensor(self.prefix_lengths, device="cpu")
-        many = torch.tensor([len(s) for s in self.suffix_lengths], device="cpu")
-        suffix = torch.tensor([n for s in self.suffix_lengths for n in s], device="cpu")
+        prefix = _tensor(self.prefix_lengths)
+        many = _tensor([len(s) for s in self.suffix_lengths])
+        suffix = _tensor([n for s in self.suffix_lengths for n in s])
         requests = torch.arange(self.requests, device="cpu")
         self.suffixes = len(suffix)
         self.prefix_rows, self.suffix_rows = sum(self.prefix_lengths), int(suffix.sum())
@@ -187,6 +188,9 @@ def _lengths(name: str, given: Any, least: int) -> tuple[int, ...]:
     lengths = tuple(given)
     if not lengths:
         raise ValueError(f"PrefixLayout: {name} must have at least one length, got an empty list.")
+    # Most are right, and thousands of candidates have one token each: C looks through them, Python at the wrong one.
+    if set(map(type, lengths)) == {int} and min(lengths) >= least:
+        return lengths
     for i, n in enumerate(lengths):
         if type(n) is not int:
             raise ValueError(f"PrefixLayout: {name}[{i}] must be an int on the host, got {_kind(n)}.")
@@ -197,6 +201,11 @@ def _lengths(name: str, given: Any, least: int) -> tuple[int, ...]:
 
 def _kind(given: Any) -> str:
     return f"a tensor on {given.device}" if isinstance(given, Tensor) else type(given).__name__
+
+
+def _tensor(lengths: Sequence[int]) -> Tensor:
+    """On the host, by way of C's numbers: a fifth of the time that torch takes to look at each of Python's."""
+    return torch.frombuffer(array("q", lengths), dtype=torch.int64)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""What every ranker is: a module from batches of impressions to a logit for each label, saved in a folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.rank.batch import Batch
+from tigon.rank.schema import Schema
+
+SCHEMA, CONFIG, MODEL = "schema.json", "config.json", "model.safetensors"
+# Where the class of each kind is, so that a folder can be read before its class was imported.
+HOMES = {"ligr": "tigon.rank.sequence.model:LiGR"}
+
+
+class Ranker(nn.Module):
+    """A model of impressions. A subclass gives `kind`, `forward` and `config`.
+
+    Args:
+        schema: the table's `tigon.rank.Schema`.
+        weights: of each label in the score; None for 1 each.
+
+    Raises: ValueError for weights of other labels.
+
+    Attributes:
+        labels: the names of the schema's labels; a model of next items needs none.
+        score_weights: label → weight.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, schema: Schema, weights: dict[str, float] | None = None) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.schema, self.labels = schema, list(schema.labels)
+        if unknown := sorted(set(weights or {}) - set(self.labels)):
+            raise ValueError(f"{name}: weights must be of the labels {self.labels}, got one of {unknown[0]!r}.")
+        self.score_weights = {label: (weights or {}).get(label, 1.0 if not weights else 0.0) for label in self.labels}
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """label → (C,) fp32 logits, one for each candidate."""
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """What `__init__` takes beside the schema, as JSON holds it."""
+        raise NotImplementedError
+
+    def combine(self, logits: dict[str, Tensor]) -> Tensor:
+        """The score that candidates are ranked by: Σ weight · σ(logit) over the labels.
+
+        Args:
+            logits: label → (C,), as `forward` returns them.
+        Returns: (C,) fp32.
+        Raises: ValueError if a label that has a weight is missing, and if none has one.
+        """
+        used = {label: weight for label, weight in self.score_weights.items() if weight}
+        if missing := sorted(set(used) - set(logits)):
+            raise ValueError(f"{type(self).__name__}.combine: logits must have {missing[0]!r}, got {sorted(logits)}.")
+        if not used:
+            raise ValueError(f"{type(self).__name__}.combine: a label must have a weight, got {self.score_weights}.")
+        return torch.stack([weight * logits[label].float().sigmoid() for label, weight in used.items()]).sum(0)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write schema.json, config.json and model.safetensors. Nothing is pickled.
+
+        Args:
+            folder: made if it is not there.
+        Raises: ValueError if it is a file.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{type(self).__name__}.save_pretrained: folder must be a folder, got the file {folder}.")
+        folder.mkdir(parents=True, exist_ok=True)
+        # Each under its name only when it is whole, config.json last: a folder that has it has the others.
+        save_file({k: v.detach().cpu().clone() for k, v in self.state_dict().items()}, folder / f"{MODEL}.partial")
+        about = {"kind": self.kind, "weights": self.score_weights, **self.config()}
+        self.schema.save(folder / f"{SCHEMA}.partial")
+        (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        for name in (MODEL, SCHEMA, CONFIG):
+            os.replace(folder / f"{name}.partial", folder / name)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> Ranker:
+        """The ranker of a folder that `save_pretrained` wrote, of the class that its config.json names.
+
+        Args:
+            folder: that it wrote.
+            device: where the weights will be; None: the CPU.
+        Returns: the ranker, in evaluation mode.
+        Raises: ValueError if the folder holds no ranker, or one of another class than the one that is asked.
+        """
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"{cls.__name__}.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind = about.pop("kind", None)
+        if kind not in HOMES:
+            raise ValueError(f"{cls.__name__}.from_pretrained: kind must be one of {sorted(HOMES)}, got {kind!r}.")
+        module, _, name = HOMES[kind].partition(":")
+        found: type[Ranker] = getattr(importlib.import_module(module), name)
+        if not issubclass(found, cls):
+            raise ValueError(f"{cls.__name__}.from_pretrained: {folder} must hold a {cls.__name__}, got a {name}.")
+        ranker = found(Schema.load(folder / SCHEMA), **about)
+        ranker.load_state_dict(load_file(folder / MODEL))
+        return ranker.to(device).eval()

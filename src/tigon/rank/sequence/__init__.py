@@ -1,0 +1,1 @@
+"""Rankers that read a request's history as a sequence, and its candidates behind it."""

@@ -1,0 +1,158 @@
+"""The benchmark of next items: its protocol by hand, fits that go on, and the costs of equal numbers."""
+
+import math
+
+import pytest
+import rank_sequences as script
+import rank_sittings
+import torch
+
+from tigon.bench import report
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Rings of ten items, and one line that is too short to be a test; the same with ratings and times."""
+    lines = [" ".join(map(str, (user, *(1 + (user + n) % 10 for n in range(5 + user % 3))))) for user in range(30)]
+    (tmp_path / "rings.txt").write_text("\n".join([*lines, "99 1 2"]) + "\n")
+    rows = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
+    rows += [f"{u}\t{1 + (u + n) % 10}\t{1 + n}\t{1000 - 7 * n}" for u in range(6) for n in range(5)]
+    (tmp_path / "stars.inter").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def test_events_are_read_in_the_order_of_time(folder):
+    rings, stars = script.read(folder, "rings"), script.read(folder, "stars")
+    assert (rings.users, rings.catalogue, rings.seconds) == (30, 10, None)  # who has two events is left out
+    assert rings.offsets.diff().tolist() == [5 + user % 3 for user in range(30)]
+    assert stars.seconds[:5].tolist() == [972, 979, 986, 993, 1000]
+    assert stars.stars[:5].tolist() == [5, 4, 3, 2, 1]
+    chosen = script.slices(rings, torch.tensor([1, 0]), 2, 3)
+    assert rings.items[chosen.rows(CPU)].tolist() == [*rings.items[6:9].tolist(), *rings.items[:3].tolist()]
+    places, there = script.slices(rings, torch.tensor([1, 0]), 3, 50).padded(CPU)
+    assert there.tolist() == [[True, True, True], [True, True, False]]
+    assert places[1, :2].tolist() == [0, 1]
+    with pytest.raises(SystemExit, match=r"must hold nothing.txt or nothing.inter"):
+        script.read(folder, "nothing")
+
+
+class Fixed(script.Side):
+    """Scores that are known: item i has score i for each user."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(11.0)[:, None])
+
+    def hidden(self, users, left_out):
+        return torch.ones(len(users), 1)
+
+    @property
+    def table(self):
+        return self.weight
+
+
+def test_ranks_are_among_all_items_or_among_new_ones(folder):
+    data = script.read(folder, "rings")
+    code = data.items.tolist()
+    for left_out in (0, 1):
+        places, new = (script.ranks(Fixed(), data, left_out, fresh, size=7) for fresh in (False, True))
+        for user in range(data.users):
+            mine = code[data.offsets[user] : data.offsets[user + 1]]
+            target, had = mine[-1 - left_out], set(mine[: len(mine) - 1 - left_out])
+            better = [item for item in range(1, 11) if item > target]
+            assert places[user] == 1 + len(better)
+            assert new[user] == 1 + len([item for item in better if item not in had])
+    found = script.measures(torch.tensor([1, 3, 11]))
+    assert found["hr@10"] == pytest.approx(2 / 3)
+    assert found["ndcg@10"] == pytest.approx((1 + 1 / math.log2(4)) / 3)
+
+
+def test_both_learn_and_a_run_goes_on(folder, monkeypatch, capsys):
+    def run(*more):
+        words = (
+            "--data", folder, "--sets", "rings", "--output", folder / "out", "--device", "cpu", "--width", 16,
+            "--every", 3, "--epochs", 15, "--batch-size", 8, "--lr", 0.01, "--warmup", 5, "--dropout", 0.1, *more,
+        )  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["rank_sequences.py", *map(str, words)])
+        script.main()
+        (path,) = (folder / "out").glob("*-rank-sequences.json")
+        return path, report.load(path)["rows"]
+
+    path, first = run("--seeds", 1, "--sides", "sasrec; ligr")
+    assert [(row["method"], row["seed"], row["data"]) for row in first] == [
+        ("sasrec", 0, "rings"),
+        ("ligr", 0, "rings"),
+    ]
+    for row in first:  # a ring: what comes next is certain
+        assert row["measures"]["ndcg@10"] > 0.8, row["method"]
+        assert row["setting"]["losses"][-1] < row["setting"]["losses"][0]
+    _, second = run("--seeds", 1, "--sides", "sasrec; ligr, no gate; ligr, stars", "--resume", path, "--epochs", 3)
+    assert second[:2] == first
+    assert [row["method"] for row in second[2:]] == ["ligr, no gate"]  # the set has no ratings
+    assert "ndcg@10" in capsys.readouterr().out
+
+
+def test_costs_are_of_equal_numbers():
+    rows = list(script.cost(CPU, tiny=True))
+    assert {row.method for row in rows} >= {"ligr", "ligr, from a cache", "padded torch", "padded torch, in groups"}
+    for row in rows:
+        if "error" in row.measures:
+            assert row.measures["error"] < 1e-5, row
+        else:
+            assert row.measures["gradient_cosine"] > 1 - 1e-6, row
+
+
+def test_sittings_know_what_was_rated_before_them(tmp_path, monkeypatch, capsys):
+    """Three users of four, two and one sittings; films of one genre are liked."""
+    rows, at = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"], 0
+    draw = torch.Generator().manual_seed(0)
+    for user, sittings in enumerate((4, 2, 1)):
+        for sitting in range(sittings):
+            for film in torch.randperm(12, generator=draw)[: 4 + sitting].tolist():
+                at += 10
+                rows.append(f"{user}\t{film}\t{5 if film % 2 else 2}\t{at}")
+            at += 1000
+        rows.append(f"{user}\t0\t3\t{at}")  # one film is no sitting, but history
+        at += 1000
+    (tmp_path / "ml-100k.inter").write_text("\n".join(rows) + "\n")
+    films = ["item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq"]
+    films += [f'{film}\tA "film"\t1990\t{"Drama War" if film % 2 else "Comedy"}' for film in range(12)]
+    (tmp_path / "ml-100k.item").write_text("\n".join(films) + "\n")
+    data, schema = rank_sittings.sittings_of(tmp_path)
+    assert data.part.tolist() == [0, 0, 1, 2, 0, 2, 0]
+    assert (data.end - data.first).tolist() == [4, 5, 6, 7, 4, 5, 4]
+    made = data.batch(torch.tensor([3, 0]))
+    assert made.history_offsets.tolist() == [0, 15, 15]
+    assert (made.age > rank_sittings.PAUSE).all()
+    names = script.read(tmp_path, "ml-100k").names
+    liked = [int(names[film]) % 2 for film in data.film[made.rows].tolist()]
+    assert made.labels["liked"].tolist() == liked
+    assert [len(some) for some in made.items["genres"].lists()] == [1 + one for one in liked]
+    unseen = data.film[(data.item == 0)]
+    assert not set(unseen.tolist()) & set(data.item.tolist())
+    # All of the best are of one genre, or none are like another.
+    assert rank_sittings.diversity(made.labels["liked"], made, 2, 4) < 1e-6
+    words = (
+        "--data",
+        tmp_path,
+        "--output",
+        tmp_path,
+        "--epochs",
+        2,
+        "--seeds",
+        1,
+        "--sides",
+        "ligr; by itself",
+        "--device",
+        "cpu",
+    )
+    monkeypatch.setattr("sys.argv", ["rank_sittings.py", *map(str, words)])
+    rank_sittings.main()
+    (path,) = tmp_path.glob("*-rank-sittings.json")
+    found = report.load(path)["rows"]
+    assert [row["method"] for row in found] == ["ligr", "by itself"]
+    assert all(0 <= row["measures"][key] <= 1 for row in found for key in ("ndcg@10", "gauc", "auc", "diversity@5"))
+    assert capsys.readouterr().out.startswith("4 train, 1 validate, 2 test")
+    assert schema.fields["genres"].vocab == ("Comedy", "Drama", "War")
