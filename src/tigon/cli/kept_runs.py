@@ -23,6 +23,7 @@ from tigon.cli.checkpoint import (
     step_of,
     write_json,
 )
+from tigon.cli.folder import LOCK
 from tigon.cli.problem import Problem, check_writable
 
 # Of a checkpoint.
@@ -45,13 +46,10 @@ def read_record(command: str, output: Path) -> dict[str, Any]:
     return found
 
 
-def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: bool) -> None:
-    """A folder without a run. What no run wrote is never deleted, nor written over.
-
-    written: names of what a run writes beside its checkpoints and its record.
-    """
+def check_room(command: str, output: Path, overwrite: bool) -> None:
+    """Raise a Problem if there is no room for a run in a folder, and write nothing."""
     check_writable(output, "--output")
-    if output.exists() and any(output.iterdir()):
+    if output.exists() and any(path.name != LOCK for path in output.iterdir()):
         if not (output / RECORD).exists():
             raise Problem(f"{command}: --output {output} holds files that no run wrote; give another --output")
         read_record(command, output)
@@ -59,8 +57,16 @@ def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: b
             raise Problem(
                 f"{command}: --output {output} holds a run: --resume goes on with it, --overwrite replaces it"
             )
-        for path in [*output.glob("checkpoint-*"), *(output / name for name in (*written, STAGING, RECORD))]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: bool) -> None:
+    """A folder without a run. What no run wrote is never deleted, nor written over.
+
+    written: names of what a run writes beside its checkpoints and its record.
+    """
+    check_room(command, output, overwrite)
+    for path in [*output.glob("checkpoint-*"), *(output / name for name in (*written, STAGING, RECORD))]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
 
 
