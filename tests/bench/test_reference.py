@@ -22,7 +22,8 @@ HOSTS = (
 # What functions return: nobody makes one, so that its fields are in the signature, with their types, and not in rows.
 RETURNED = {
     "Fusion", "Report", "Row", "TrainerFusion", "TrainerReport", "Hpz", "Plan", "Traffic", "LogProb", "GraphStep",
-    "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache",
+    "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache", "Fitted", "Progress", "Evaluation",
+    "Measured", "Scored",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainingArguments
 
 from tigon.cli import metrics as module
+from tigon.cli import metrics_file
 from tigon.cli.metrics import Metrics
 from tigon.cli.tokens import collate, tokens_of
 from tigon.cli.trainer import CheckpointedTrainer, StopOnSignal
@@ -147,16 +148,16 @@ def test_lines_that_no_run_wrote_are_passed_over(tmp_path):
     ]
     lines = [*map(json.dumps, rows), *wrong]
     file.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
-    assert module.read_metrics(file) == ({1: 2.0, 2: 1.0}, {1: 3.0})
-    module.plot_loss(file, tmp_path / "loss.png", "loss")
+    assert metrics_file.read_metrics(file) == ({1: 2.0, 2: 1.0}, {1: 3.0})
+    metrics_file.plot_loss(file, tmp_path / "loss.png", "loss")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"{}", b"{}\n"), (b"{}\n", b"{}\n"), (b"\xff", b"\xff\n")])
 def test_a_line_that_a_kill_cut_off_is_ended(tmp_path, before, after):
     file = tmp_path / "metrics.jsonl"
-    module.repair(file)
+    metrics_file.repair(file)
     assert not file.exists()
     file.write_bytes(before)
-    module.repair(file)
+    metrics_file.repair(file)
     assert file.read_bytes() == after

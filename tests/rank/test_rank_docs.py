@@ -57,6 +57,33 @@ def test_the_page_on_tables_lists_fields_and_endings():
     assert set(re.findall(r"`(\.\w+)`", endings)) == {*FORMATS, *COMPRESSED}
 
 
+def test_the_code_of_the_page_on_fitting_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "accelerate"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (PAGE.parent / "fit.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "fit.md", "exec"), names)
+    fitted, found = names["fitted"], names["found"].labels["click"]["auc"]
+    assert found.value == pytest.approx(max(row["auc"] for row in fitted.history), abs=1e-6)
+    assert found.low <= found.value <= found.high
+    assert "Measured(value=" in capsys.readouterr().out
+
+
+def test_the_page_on_fitting_names_what_the_library_has():
+    pytest.importorskip("accelerate")
+    from tigon.cli.rank.fitting import WRITTEN
+    from tigon.rank.fitting import LOSSES
+
+    text = (PAGE.parent / "fit.md").read_text()
+    rows = set(re.findall(r"^\| `([\w./-]+)` \|", text, re.MULTILINE))
+    assert rows == {"model/", "run.json", "checkpoint-N/"} | {*WRITTEN} - {"model"}
+    losses = text.partition("- **Which loss**: ")[2].partition("\n")[0]
+    assert set(re.findall(r"`(\w+)`", losses)) == set(LOSSES)
+
+
 def test_the_code_of_the_page_on_sequences_runs(capsys, tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     pytest.importorskip("safetensors")

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from tigon.cli.checkpoint import STAGING, publish, seal, write_json
 from tigon.cli.folder import MERGED, METRICS, PICTURE, PRETRAINED, move_in, record
-from tigon.cli.metrics import Metrics, plot_loss, read_metrics
+from tigon.cli.metrics import Metrics
+from tigon.cli.metrics_file import plot_loss, read_metrics
 from tigon.cli.model import is_quantized
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from tigon.cli.metrics_file import append
 from tigon.cli.problem import Problem
 
 _OURS = ("loss", "learning_rate", "epoch", "step")  # written for every step, not only at log steps
@@ -146,8 +145,7 @@ class Metrics(TrainerCallback):
 
     def append(self, *rows: dict[str, Any]) -> None:
         if self.main:
-            with open(self.file, "a", encoding="utf-8") as handle:
-                handle.write("".join(json.dumps(row) + "\n" for row in rows))
+            append(self.file, *rows)
 
     def scalars(self, step: int, **values: float) -> None:
         if self.writer is not None:
@@ -160,51 +158,3 @@ class Metrics(TrainerCallback):
             self.bar = None
         if self.writer is not None:
             self.writer.close()
-
-
-def repair(file: Path) -> None:
-    """End the last line of metrics.jsonl where a kill cut it off, so that the next one stands on its own."""
-    if file.exists():
-        with open(file, "rb+") as handle:
-            size = handle.seek(0, os.SEEK_END)
-            handle.seek(max(0, size - 1))
-            if handle.read(1) not in (b"", b"\n"):
-                handle.write(b"\n")
-
-
-def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """The training and evaluation losses by step; of a step that stands twice, the last.
-
-    A malformed line, such as one that a kill cut off, is skipped.
-    """
-    train: dict[int, float] = {}
-    evaluation: dict[int, float] = {}
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            for found, name in ((train, "loss"), (evaluation, "eval_loss")):
-                if isinstance(row.get(name), (int, float)):
-                    found[row["step"]] = float(row[name])
-    return dict(sorted(train.items())), dict(sorted(evaluation.items()))
-
-
-def plot_loss(file: Path, picture: Path, label: str) -> None:
-    """Plot the losses of metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    train, evaluation = read_metrics(file)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(list(train), list(train.values()), linewidth=1, label="training")
-    if evaluation:
-        axes.plot(list(evaluation), list(evaluation.values()), marker="o", label="evaluation")
-    axes.set(xlabel="step", ylabel=label)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)

@@ -28,7 +28,8 @@ from tigon.cli.closing import conclude, save, save_from, save_merged
 from tigon.cli.data import Corpus
 from tigon.cli.folder import METRICS, Claim, check_room, clear, is_closed, move_in, read_record, record
 from tigon.cli.memory import check_memory, resolved
-from tigon.cli.metrics import Metrics, repair
+from tigon.cli.metrics import Metrics
+from tigon.cli.metrics_file import repair
 from tigon.cli.model import (
     Source,
     attention_options,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json as encoder
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.rank.shared import sentences
 
 NAME = "rank inspect"
 
@@ -37,24 +36,16 @@ def inspect_data(
     from tigon.rank import Impressions, Schema
     from tigon.rank.summary import summary
 
-    try:
+    with sentences(NAME):
         given = None if schema is None else Schema.load(schema)
         data = Impressions.read(paths, history=history, items=items, users=users, schema=given, labelled=False, **roles)
         if output is not None:
             data.schema.save(output)
-    except (ValueError, OSError) as error:
-        raise Problem(f"{NAME}: {_as_options(one_line(error))}") from error
     found = summary(data)
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:
         _show(found)
-
-
-def _as_options(said: str) -> str:
-    """A sentence of the library, with its arguments as the options that a user knows."""
-    said = said.removeprefix("rank.Impressions: ").replace("labels=…", "--label")
-    return re.sub(r"\b([a-z]+)=…", r"--\1", said)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import platform
 import shlex
-import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,12 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from tigon.cli.agree import processes
-from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.checkpoint import RECORD, prune, write_json
+from tigon.cli.kept_runs import Interrupts, circumstances, load, make_room, read_record, save
+from tigon.cli.problem import Problem, device_of, needs
 
 NAME = "retrieve train"
-RECORD, RESULTS, PICTURE, INDEX, QUERIES, TABLES = (
-    "run.json", "results.json", "recall.png", "items.index", "users.npy", "towers.safetensors",
+RESULTS, PICTURE, INDEX, QUERIES, TABLES = (
+    "results.json", "recall.png", "items.index", "users.npy", "towers.safetensors",
 )  # fmt: skip
+WRITTEN = (RESULTS, PICTURE, INDEX, QUERIES, TABLES)
 _RUN, _MODEL, _STEP = "Run", "Model", "Optimization"
 
 
@@ -74,7 +73,7 @@ def train(
         raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
     output = output.expanduser().resolve()
     if resume:
-        record = _record(output)
+        record = read_record(NAME, output)
         if "results" in record:
             raise Problem(f"{NAME}: the run in {output} is at its end")
         given = record["options"]
@@ -90,9 +89,7 @@ def train(
         if record["data"] != pairs.digest:
             raise Problem(f"{NAME}: {given['data']} is not what the run in {output} was trained on")
     else:
-        _make_room(output, overwrite)
-        from tigon.cli.checkpoint import write_json
-
+        make_room(NAME, output, WRITTEN, overwrite)
         record = {"kind": NAME, "options": given, "data": pairs.digest, "stages": {}}
         write_json(output / RECORD, record)
     _Run(output, record, pairs, settings, seeds, cuts, (given["val_split"], given["val_fraction"]), place).go()
@@ -120,35 +117,6 @@ def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
     return settings, seeds, sorted(set(integers(NAME, "-k", given["k"], 2048)))
 
 
-def _record(output: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Problem(f"{NAME}: there is no run in {output} to resume: it has no {RECORD}") from None
-    except (OSError, ValueError) as error:
-        raise Problem(f"{NAME}: {output / RECORD} cannot be read ({error})") from error
-    if not isinstance(found, dict) or found.get("kind") != NAME:
-        raise Problem(f"{NAME}: {output / RECORD} is not the record of a run of tigon {NAME}")
-    return found
-
-
-def _make_room(output: Path, overwrite: bool) -> None:
-    """A folder without a run. What no run wrote is never deleted, nor written over."""
-    check_writable(output, "--output")
-    if output.exists() and any(output.iterdir()):
-        if not (output / RECORD).exists():
-            raise Problem(f"{NAME}: --output {output} holds files that no run wrote; give another --output")
-        _record(output)
-        if not overwrite:
-            raise Problem(
-                f"{NAME}: --output {output} holds a run: --resume goes on with it, --overwrite replaces it"
-            )
-        written = (RESULTS, PICTURE, INDEX, QUERIES, TABLES, ".incomplete", RECORD)
-        for path in [*output.glob("checkpoint-*"), *(output / name for name in written)]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
-
-
 class _Run:
     """Stages: a fit that validates, whose best epoch the others train to on all pairs, one for each seed."""
 
@@ -165,7 +133,6 @@ class _Run:
         self.how, self.share = held
         self.console = screen(stderr=True)
         self.train = torch.from_numpy(pairs.train)
-        self.signal = 0
         self.saved = time.monotonic()
 
     def go(self) -> None:
@@ -202,9 +169,8 @@ class _Run:
 
     def _fit(self, stage: str, pairs: Any, held: Any, settings: Any, seed: int) -> Any:
         from tigon.cli.retrieve.fitting import fit
-        from tigon.cli.retrieve.kept_runs import load, save
 
-        state = load(self.output, stage)
+        state = self._state(stage)
         if state is not None:
             self.console.print(f"{stage}: from epoch {state['epoch']}")
 
@@ -213,36 +179,34 @@ class _Run:
                 shown = "  ".join(f"{name} {found[name]:.4f}" for name in ("recall@20", "ndcg@20"))
                 self.console.print(f"{stage}, epoch {epoch}: loss {loss:.4f}  {shown}")
             # Often enough that little is lost, and so rarely that a short epoch does not wait for the disk.
-            if self.signal or time.monotonic() - self.saved > 20 or (epoch == 1 and state is None):
-                save(self.output, stage, made())
+            if interrupts.signal or time.monotonic() - self.saved > 20 or (epoch == 1 and state is None):
+                facts = {"stage": stage, **made()}
+                save(self.output, {"towers": facts.pop("towers")}, facts.pop("optimizer"), facts)
                 self.saved = time.monotonic()
-            return bool(self.signal)
+            return bool(interrupts.signal)
 
-        def note(number: int, _: Any) -> None:
-            if self.signal:
-                raise KeyboardInterrupt
-            self.signal = number
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with Interrupts() as interrupts:
             fitted = fit(
                 pairs, len(self.pairs.users), len(self.pairs.items), settings, seed, held, device=self.device,
                 state=state, after_epoch=after,
             )  # fmt: skip
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         if fitted.stopped:
             command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
             raise Problem(
                 f"stopped in {stage} after epoch {fitted.epochs}, with a checkpoint; go on by: {command}",
-                code=128 + self.signal,
+                code=128 + interrupts.signal,
             )
         return fitted
 
-    def _done(self, stage: str, found: dict[str, Any]) -> None:
-        from tigon.cli.checkpoint import prune, write_json
+    def _state(self, stage: str) -> dict[str, Any] | None:
+        """What a fit of this stage goes on from: the newest whole checkpoint, if it is one of this stage."""
+        found = load(self.output)
+        if found is None or found[2]["stage"] != stage:
+            return None
+        modules, optimizer, facts = found
+        return {**facts, **modules, "optimizer": optimizer}
 
+    def _done(self, stage: str, found: dict[str, Any]) -> None:
         self.record["stages"][stage] = found
         write_json(self.output / RECORD, self.record)
         prune(self.output, 0)
@@ -266,11 +230,8 @@ class _Run:
 
     def _conclude(self) -> None:
         import numpy as np
-        import torch
         from rich.table import Table
 
-        from tigon import __version__
-        from tigon.cli.checkpoint import write_json
         from tigon.cli.screen import screen, show
 
         stages = self.record["stages"]
@@ -280,11 +241,7 @@ class _Run:
             name: {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
             for name in names for values in [[row[name] for row in rows]]
         }  # fmt: skip
-        hardware = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor()
-        self.record["results"] = {
-            "seeds": rows, "summary": summary, "hardware": hardware or platform.machine(),
-            "versions": {"tigon": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        }  # fmt: skip
+        self.record["results"] = {"seeds": rows, "summary": summary, **circumstances(self.device)}
         _plot(self.output / PICTURE, stages)
         write_json(self.output / RESULTS, {**self.record["results"], "options": self.record["options"]})
         write_json(self.output / RECORD, self.record)

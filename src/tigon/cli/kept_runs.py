@@ -1,0 +1,153 @@
+"""Runs of Tigon's own loops: their folder, their record, checkpoints that are whole or absent, and Ctrl-C.
+
+`tigon retrieve train` and `tigon rank fit` share it; runs of the Hugging Face `Trainer` have `tigon.cli.folder`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.checkpoint import (
+    RECORD,
+    STAGING,
+    checkpoints,
+    newest_whole,
+    prune,
+    publish,
+    seal,
+    step_of,
+    write_json,
+)
+from tigon.cli.folder import LOCK
+from tigon.cli.problem import Problem, check_writable
+
+# Of a checkpoint.
+TENSORS, FACTS = "state.safetensors", "state.json"
+
+
+def read_record(command: str, output: Path) -> dict[str, Any]:
+    """The record of the run of this command in a folder.
+
+    Raises: Problem if there is none, or that of another command.
+    """
+    try:
+        found = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"{command}: there is no run in {output} to resume: it has no {RECORD}") from None
+    except (OSError, ValueError) as error:
+        raise Problem(f"{command}: {output / RECORD} cannot be read ({error})") from error
+    if not isinstance(found, dict) or found.get("kind") != command:
+        raise Problem(f"{command}: {output / RECORD} is not the record of a run of tigon {command}")
+    return found
+
+
+def check_room(command: str, output: Path, overwrite: bool) -> None:
+    """Raise a Problem if there is no room for a run in a folder, and write nothing."""
+    check_writable(output, "--output")
+    if output.exists() and any(path.name != LOCK for path in output.iterdir()):
+        if not (output / RECORD).exists():
+            raise Problem(f"{command}: --output {output} holds files that no run wrote; give another --output")
+        read_record(command, output)
+        if not overwrite:
+            raise Problem(
+                f"{command}: --output {output} holds a run: --resume goes on with it, --overwrite replaces it"
+            )
+
+
+def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: bool) -> None:
+    """A folder without a run. What no run wrote is never deleted, nor written over.
+
+    written: names of what a run writes beside its checkpoints and its record.
+    """
+    check_room(command, output, overwrite)
+    for path in [*output.glob("checkpoint-*"), *(output / name for name in (*written, STAGING, RECORD))]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def save(
+    output: Path, modules: dict[str, dict[str, Any]], optimizer: dict[str, Any], facts: dict[str, Any], *, keep: int = 1
+) -> None:
+    """Write a checkpoint in place of older ones, which go once it is whole.
+
+    modules: state dicts by name; a name has no dot. optimizer: a state dict, whose numbers are tensors. facts: JSON.
+    """
+    from safetensors.torch import save_file
+
+    number = 1 + max((step_of(folder) for folder in checkpoints(output)), default=0)
+    staged = output / STAGING / f"checkpoint-{number}"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    tensors = {f"{module}.{name}": value for module, state in modules.items() for name, value in state.items()}
+    for p, values in optimizer["state"].items():
+        tensors |= {f"optimizer.{p}.{name}": value for name, value in values.items()}
+    save_file({name: value.detach().contiguous().cpu() for name, value in tensors.items()}, staged / TENSORS)
+    write_json(staged / FACTS, {**facts, "groups": optimizer["param_groups"]})
+    seal(staged)
+    publish(staged, output / staged.name)
+    prune(output, keep)
+
+
+def load(output: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]] | None:
+    """What was given to `save`, of the newest whole checkpoint: (modules, optimizer, facts); None if there is none.
+
+    Raises: Problem if there are checkpoints, and none is whole.
+    """
+    from safetensors.torch import load_file
+
+    if not checkpoints(output):
+        return None
+    folder, _ = newest_whole(output)
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    modules: dict[str, dict[str, Any]] = {}
+    values: dict[int, dict[str, Any]] = {}
+    for name, tensor in load_file(folder / TENSORS).items():
+        module, _, rest = name.partition(".")
+        if module == "optimizer":
+            p, _, of = rest.partition(".")
+            values.setdefault(int(p), {})[of] = tensor
+        else:
+            modules.setdefault(module, {})[rest] = tensor
+    return modules, {"state": values, "param_groups": facts.pop("groups")}, facts
+
+
+class Interrupts:
+    """`with Interrupts() as interrupts`: the first Ctrl-C or SIGTERM is kept in `.signal`, for the loop to look at.
+
+    The second one raises KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+def circumstances(device: Any) -> dict[str, Any]:
+    """The hardware and the versions that results were made with."""
+    import torch
+
+    from tigon import __version__
+
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "hardware": hardware or platform.machine(),
+        "versions": {"tigon": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

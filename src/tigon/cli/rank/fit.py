@@ -1,0 +1,129 @@
+"""`tigon rank fit`: a ranker from a table of impressions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+from tigon.cli.agree import processes
+from tigon.cli.checkpoint import RECORD, write_json
+from tigon.cli.folder import Claim
+from tigon.cli.kept_runs import check_room, make_room, read_record
+from tigon.cli.problem import Problem, device_of, integers, needs
+from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
+
+NAME = "rank fit"
+_RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
+MODELS = ("ligr",)
+SPLITS = ("time", "request")
+
+
+# ruff: noqa: E501 (one line for each option)
+# fmt: off
+def fit(
+    data: Annotated[list[str] | None, within(_DATA, "Impressions, a row each: a file, several, or a folder: parquet, csv, JSON lines, RecBole's .inter.")] = None,
+    history: Annotated[list[str] | None, within(_DATA, "Events: user, item, time and what happened. self: the impressions themselves; positives: those with a positive label.")] = None,
+    items: Annotated[list[str] | None, within(_DATA, "Features of items, a row each.")] = None,
+    users: Annotated[list[str] | None, within(_DATA, "Features of users, a row each.")] = None,
+    val: Annotated[list[str] | None, within(_DATA, "Impressions to validate on; default: a share of the data.")] = None,
+    test: Annotated[list[str] | None, within(_DATA, "Impressions to test the ranker on at the end.")] = None,
+    schema: Annotated[Path | None, within(_DATA, "A schema.json that you have edited; default: what is found in the data.")] = None,
+    request: Annotated[str | None, within(_DATA, "Column of what was shown together; default: session_id, request_id, …, or user and time.")] = None,
+    item: Annotated[str | None, within(_DATA, "Column of items; default: item_id, item, ….")] = None,
+    user: Annotated[str | None, within(_DATA, "Column of users; default: user_id, user, ….")] = None,
+    time: Annotated[str | None, within(_DATA, "Column of times; default: timestamp, time, ….")] = None,
+    label: Annotated[list[str] | None, within(_DATA, "Column of 0 and 1, or a comparison, such as 'like=rating>=4'; once for each label. Default: click, label, ….")] = None,
+    action: Annotated[list[str] | None, within(_DATA, "Column of the history that says what happened, once for each.")] = None,
+    weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: weight.")] = None,
+    output: Annotated[Path, within(_RUN, "Folder for checkpoints, the ranker and results.", "--output", "-o")] = Path("rank-run"),
+    resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
+    overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
+    save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
+    log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
+    model: Annotated[str, within(_MODEL, f"{', '.join(MODELS)}.")] = "ligr",
+    width: Annotated[int, within(_MODEL, "Width of the tokens.", min=1)] = 256,
+    layers: Annotated[int, within(_MODEL, "Layers, the set-wise ones among them.", min=1)] = 6,
+    heads: Annotated[int, within(_MODEL, "Heads of attention.", min=1)] = 4,
+    setwise_layers: Annotated[int, within(_MODEL, "Last layers in which the candidates of a request read each other.", min=0)] = 1,
+    dropout: Annotated[float, within(_MODEL, "Dropout.", min=0, max=0.9)] = 0.0,
+    score_weight: Annotated[list[str] | None, within(_MODEL, "Weight of a label's probability in the score, such as click=1, once for each label; default: 1 each.")] = None,
+    objective: Annotated[str, within(_STEP, "impressions, or next-item: what comes next in a history, among all items.")] = "impressions",
+    loss: Annotated[str, within(_STEP, "bce, softmax, pairwise, approx_ndcg or lambda, summed over the labels.")] = "bce",
+    label_weight: Annotated[list[str] | None, within(_STEP, "Weight of a label's loss, such as click=0.5, once for each label; default: 1 each.")] = None,
+    lr: Annotated[float, within(_STEP, "Peak of the learning rate of AdamW.")] = 1e-3,
+    weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
+    warmup: Annotated[float, within(_STEP, "Share of the run in which the rate rises; then it falls by a cosine.")] = 0.05,
+    clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
+    epochs: Annotated[int, within(_STEP, "Most passes over the requests.", min=1)] = 10,
+    max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
+    batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
+    batch_tokens: Annotated[int | None, within(_STEP, "Events and candidates of a step, instead of so many requests.", min=1)] = None,
+    history_max: Annotated[int, within(_DATA, "Newest events of a request that are read.", min=0)] = 200,
+    metric: Annotated[str | None, within(_STEP, "What early stopping looks at: auc, gauc, log_loss, ndcg@10, click:auc, …; default: auc for bce, else ndcg@10.")] = None,
+    eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
+    patience: Annotated[int, within(_STEP, "Evaluations without a better one before the run stops.", min=1)] = 3,
+    val_fraction: Annotated[float, within(_DATA, "Share of the requests that is held out, without --val; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
+    val_split: Annotated[str, within(_DATA, "Which requests are held out: the last by time, or any (request).")] = "time",
+    at: Annotated[str, within(_RUN, "Cut-offs of NDCG and HR in the results, separated by commas.")] = "1,5,10",
+    draws: Annotated[int, within(_RUN, "Bootstrap draws for the intervals of the results; 0: none.", min=0)] = 200,
+    seed: Annotated[int, within(_STEP, "Seed of weights, order, dropout and the split.", min=0)] = 0,
+    precision: Annotated[str, within(_STEP, "Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    device: Annotated[str, within(_RUN, "auto, cpu or cuda.")] = "auto",
+) -> None:
+    # fmt: on
+    """Train a ranker on a table of impressions, and measure it.
+
+    One row of the data is one impression: what was shown (item), in which request, and what happened (labels).
+    """
+    given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
+    needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "accelerate", "matplotlib")
+    if processes() > 1:
+        raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
+    output = output.expanduser().resolve()
+    record: dict[str, Any] = {}
+    if resume:
+        record = read_record(NAME, output)
+        if "results" in record:
+            raise Problem(f"{NAME}: the run in {output} is at its end")
+        given = record["options"]
+    else:
+        if not data:
+            raise Problem(f"{NAME}: --data must name the impressions to train on")
+        check_room(NAME, output, overwrite)
+        for name in ("data", "history", "items", "users", "val", "test"):
+            given[name] = paths_of(given[name] or [])
+        given["schema"] = None if schema is None else str(schema.expanduser().resolve())
+    place = device_of(device, NAME)
+    options = _options(given)
+    integers(NAME, "--at", given["at"])
+    from tigon.cli.rank.fitting import WRITTEN, Run, read_tables
+
+    tables = read_tables(NAME, given)
+    files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
+    found = digest([path for path in files if Path(path).exists()])
+    if resume and record["data"] != found:
+        raise Problem(f"{NAME}: the data is not what the run in {output} was trained on")
+    output.mkdir(parents=True, exist_ok=True)
+    with Claim() as claim:
+        claim.take(output)
+        if not resume:
+            make_room(NAME, output, WRITTEN, overwrite)
+            record = {"kind": NAME, "options": given, "data": found}
+            write_json(output / RECORD, record)
+        Run(output, record, tables, options, place).go()
+
+
+def _options(given: dict[str, Any]) -> Any:
+    from tigon.rank import FitOptions
+
+    if given["model"] not in MODELS:
+        raise Problem(f"{NAME}: --model must be one of {', '.join(MODELS)}, got {given['model']}")
+    if given["val_split"] not in SPLITS:
+        raise Problem(f"{NAME}: --val-split must be one of {', '.join(SPLITS)}, got {given['val_split']}")
+    weights_of(NAME, "--score-weight", given["score_weight"] or [])
+    names = {field.name for field in dataclasses.fields(FitOptions)}
+    chosen = {name: value for name, value in given.items() if name in names}
+    chosen["label_weights"] = weights_of(NAME, "--label-weight", given["label_weight"] or [])
+    with sentences(NAME):
+        return FitOptions(**chosen)

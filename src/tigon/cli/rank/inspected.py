@@ -1,0 +1,112 @@
+"""What a ranker is made of, and what a request of a table costs it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.rank.scoring import Drawing, device_of, evaluating
+
+# Batches that are counted and timed.
+BATCHES = 5
+
+
+def fields_of(schema: Any) -> list[dict[str, Any]]:
+    """A row for each field: name, kind, side, and how many rows its embedding table has."""
+    return [
+        {"name": name, "kind": field.kind, "side": field.side, "rows": getattr(field, "rows", None)}
+        for name, field in schema.fields.items()
+    ]
+
+
+def parameters_of(ranker: nn.Module) -> dict[str, int]:
+    """Parameters by part, the largest first; fields have a part each."""
+    counts: dict[str, int] = {}
+    for name, p in ranker.named_parameters():
+        words = name.split(".")
+        part = ".".join(words[:3]) if words[0] == "tokens" else words[0]
+        counts[part] = counts.get(part, 0) + p.numel()
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def costs(ranker: Any, data: Any, drawing: Drawing) -> dict[str, Any]:
+    """Of a request, as a mean over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
+
+    FLOPs are those of linear layers, and of attention where the ranker's config says how wide it is. The floor is the
+    time of so many FLOPs at the rate of the largest matrix product that the device reaches.
+    """
+    device = device_of(ranker)
+    seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
+    with evaluating(ranker):
+        for number, batch in enumerate(drawing.batches(data, device)):
+            if number == BATCHES:
+                break
+            with _Linear(ranker) as linear, drawing.autocast(device):
+                ranker(batch)
+            flops += linear.flops + _attention(ranker, batch)
+            seconds.append(_timed(ranker, batch, drawing) / batch.requests)
+            seen, events, candidates = seen + batch.requests, events + batch.events, candidates + batch.candidates
+    found: dict[str, Any] = {
+        "requests": len(data), "events": events / seen, "candidates": candidates / seen,
+        "tokens": (events + candidates) / seen + 1, "MFLOP": flops / seen / 1e6,
+        "milliseconds, in a batch": 1e3 * sorted(seconds)[len(seconds) // 2],
+    }  # fmt: skip
+    if device.type == "cuda":
+        from tigon.bench.runner import measure_ceilings
+
+        rate = measure_ceilings(device).matmul_tflops
+        found["floor, milliseconds"] = 1e3 * flops / seen / (1e12 * rate)
+    return found
+
+
+def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:
+    """Seconds of a forward pass, the second of two."""
+    device = device_of(ranker)
+    start = 0.0
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        with drawing.autocast(device):
+            ranker(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _attention(ranker: Any, batch: Any) -> int:
+    """FLOPs of q kᵀ and of its product with v, over the tokens that a token reads."""
+    config = ranker.config()
+    width, layers = config.get("width"), config.get("layers")
+    if width is None or layers is None:
+        return 0
+    prefix, own = batch.history_offsets.diff() + 1, batch.offsets.diff()
+    causal = prefix * (prefix + 1) // 2
+    alone, across = own * (prefix + 1), own * (prefix + own)
+    setwise = config.get("setwise_layers", 0)
+    pairs = layers * causal + (layers - setwise) * alone + setwise * across
+    return int(4 * width * pairs.sum())
+
+
+class _Linear:
+    """`with _Linear(module) as linear`: the FLOPs of the products of linear layers, 2 · rows · in · out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.flops = 0
+        self.layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> _Linear:
+        def count(layer: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+            assert isinstance(layer, nn.Linear)
+            self.flops += 2 * inputs[0].numel() * layer.out_features
+
+        self.handles = [layer.register_forward_hook(count) for layer in self.layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()

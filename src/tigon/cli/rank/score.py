@@ -1,0 +1,110 @@
+"""`tigon rank score`: a ranker's scores of the rows of a table, into a file."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, check_writable, device_of, needs
+
+NAME = "rank score"
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+
+
+def score(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of a ranker.")],
+    data: Annotated[list[str], typer.Option(help="Requests and their items, in the forms of `tigon rank fit`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help=f"File for the scores: {', '.join(SUFFIXES)}.")],
+    history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
+    items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
+    users: Annotated[list[str] | None, typer.Option(help="Features of users; default: those of the run.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 256,
+    history_max: Annotated[
+        int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a row for each row of the data: request, item, the probability of each label, and the score."""
+    needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
+    if output.suffix not in SUFFIXES:
+        raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
+    if output.exists() and not overwrite:
+        raise Problem(f"{NAME}: --output {output} is there; --overwrite replaces it")
+    check_writable(output.parent, f"{NAME}: --output")
+    place = device_of(device, NAME)
+    from tigon.cli.rank.evaluate import drawing_of
+    from tigon.cli.rank.opened import Opened
+    from tigon.cli.screen import screen
+
+    console = screen(stderr=True, soft_wrap=True)
+    with console.status(f"reading {run}"):
+        opened = Opened(NAME, run, place)
+        table = opened.read(data, history or [], items or [], users or [], labelled=False)
+    drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+    for note in table.notes:
+        console.print(f"note: {note}")
+    roles = table.schema.roles
+    requests, items_of, names = table.request_ids, table.item_ids, (roles.request or "request", roles.item)
+    began, row, request = time.perf_counter(), 0, 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Under its name only when it is whole.
+    partial = output.with_name(output.name + ".partial")
+    try:
+        with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
+            for part, values in opened.scored(table, drawing):
+                sizes, n = part.offsets.diff(), len(part.rows)
+                of = sizes.new_tensor(range(len(sizes))).repeat_interleave(sizes) + request
+                columns = {names[0]: [requests[r] for r in of.tolist()], names[1]: items_of[row : row + n]}
+                columns |= {label: value.numpy() for label, value in values.items()}
+                write({**columns, "score": part.score.numpy()})
+                row, request = row + n, request + len(sizes)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(output)
+    seconds = time.perf_counter() - began
+    print(f"{row:,} rows of {request:,} requests in {output}, {seconds:.1f} s, {row / max(seconds, 1e-9):,.0f} rows/s")
+
+
+class _writer:
+    """`with _writer(file, suffix) as write`: write(columns) for each piece; flushed to the disk at the end."""
+
+    def __init__(self, file: Path, suffix: str) -> None:
+        self.file, self.suffix = file, suffix
+        self.sink: Any = None
+        self.handle: Any = None
+
+    def __enter__(self) -> Any:
+        self.handle = open(self.file, "wb")
+        return self._write
+
+    def _write(self, columns: dict[str, Any]) -> None:
+        import pyarrow as pa
+
+        table = pa.table(columns)
+        if self.suffix == ".jsonl":
+            rows = (json.dumps(row, default=str, ensure_ascii=False) for row in table.to_pylist())
+            self.handle.write("".join(f"{row}\n" for row in rows).encode())
+            return
+        if self.sink is None:
+            if self.suffix == ".csv":
+                from pyarrow.csv import CSVWriter as Writer
+            else:
+                from pyarrow.parquet import ParquetWriter as Writer
+            self.sink = Writer(self.handle, table.schema)
+        self.sink.write_table(table.cast(self.sink.schema) if self.suffix == ".parquet" else table)
+
+    def __exit__(self, *_: object) -> None:
+        import os
+
+        if self.sink is not None:
+            self.sink.close()
+        self.handle.flush()
+        os.fsync(self.handle.fileno())
+        self.handle.close()

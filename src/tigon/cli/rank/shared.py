@@ -1,0 +1,143 @@
+"""What the commands of `tigon rank` share: options of tables, errors as sentences, and tables of metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tigon.cli.problem import Problem, one_line
+
+if TYPE_CHECKING:
+    from tigon.rank import Evaluation
+
+# Words of --history that are no files.
+OWN = ("self", "positives", "none")
+# Labels and parts that are shown side by side.
+MOST_COLUMNS = 4
+# Of a file that is larger, the digest reads this much at its beginning and its end.
+DIGESTED = 32 << 20
+
+
+def within(panel: str, help: str, *flags: str, **more: Any) -> Any:
+    """An option of a panel of the help."""
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+
+@contextmanager
+def sentences(command: str) -> Iterator[None]:
+    """Errors about what a user gave, raised by `tigon.rank`, as Problems of a command, with options by their names."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise Problem(_spoken(command, one_line(error)).replace("a lower lr", "a lower --lr"), code=1) from error
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError):
+            raise  # a disk that is full or fails
+        raise Problem(_spoken(command, one_line(error))) from error
+
+
+def _spoken(command: str, said: str) -> str:
+    said = re.sub(r"^(rank\.\w+|Impressions\.\w+|Schema(\.\w+)?|\w+): ", "", said)
+    said = re.sub(r"^by(?= must |=)", "--val-split", said).replace("labels=…", "--label")
+    said = re.sub(r"\b([a-z]+)=…", r"--\1", said)
+    option = re.match(r"([a-z_]+)(?= must | is not defined)", said)
+    if option and option[1] in OPTIONS:
+        said = f"--{OPTIONS[option[1]]}{said[option.end() :]}"
+    return f"{command}: {said}"
+
+
+# Arguments of the library that a user knows as options.
+OPTIONS = {
+    name: name.replace("_", "-")
+    for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "epochs",
+                 "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
+                 "layers", "heads", "setwise_layers", "dropout", "at")
+} | {"label_weights": "label-weight", "weights": "score-weight"}  # fmt: skip
+
+
+def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] | None:
+    """The numbers of options such as click=0.5.
+
+    Raises: Problem for anything else.
+    """
+    found = {}
+    for text in given:
+        label, equals, number = text.rpartition("=")
+        try:
+            found[label.strip()] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not label.strip():
+            raise Problem(f"{command}: {option} must be a label and a number, such as click=0.5, got {text}")
+    return found or None
+
+
+def paths_of(values: list[Path] | list[str]) -> list[str]:
+    """Paths made absolute, so that a run goes on from any directory; words that are no files stay."""
+    return [str(value) if str(value) in OWN else str(Path(value).expanduser().resolve()) for value in values]
+
+
+def history_of(given: list[str]) -> Any:
+    """What `Impressions.read` takes for --history."""
+    if not given or given == ["none"]:
+        return None
+    return given[0] if given in (["self"], ["positives"]) else given
+
+
+def digest(paths: list[str]) -> str:
+    """A digest of files and of the files in folders: their sizes and contents, of large ones both ends."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in map(Path, paths):
+        for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+            size = file.stat().st_size
+            found.update(str(size).encode())
+            with open(file, "rb") as handle:
+                found.update(handle.read(DIGESTED))
+                if size > DIGESTED:
+                    handle.seek(max(DIGESTED, size - DIGESTED))
+                    found.update(handle.read())
+    return found.hexdigest()
+
+
+def spread(found: Evaluation) -> dict[str, dict[str, dict[str, Any]]]:
+    """An evaluation as JSON."""
+    return {
+        label: {name: {k: v for k, v in one._asdict().items() if v is not None} for name, one in names.items()}
+        for label, names in found.labels.items()
+    }
+
+
+def metrics_table(parts: dict[str, Evaluation]) -> Any:
+    """Metrics of each label and part, with intervals where they were drawn: a row for each, or a column for a few."""
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for found in parts.values() for of in found.labels.values() for name in of))
+    head, lines = ["part", "label", "requests", "rows", *names], []
+    for part, found in parts.items():
+        for label, values in found.labels.items():
+            cells = [_cell(values[name]) if name in values else "" for name in names]
+            lines.append([part, label, f"{found.requests:,}", f"{found.rows:,}", *cells])
+    if len(parts) == 1:
+        head, lines = head[1:], [line[1:] for line in lines]
+    if len(lines) > MOST_COLUMNS:
+        table = Table(*head)
+    else:
+        table = Table(head[0], *(line[0] for line in lines))
+        lines = [list(row) for row in zip(head[1:], *(line[1:] for line in lines), strict=True)]
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _cell(one: Any) -> str:
+    if one.value != one.value:
+        return "–"
+    if one.low is None or one.low != one.low:
+        return f"{one.value:.4f}"
+    return f"{one.value:.4f} ({one.low:.4f}…{one.high:.4f})"

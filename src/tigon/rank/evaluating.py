@@ -1,0 +1,252 @@
+"""How good a ranker's scores are: metrics of each label, with bootstrap intervals, of all rows and of parts of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.rank import metrics
+from tigon.rank.metrics import Grouped, Interval
+from tigon.rank.ranked import check_positive
+from tigon.rank.scoring import Batched, Drawing, Scored, device_of, evaluating
+
+# The smaller, the better.
+ERRORS = ("log_loss", "ece")
+OBJECTIVES = ("impressions", "next-item")
+MISSING, OTHERS, BY_SCORE = "(missing)", "others", " by score"
+# Of objectives: metrics that early stopping can look at.
+OF_ORDER = r"mrr|(?:ndcg|hr)@[1-9]\d*"
+METRICS = {"impressions": rf"auc|log_loss|ece|gauc|{OF_ORDER}", "next-item": OF_ORDER}
+
+
+class Measured(NamedTuple):
+    """One metric.
+
+    Attributes:
+        value: NaN where it is not defined, such as the AUC of one class.
+        low, high: the ends of its bootstrap interval; None if none was drawn.
+        left_out: how many requests say nothing about it; 0 for metrics of rows.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    left_out: int
+
+
+class Evaluation(NamedTuple):
+    """Metrics of a ranker.
+
+    Attributes:
+        labels: by label, then by metric: "auc", "log_loss" and "ece" of the rows; "gauc", "mrr", and for each k
+            "ndcg@k" and "hr@k" of the requests.
+        rows, requests: how many there were.
+        notes: sentences on what is not defined, or was left out, and why.
+    """
+
+    labels: dict[str, dict[str, Measured]]
+    rows: int
+    requests: int
+    notes: list[str]
+
+    def value(self, metric: str) -> float:
+        """A metric by its name.
+
+        Args:
+            metric: such as "auc" or "ndcg@10", for the mean over the labels; "click:auc" for one of them.
+        Raises: ValueError if there is no such metric.
+        """
+        label, _, name = metric.rpartition(":")
+        alone = {known: found for known, found in self.labels.items() if not known.endswith(BY_SCORE)}
+        chosen = {label: self.labels.get(label, {})} if label else alone
+        if not all(name in found for found in chosen.values()):
+            names = ", ".join(next(iter(alone.values()), {}))
+            raise ValueError(
+                f"rank.evaluate: a metric must be one of {names}, or LABEL:METRIC with a label of "
+                f"{', '.join(self.labels)}, got {metric!r}."
+            )
+        return sum(found[name].value for found in chosen.values()) / len(chosen)
+
+
+def better(metric: str, value: float, than: float) -> bool:
+    """Whether a value of this metric is better than another; anything is better than NaN."""
+    sign = -1 if metric.rpartition(":")[2] in ERRORS else 1
+    return sign * value > sign * than or (than != than and value == value)
+
+
+def cuts_of(metric: str) -> tuple[int, ...]:
+    """The k of a metric such as "ndcg@10"; () for one without."""
+    found = re.fullmatch(r".*@([1-9]\d*)", metric)
+    return (int(found[1]),) if found else ()
+
+
+def evaluate(
+    scored: Scored, at: Sequence[int] = (1, 5, 10), *, draws: int = 0, level: float = 0.95, seed: int = 0
+) -> Evaluation:
+    """Measure scores against the labels beside them.
+
+    A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
+    within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
+    served, is measured too, against each label, as "LABEL by score".
+
+    Args:
+        scored: what `rank.score` returned for a table with labels.
+        at: the cut-offs k of NDCG and hit rate.
+        draws: how many times requests are drawn again, for the intervals; 0: no intervals.
+        level: the share of the draws between the ends of an interval.
+        seed: of the draws.
+    Returns: `rank.Evaluation`.
+    Raises: ValueError if there are no labels, and for cut-offs that are not positive.
+    """
+    if not scored.labels:
+        raise ValueError("rank.evaluate: scored must have labels, got those of a table without.")
+    for k in at:
+        check_positive("rank.evaluate", "at", k)
+    draw = _Draws(draws, level, seed)
+    found: dict[str, dict[str, Measured]] = {}
+    notes: list[str] = []
+    for label, y in scored.labels.items():
+        found[label] = _of_rows(scored, label, draw) | _of_order(scored, scored.logits[label], y, at, draw)
+        notes += _notes(label, y, scored.offsets, found[label])
+    if len(scored.labels) > 1:
+        for label, y in scored.labels.items():
+            found[f"{label}{BY_SCORE}"] = _of_order(scored, scored.score, y, at, draw)
+    return Evaluation(found, len(scored.rows), len(scored.offsets) - 1, notes)
+
+
+def evaluate_next_items(
+    ranker: Any, data: Batched, at: Sequence[int] = (1, 5, 10), drawing: Drawing = Drawing(), *, draws: int = 0,
+    seed: int = 0,
+) -> Evaluation:  # fmt: skip
+    """Full rankings: the place of each request's positive item among all items but those of its history.
+
+    Args:
+        ranker: one with `next_item_ranks(batch)`, (R,) places from 1, such as `rank.LiGR`.
+        data: requests with one positive row each, `rank.Impressions`.
+        at: the cut-offs k of NDCG and hit rate.
+        drawing: `rank.Drawing`, how the table is cut into batches.
+        draws, seed: as for `rank.evaluate`.
+    Returns: `rank.Evaluation` with one label, "next item".
+    Raises: ValueError if the ranker cannot rank all items, or there are no requests.
+    """
+    if not hasattr(ranker, "next_item_ranks"):
+        raise ValueError(f"rank.evaluate_next_items: {type(ranker).__name__} does not rank all items.")
+    if not len(data):
+        raise ValueError("rank.evaluate_next_items: data has no requests.")
+    device, places = device_of(ranker), []
+    with evaluating(ranker):
+        for batch in drawing.batches(data, device):
+            with drawing.autocast(device):
+                places.append(ranker.next_item_ranks(batch).cpu())
+    place = torch.cat(places).double()
+    place = torch.where(place > 0, place, torch.nan)  # 0: the request has no positive row
+    draw = _Draws(draws, 0.95, seed)
+    values = {"mrr": 1 / place}
+    for k in at:
+        check_positive("rank.evaluate_next_items", "at", k)
+        values |= {f"ndcg@{k}": (place <= k) / torch.log2(1 + place), f"hr@{k}": (place <= k).double()}
+    values = {name: torch.where(place.isnan(), torch.nan, x) for name, x in values.items()}
+    ones, without = torch.ones_like(place), int(place.isnan().sum())
+    found = {name: draw.of_requests(Grouped(float(x.nanmean()), x, ones, without)) for name, x in values.items()}
+    notes = [f"{without:,} of {len(place):,} requests have no positive row: left out"] if without else []
+    return Evaluation({"next item": found}, len(place), len(place), notes)
+
+
+def parts_of(scored: Scored, column: Sequence[Any], most: int = 20) -> dict[str, Scored]:
+    """The rows of each value of a column, for metrics of each.
+
+    Numbers of more than `most` values are cut at their quartiles. Of other values the `most` most frequent have a part
+    each, and the rest is "others".
+
+    Args:
+        scored: what `rank.score` returned.
+        column: n values, request by request, as `data.column(name)` of `rank.Impressions`; None or NaN: missing.
+        most: parts that there are at most, beside "others".
+    Returns: scores of the rows of each part, by its name.
+    """
+    values = [None if value != value else value for value in column]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    there = sum(value is not None for value in values)
+    if len(set(map(str, values))) > most and len(numbers) == there:
+        ends = torch.quantile(torch.tensor(numbers, dtype=torch.float64), _QUARTILES).tolist()
+        names = [f"{low:g} … {high:g}" for low, high in pairwise(ends)]
+        keys = [MISSING if x is None else names[sum(x > end for end in ends[1:-1])] for x in values]
+        order = [*names, MISSING]
+    else:
+        keys = [MISSING if value is None else str(value) for value in values]
+        counts = Counter(keys)
+        number = {str(value): value for value in numbers}
+        if len(counts) <= most:  # as they are read: numbers by size
+            order = sorted(counts, key=lambda key: (key not in number, number.get(key, 0), key))
+        else:
+            order = sorted(counts, key=lambda key: (-counts[key], key))[:most]
+        keys = [key if key in order else OTHERS for key in keys]
+        order.append(OTHERS)
+    return {name: scored.take(torch.tensor([key == name for key in keys])) for name in order if name in keys}
+
+
+_QUARTILES = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
+
+
+class _Draws(NamedTuple):
+    """How intervals are drawn."""
+
+    draws: int
+    level: float
+    seed: int
+
+    def of_requests(self, found: Grouped) -> Measured:
+        if not self.draws:
+            return Measured(found.mean, None, None, found.left_out)
+        return self._with(found.mean, metrics.intervals(found, **self._asdict()), found.left_out)
+
+    def of_rows(self, measure: Callable[[Tensor | None], float], scored: Scored) -> Measured:
+        value = measure(scored.weights)
+        if not self.draws or value != value:
+            return Measured(value, None, None, 0)
+
+        def drawn(weights: Tensor) -> float:
+            return measure(weights if scored.weights is None else weights * scored.weights)
+
+        return self._with(value, metrics.intervals(drawn, scored.offsets, **self._asdict()), 0)
+
+    @staticmethod
+    def _with(value: float, interval: Interval, left_out: int) -> Measured:
+        return Measured(value, interval.low, interval.high, left_out)
+
+
+def _of_rows(scored: Scored, label: str, draw: _Draws) -> dict[str, Measured]:
+    y, logits = scored.labels[label], scored.logits[label]
+    p = logits.double().sigmoid()
+    return {
+        "auc": draw.of_rows(lambda weights: metrics.auc(logits, y, weights=weights), scored),
+        "log_loss": draw.of_rows(lambda weights: metrics.log_loss(p, y, weights=weights), scored),
+        "ece": draw.of_rows(lambda weights: metrics.ece(p, y, weights=weights), scored),
+    }
+
+
+def _of_order(scored: Scored, order: Tensor, y: Tensor, at: Sequence[int], draw: _Draws) -> dict[str, Measured]:
+    found = {"gauc": metrics.gauc(order, y, scored.offsets), "mrr": metrics.mrr(order, y, scored.offsets)}
+    for k in at:
+        found[f"ndcg@{k}"] = metrics.ndcg(order, y, scored.offsets, k=k)
+        found[f"hr@{k}"] = metrics.hit_rate(order, y, scored.offsets, k=k)
+    return {name: draw.of_requests(value) for name, value in found.items()}
+
+
+def _notes(label: str, y: Tensor, offsets: Tensor, found: dict[str, Measured]) -> list[str]:
+    if not len(y):
+        return [f"{label}: there are no rows"]
+    if found["auc"].value != found["auc"].value:
+        return [f"{label}: all rows are {y[0]:g}, so there is no AUC, and no order to measure"]
+    left_out = (("mrr", "no positive row", "NDCG, MRR and HR"), ("gauc", "one class", "GAUC"))
+    return [
+        f"{label}: {found[name].left_out:,} of {len(offsets) - 1:,} requests have {why}: left out of {metrics}"
+        for name, why, metrics in left_out
+        if found[name].left_out
+    ]

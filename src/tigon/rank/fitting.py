@@ -1,0 +1,395 @@
+"""The loop that trains a ranker on requests: losses of its labels, AdamW, warm-up and cosine, early stopping.
+
+The order of an epoch and what is drawn in a step depend on the seed and their numbers alone, so that a run that goes on
+from a state does what it would have done.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.rank import losses
+from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items
+from tigon.rank.scoring import PRECISIONS, Batched, Drawing, score
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "bce": losses.bce, "softmax": losses.softmax, "pairwise": losses.pairwise, "approx_ndcg": losses.approx_ndcg,
+    "lambda": losses.lambda_loss,
+}  # fmt: skip
+# A step's loss waits for the device when it is read: so many are read at once.
+READ_EVERY = 50
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What a fit depends on, beside the ranker and the data.
+
+    Args:
+        loss: "bce", "softmax", "pairwise", "approx_ndcg" or "lambda", of each label; `tigon.rank.losses`.
+        label_weights: by label, the weight of its loss in the sum; None: 1 each.
+        objective: "impressions", or "next-item": the loss over all items of what comes next in a history, for rankers
+            that have one, such as `rank.LiGR`.
+        lr: peak of the learning rate. weight_decay: of the weights of linear layers.
+        warmup: the share of the run in which the rate rises to `lr`; it falls to 0 by a cosine after.
+        clip: the largest norm of all gradients; 0: any.
+        epochs: most passes over the requests. max_minutes: most minutes; None: any.
+        batch_size: requests of a step. batch_tokens: events and candidates of a step, instead of so many requests.
+        history_max: the newest events of a request that are read; None: all.
+        metric: what early stopping looks at, such as "auc", "gauc", "log_loss" or "ndcg@10", the mean over the labels;
+            "click:auc" is that of one. None: "auc" for bce, "ndcg@10" for others.
+        eval_every: steps between evaluations; 0: at the end of each epoch.
+        patience: evaluations without a better one before the run stops.
+        precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
+        seed: of orders and dropout.
+    Raises: ValueError for a value that is out of range.
+    """
+
+    loss: str = "bce"
+    label_weights: Mapping[str, float] | None = None
+    objective: str = "impressions"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup: float = 0.05
+    clip: float = 1.0
+    epochs: int = 10
+    max_minutes: float | None = None
+    batch_size: int = 256
+    batch_tokens: int | None = None
+    history_max: int | None = None
+    metric: str | None = None
+    eval_every: int = 0
+    patience: int = 3
+    precision: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        words = {"loss": LOSSES, "objective": OBJECTIVES, "precision": PRECISIONS}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"rank.fit: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        for name in ("epochs", "batch_size", "batch_tokens", "patience", "history_max", "eval_every", "seed"):
+            value, low = getattr(self, name), int(name not in ("history_max", "eval_every", "seed"))
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ValueError(f"rank.fit: {name} must be an integer of at least {low}, got {value!r}.")
+        for name in ("lr", "max_minutes", "weight_decay", "clip"):
+            value, above = getattr(self, name), name in ("lr", "max_minutes")
+            if value is not None and not (0 <= value < math.inf and (value or not above)):
+                raise ValueError(f"rank.fit: {name} must be {'above 0' if above else 'at least 0'}, got {value}.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"rank.fit: warmup must be a share of the run, at least 0 and below 1, got {self.warmup}.")
+        if not re.fullmatch(METRICS[self.objective], self.watched.rpartition(":")[2]):
+            names = "auc, gauc, log_loss, ece, mrr, " if self.objective == "impressions" else "mrr, "
+            raise ValueError(
+                f"rank.fit: metric must be one of {names}ndcg@K and hr@K, or LABEL:METRIC, got {self.metric!r}."
+            )
+        for label, weight in (self.label_weights or {}).items():
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"rank.fit: label_weights must be at least 0, got {weight} for {label!r}.")
+
+    @property
+    def watched(self) -> str:
+        """The metric that early stopping looks at."""
+        if self.metric is not None:
+            return self.metric
+        return "auc" if self.loss == "bce" and self.objective == "impressions" else "ndcg@10"
+
+    @property
+    def drawing(self) -> Drawing:
+        return Drawing(self.batch_size, self.batch_tokens, self.history_max, self.precision)
+
+
+@dataclass
+class Fitted:
+    """What a fit has found.
+
+    Attributes:
+        history: a row for each evaluation: "step", "epoch", "loss", and metrics as "LABEL:METRIC".
+        best: the step of the best evaluation, whose weights the ranker has; the last step without evaluations.
+        steps: that were done. seconds: of the whole run. stopped: whether `after` ended it.
+    """
+
+    history: list[dict[str, float]]
+    best: int
+    steps: int
+    seconds: float
+    stopped: bool = False
+
+
+@dataclass
+class Progress:
+    """Where a fit stands, for the function that `fit` calls after each step and each evaluation.
+
+    Attributes:
+        step: how many are done. epoch: passes over the requests, a float.
+        found: the row of the history that an evaluation has just added; None after a step.
+    """
+
+    step: int
+    epoch: float
+    found: dict[str, float] | None
+    _rows: Callable[[], list[dict[str, float]]] = field(repr=False)
+    _state: Callable[[], dict[str, Any]] = field(repr=False)
+
+    def rows(self) -> list[dict[str, float]]:
+        """ "step", "epoch", "loss", "lr" and "grad_norm" of the steps since the last call. It waits for the device.
+
+        Raises: FloatingPointError at a loss that is not finite.
+        """
+        return self._rows()
+
+    def state(self) -> dict[str, Any]:
+        """What `fit` goes on from: tensors of the run itself, to be copied or written before the next step.
+
+        "model" and, after an evaluation, "best" are state dicts of the ranker, "optimizer" is one of AdamW; the rest is
+        JSON.
+        """
+        return self._state()
+
+
+def fit(
+    ranker: Any, train: Batched, val: Batched | None = None, options: FitOptions = FitOptions(), *,
+    state: dict[str, Any] | None = None, after: Callable[[Progress], bool] | None = None,
+) -> Fitted:  # fmt: skip
+    """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
+
+    The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated as it
+    goes, and has the best weights in the end.
+
+    Args:
+        ranker: a `rank.Ranker`, such as `rank.LiGR`.
+        train: `rank.Impressions`.
+        val: the same, of other requests. None: all epochs are done.
+        options: `rank.FitOptions`.
+        state: what `Progress.state` returned, from which to go on, to the same bits on one device.
+        after: called with a `rank.Progress` after each step and each evaluation; it ends the run by returning True.
+    Returns: `rank.Fitted`.
+    Raises: ValueError if train has no requests or no labels, or a label or a metric is not there; FloatingPointError if
+        the loss is not finite.
+    """
+    return _Run(ranker, train, val, options, after).go(state)
+
+
+def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
+    """The loss of a batch, 0-d fp32."""
+    with options.drawing.autocast(batch.rows.device):
+        if options.objective == "next-item":
+            found: Tensor = ranker.next_item_loss(batch)
+            return found.float()
+        logits = ranker(batch)
+    if not batch.labels:
+        raise ValueError("rank.fit: train must have labels, got a table without.")
+    weights = options.label_weights or {}
+    of = LOSSES[options.loss]
+    terms = [
+        weights.get(label, 1.0) * of(logits[label].float(), y, batch.offsets, weights=batch.weights)
+        for label, y in batch.labels.items()
+    ]
+    return torch.stack(terms).sum()
+
+
+class _Run:
+    """One fit."""
+
+    def __init__(
+        self, ranker: Any, train: Batched, val: Batched | None, options: FitOptions,
+        after: Callable[[Progress], bool] | None,
+    ) -> None:  # fmt: skip
+        from accelerate import Accelerator
+
+        if not len(train):
+            raise ValueError("rank.fit: train has no requests.")
+        if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):
+            raise ValueError(
+                f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
+            )
+        labels, watched = ranker.schema.labels, options.watched.rpartition(":")[0]
+        if val is not None and options.objective == "impressions" and watched not in ("", *labels):
+            raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
+        if unknown := sorted(set(options.label_weights or {}) - set(labels)):
+            raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
+        self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
+        self.device = next(ranker.parameters()).device
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+        self.optimizer = torch.optim.AdamW(
+            _groups(ranker, options.weight_decay), lr=options.lr, fused=self.device.type == "cuda"
+        )
+        self.step, self.epoch, self.batches, self.requests = 0, 0, 0, 0
+        self.history: list[dict[str, float]] = []
+        self.best: dict[str, Tensor] | None = None
+        self.pending: list[tuple[int, float, Tensor, float, Tensor]] = []
+        self.rows: list[dict[str, float]] = []
+        self.loss = math.nan
+        self.began = time.perf_counter()
+
+    def go(self, state: dict[str, Any] | None) -> Fitted:
+        if state is not None:
+            self._take(state)
+        _, optimizer = self.accelerator.prepare(self.ranker, self.optimizer)
+        stopped = False
+        while self.epoch < self.options.epochs and not stopped and not self._over():
+            stopped = self._epoch(optimizer)
+        if self.best is not None and not stopped:
+            self.ranker.load_state_dict(self.best)
+        row = self._best()
+        return Fitted(self.history, self.step if row is None else int(row["step"]), self.step, self._seconds(), stopped)
+
+    def _epoch(self, optimizer: Any) -> bool:
+        """The rest of an epoch; True if `after` ended the run."""
+        every, drawing = self.options.eval_every, self.options.drawing
+        measured = self.history[-1]["step"] if self.history else 0
+        # A state of this step may be from before its evaluation.
+        if every and self.step % every == 0 and measured != self.step and self._evaluate():
+            return True
+        order = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.epoch)
+        self.ranker.train()
+        for batch in drawing.batches(self.train, self.device, order, self.batches):
+            self._step(optimizer, batch)
+            if self._told(None) or (every and self.step % every == 0 and self._evaluate()):
+                return True
+            if self._late() or (every and self._over()):
+                break
+        else:
+            self.epoch, self.batches, self.requests = self.epoch + 1, 0, 0
+        ends = self.epoch == self.options.epochs or self._late()
+        return (self.step % every > 0 and ends if every else True) and self._evaluate()
+
+    def _step(self, optimizer: Any, batch: Any) -> None:
+        options = self.options
+        torch.manual_seed(options.seed * 1_000_003 + self.step)
+        # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
+        done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / options.epochs
+        rate = options.lr * _schedule(done, options.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = objective_loss(self.ranker, batch, options)
+        self.accelerator.backward(loss)
+        norm = self.accelerator.clip_grad_norm_(self.ranker.parameters(), options.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.step, self.batches, self.requests = self.step + 1, self.batches + 1, self.requests + batch.requests
+        self.pending.append((self.step, self._epochs(), loss.detach(), rate, norm))
+        if self.after is None and len(self.pending) == READ_EVERY:
+            self._taken_rows()
+
+    def _read(self) -> None:
+        """Wait for the losses of the steps that are done."""
+        if not self.pending:
+            return
+        values = torch.stack([torch.stack((loss, norm.float())) for _, _, loss, _, norm in self.pending]).tolist()
+        self.rows += [
+            {"step": step, "epoch": round(epoch, 6), "loss": loss, "lr": lr, "grad_norm": norm}
+            for (step, epoch, _, lr, _), (loss, norm) in zip(self.pending, values, strict=True)
+        ]
+        for row in self.rows[-len(self.pending) :]:
+            if not math.isfinite(row["loss"]):
+                raise FloatingPointError(
+                    f"rank.fit: the loss became {row['loss']} at step {row['step']}; a lower lr may help."
+                )
+        self.pending = []
+        self.loss = self.rows[-1]["loss"]
+
+    def _taken_rows(self) -> list[dict[str, float]]:
+        self._read()
+        rows, self.rows = self.rows, []
+        return rows
+
+    def _evaluate(self) -> bool:
+        if self.val is None:
+            return False
+        options = self.options
+        self._read()
+        at = sorted({5, 10, *cuts_of(options.watched)})
+        if options.objective == "next-item":
+            found = evaluate_next_items(self.ranker, self.val, at, options.drawing)
+        else:
+            found = evaluate(score(self.ranker, self.val, options.drawing), at)
+        value = found.value(options.watched)
+        if value != value:
+            why = f": {'; '.join(found.notes)}" if found.notes else ""
+            raise ValueError(f"rank.fit: metric {options.watched} is not defined on val{why}.")
+        measured = {
+            f"{label}:{name}": one.value for label, names in found.labels.items() for name, one in names.items()
+        }
+        row = {
+            "step": self.step,
+            "epoch": round(self._epochs(), 6),
+            "loss": self.loss,
+            options.watched: value,
+            **measured,
+        }
+        before = self._best()
+        self.history.append(row)
+        if before is None or better(options.watched, value, before[options.watched]):
+            self.best = {name: x.detach().clone() for name, x in self.ranker.state_dict().items()}
+        self.ranker.train()
+        return self._told(row)
+
+    def _told(self, found: dict[str, float] | None) -> bool:
+        if self.after is None:
+            return False
+        return bool(self.after(Progress(self.step, self._epochs(), found, self._taken_rows, self._state)))
+
+    def _best(self) -> dict[str, float] | None:
+        best = None
+        for row in self.history:
+            if best is None or better(self.options.watched, row[self.options.watched], best[self.options.watched]):
+                best = row
+        return best
+
+    def _over(self) -> bool:
+        """Whether the time is up, or the last evaluations were none the best."""
+        best = self._best()
+        behind = 0 if best is None else len(self.history) - 1 - self.history.index(best)
+        return behind >= self.options.patience or (self._late() and self.step > 0)
+
+    def _late(self) -> bool:
+        return self.options.max_minutes is not None and self._seconds() > 60 * self.options.max_minutes
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _epochs(self) -> float:
+        return self.epoch + self.requests / len(self.train)
+
+    def _state(self) -> dict[str, Any]:
+        self._read()  # so that no state is of weights that are not finite
+        best = {} if self.best is None else {"best": self.best}
+        return {
+            "model": self.ranker.state_dict(), **best, "optimizer": self.optimizer.state_dict(),
+            "history": self.history, "step": self.step, "epoch": self.epoch, "batches": self.batches,
+            "requests": self.requests, "loss": self.loss, "seconds": self._seconds(),
+        }  # fmt: skip
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.ranker.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        best = state.get("best")
+        self.best = None if best is None else {name: x.detach().clone().to(self.device) for name, x in best.items()}
+        self.history = [dict(row) for row in state["history"]]
+        for name in ("step", "epoch", "batches", "requests", "loss"):
+            setattr(self, name, state[name])
+        self.began = time.perf_counter() - state["seconds"]
+
+
+def _schedule(done: float, warmup: float) -> float:
+    """The share of the peak rate when this share of the run is done."""
+    if done < warmup:
+        return done / warmup
+    return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
+
+
+def _groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """The weights of linear layers, which decay, and the rest: of an embedding a step touches few rows."""
+    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
+    groups = ({"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]

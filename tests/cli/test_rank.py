@@ -1,0 +1,328 @@
+"""`tigon rank`: from a table of impressions to a ranker and its scores, however the run is cut."""
+
+import importlib.util
+import json
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+for package in ("safetensors", "accelerate", "matplotlib"):
+    pytest.importorskip(package)
+import pyarrow.csv as csv  # noqa: E402
+import pyarrow.parquet as parquet  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+USERS, ITEMS, KINDS, SHOWN = 20, 48, 2, 20
+TINY = ("--device", "cpu", "--width", 16, "--layers", 2, "--heads", 2, "--batch-size", 8, "--lr", 0.02,
+        "--history-max", 20)  # fmt: skip
+
+
+def drawn(requests, seed, first=0):
+    """Impressions, one request an hour, of users who click what is of their kind; most clicks have 4 or 5 stars."""
+    draw = np.random.default_rng(seed)
+    request = np.arange(requests).repeat(SHOWN)
+    user = draw.integers(USERS, size=requests)[request]
+    item = draw.integers(ITEMS, size=len(request))
+    click = (user % KINDS == item % KINDS) ^ (draw.random(len(user)) < 0.08)
+    return {
+        "session_id": [f"s{r + first}" for r in request],
+        "user_id": [f"u{u}" for u in user],
+        "item_id": item + 1000,
+        "timestamp": (request + first + 1) * 3600,
+        "position": np.tile(np.arange(SHOWN), requests),
+        "click": click.astype(int),
+        "stars": np.where(click, 4, 1) + draw.integers(2, size=len(user)) - (draw.random(len(user)) < 0.1),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shown")
+    past, test = drawn(80, 1), drawn(16, 3, 180)
+    clicked = np.flatnonzero(past["click"])
+    tables = {
+        "train": drawn(100, 2, 80), "test": test,
+        "events": {name: np.array(past[name])[clicked] for name in ("user_id", "item_id", "timestamp")},
+        "unlabelled": {name: values for name, values in test.items() if name not in ("click", "stars")},
+        "items": {"item_id": np.arange(ITEMS) + 1000, "kind": [f"k{i % KINDS}" for i in range(ITEMS)]},
+    }  # fmt: skip
+    assert len(tables["train"]["click"]) == 2000
+    for name, columns in tables.items():
+        parquet.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return ("--data", folder / "train.parquet", "--history", folder / "events.parquet", "--items",
+            folder / "items.parquet", "--label", "click", "--label", "like=stars>=4")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def options(folder):
+    """With dropout, whose masks a run that goes on draws again."""
+    return ("--test", folder / "test.parquet", "--score-weight", "click=1", "--score-weight", "like=0.5",
+            "--label-weight", "like=0.5", "--epochs", 3, "--draws", 20, "--at", "3", "--log-every", 4, "--save-every",
+            3, "--dropout", 0.1, *TINY)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(data, options, tigon, tmp_path_factory):
+    """A run at its end, and what it said."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    return out, tigon("rank", "fit", *data, *options, "-o", out).ok()
+
+
+def results(output, name="results.json"):
+    return json.loads((output / name).read_text())
+
+
+def test_a_run_learns_and_leaves_a_ranker_and_its_results(run, tigon, data):
+    out, said = run
+    found = results(out)
+    assert found["test"]["metrics"]["click"]["auc"]["value"] > 0.8  # 0.92 knows all kinds
+    assert found["test"]["metrics"]["like"]["gauc"]["value"] > 0.75
+    for name, one in found["test"]["metrics"]["click by score"].items():
+        assert one["low"] <= one["value"] <= one["high"], name
+    assert (found["validation"]["requests"], found["validation"]["rows"]) == (10, 200)
+    assert found["test"]["rows"] == 320
+    assert found["versions"]["torch"]
+    assert [row["step"] for row in found["history"]] == [12, 24, 36]
+    best = max(found["history"], key=lambda row: row["auc"])
+    assert found["best_step"] == best["step"]
+    assert found["validation"]["metrics"]["click"]["auc"]["value"] == pytest.approx(best["click:auc"], abs=1e-6)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "lr" in row] == list(range(1, found["steps"] + 1))
+    assert [row["auc"] for row in rows if row.get("event") == "evaluation"] == [row["auc"] for row in found["history"]]
+    assert {"schema.json", "config.json", "model.safetensors"} <= {path.name for path in (out / "model").iterdir()}
+    roles = json.loads((out / "schema.json").read_text())["roles"]
+    assert (roles["request"], roles["user"], roles["labels"]) == ("session_id", "user_id", ["click", "like=stars>=4"])
+    assert "stars" not in json.loads((out / "schema.json").read_text())["fields"]
+    assert (out / "fit.png").stat().st_size > 1000
+    assert not list(out.glob("checkpoint-*"))
+    assert "auc" in said.out
+    assert "like by score" in said.out
+    assert "it reads of a request timestamp; of an item item_id, kind; of an impression position\n" in said.err
+    tigon("rank", "fit", *data, "-o", out).problem("holds a run", "--overwrite replaces it")
+    tigon("rank", "fit", "--resume", "-o", out).problem("is at its end")
+
+
+def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon, tmp_path):
+    out, _ = run
+    same = ("--data", folder / "test.parquet", "--at", 3, "--draws", 20, "--device", "cpu", "-o", tmp_path)
+    shown = json.loads(tigon("rank", "eval", out, *same, "--json").ok().out)
+    assert shown["metrics"] == results(out)["test"]["metrics"]
+    assert results(tmp_path, "eval.json") == shown
+    said = tigon("rank", "eval", out, *same, "--by", "position").ok()
+    found = results(tmp_path, "eval.json")
+    assert list(found["by"]["position"]) == [str(place) for place in range(SHOWN)]
+    assert found["metrics"] == shown["metrics"]
+    aucs = [part["click"]["auc"]["value"] for part in found["by"]["position"].values()]
+    assert min(aucs) > 0.5
+    assert len(set(aucs)) > 4
+    assert (tmp_path / "eval.png").stat().st_size > 1000
+    assert "position" not in said.err
+    tigon("rank", "eval", out, *same, "--by", "place").problem("there is no column 'place'", "position")
+    tigon("rank", "eval", out, "--data", folder / "unlabelled.parquet", "-o", tmp_path).problem("click")
+
+
+def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, folder, tmp_path):
+    from tigon.cli.rank.fitting import read_tables
+    from tigon.cli.rank.opened import Opened
+
+    shutil.copytree(run[0], tmp_path / "run")
+    record = results(run[0], "run.json")
+    record["options"]["history"] = ["self"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    opened = Opened("rank eval", tmp_path / "run", torch.device("cpu"))
+    events = []
+    for name, labelled in (("test", True), ("unlabelled", False)):
+        data = opened.read([str(folder / f"{name}.parquet")], [], [], [], labelled=labelled)
+        events.append(data.batch(torch.arange(len(data))).history_offsets.diff())
+    trained, user = (
+        parquet.read_table(folder / f"{name}.parquet")["user_id"].to_pylist() for name in ("train", "test")
+    )
+    known, user = {one: trained.count(one) for one in trained}, user[::SHOWN]
+    assert events[1].tolist() == [known.get(one, 0) for one in user]
+    before = [SHOWN * user[:place].count(one) for place, one in enumerate(user)]
+    assert events[0].tolist() == [known.get(one, 0) + more for one, more in zip(user, before, strict=True)]
+    assert max(before) > 0
+    given = {**record["options"], "val_fraction": 0, "test": [str(folder / "test.parquet")]}
+    _, val, test = read_tables("rank fit", given)
+    assert val is None
+    assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
+
+
+def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
+    out, _ = run
+    tables = {}
+    for suffix in ("parquet", "csv", "jsonl"):
+        file = tmp_path / f"scores.{suffix}"
+        said = tigon("rank", "score", out, "--data", folder / "unlabelled.parquet", "--batch-size", 3, "-o", file,
+                     "--device", "cpu").ok()  # fmt: skip
+        assert "320 rows of 16 requests" in said.out
+        rows = {"parquet": parquet.read_table, "csv": csv.read_csv}.get(suffix)
+        tables[suffix] = (
+            rows(file).to_pylist() if rows else [json.loads(line) for line in file.read_text().splitlines()]
+        )
+    first = tables["parquet"]
+    assert list(first[0]) == ["session_id", "item_id", "click", "like", "score"]
+    given = parquet.read_table(folder / "unlabelled.parquet").to_pylist()
+    assert [(row["session_id"], row["item_id"]) for row in first] == [(r["session_id"], r["item_id"]) for r in given]
+    for row in first:
+        assert row["score"] == pytest.approx(row["click"] + 0.5 * row["like"], abs=1e-6)
+    for other in ("csv", "jsonl"):
+        assert [{**row, "score": pytest.approx(row["score"], abs=1e-6), "click": pytest.approx(row["click"], abs=1e-6),
+                 "like": pytest.approx(row["like"], abs=1e-6)} for row in first] == tables[other]  # fmt: skip
+    clicks = np.array(parquet.read_table(folder / "test.parquet")["click"])
+    scores = np.array([row["score"] for row in first])
+    assert scores[clicks == 1].mean() > scores[clicks == 0].mean() + 0.1
+    assert not list(tmp_path.glob("*.partial"))
+    again = ("rank", "score", out, "--data", folder / "unlabelled.parquet", "-o", file)
+    tigon(*again).problem("is there; --overwrite replaces it")
+    tigon(*again[:-1], tmp_path / "scores.txt").problem("--output must end in .parquet, .csv, .jsonl")
+
+
+def test_inspect_counts_parameters_and_a_request(run, tigon):
+    out, _ = run
+    found = json.loads(tigon("rank", "inspect", out, "--json", "--device", "cpu").ok().out)
+    weights = load_file(out / "model" / "model.safetensors")
+    assert sum(found["parameters"].values()) == sum(value.numel() for value in weights.values())
+    assert found["kind"] == "ligr"
+    assert found["labels"] == {"click": 1.0, "like": 0.5}
+    sides = {field["name"]: field["side"] for field in found["fields"]}
+    assert (sides["kind"], sides["item_id"]) == ("item", "item")
+    assert found["request"]["candidates"] == SHOWN
+    assert found["request"]["events"] > 10
+    # 12 products of width × width a token of each of two layers, at least.
+    assert found["request"]["MFLOP"] * 1e6 > 2 * 2 * 12 * 16**2 * found["request"]["tokens"]
+    shown = tigon("rank", "inspect", out, "--device", "cpu").ok().out
+    assert "item_id" in shown
+    assert "MFLOP" in shown
+
+
+def test_inspect_of_a_table_says_what_it_holds(folder, tigon, tmp_path):
+    table, more = folder / "train.parquet", ("--label", "like=stars>=4", "--history", folder / "events.parquet")
+    found = json.loads(tigon("rank", "inspect", table, *more, "--json", "-o", tmp_path / "schema.json").ok().out)
+    assert (found["requests"], found["rows"]) == (100, 2000)
+    assert 0.3 < found["labels"]["like"] < 0.7
+    roles = json.loads((tmp_path / "schema.json").read_text())["roles"]
+    assert (roles["request"], roles["labels"]) == ("session_id", ["like=stars>=4"])
+    assert "2,000 rows" in tigon("rank", "inspect", table).ok().out
+    tigon("rank", "inspect", table, "--user", "usr_id").problem("there is no column 'usr_id'", "user_id")
+
+
+def ends_as(out, run):
+    """Whether a run has the weights and the results of another."""
+    found, weights = (load_file(folder / "model" / "model.safetensors") for folder in (out, run[0]))
+    assert all(torch.equal(value, weights[name]) for name, value in found.items())
+    assert all(results(out)[name] == results(run[0])[name] for name in ("history", "best_step", "validation", "test"))
+
+
+@pytest.mark.parametrize("cut", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, data, options, tigon, start, tmp_path):
+    out = tmp_path / "run"
+    process = start("rank", "fit", *data, *options, "-o", out)
+    end = time.monotonic() + 120
+    while not list(out.glob("checkpoint-*")) and time.monotonic() < end:
+        time.sleep(0.005)
+    process.send_signal(cut)
+    _, said = process.communicate()
+    if cut == signal.SIGINT:
+        assert process.returncode == 130, said
+        assert f"with a checkpoint; go on by: tigon rank fit --resume --output {out}" in said
+    assert not (out / "model").exists()
+    again = tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
+    assert "from step" in again.err
+    ends_as(out, run)
+
+
+def test_a_full_disk_loses_no_checkpoint(run, data, options, tigon, tmp_path):
+    """After the first evaluation a checkpoint has the best weights, too: too large for this disk."""
+    out = tmp_path / "run"
+    said = tigon("rank", "fit", *data, *options, "-o", out, limit=180_000)
+    assert said.code == 2
+    assert "the disk is full" in said.err.splitlines()[-1]
+    assert "what was written before is intact" in said.err.splitlines()[-1]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert "from step 12" in tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok().err
+    ends_as(out, run)
+
+
+def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_path):
+    out = tmp_path / "run"
+    data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
+    options = (*TINY, "--layers", 1, "--epochs", 1, "--val-split", "request", "--val-fraction", 0.5, "--draws", 5)
+    tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    metrics = results(out)["validation"]["metrics"]["next item"]
+    assert {"mrr", "ndcg@10", "hr@10"} <= set(metrics)
+    assert 0 < metrics["mrr"]["value"] < 1
+    same = ("--data", folder / "test.parquet", "--json", "-o", tmp_path, "--device", "cpu")
+    assert list(json.loads(tigon("rank", "eval", out, *same).ok().out)["metrics"]) == ["next item"]
+    programs = tigon("rank", "export", out, "-o", tmp_path / "programs").ok().out.split()
+    assert len(programs) == 2
+    assert all(len(torch.export.load(file).graph.nodes) > 20 for file in programs)
+    onnx = tigon("rank", "export", out, "--to", "onnx", "-o", tmp_path / "onnx")
+    if importlib.util.find_spec("onnx") is None:
+        onnx.problem("tigon rank export --to onnx needs onnx, onnxscript")
+    else:
+        assert [file.rpartition("/")[2] for file in onnx.ok().out.split()] == ["encode.onnx", "score.onnx"]
+    sglang = tigon("rank", "export", out, "--to", "sglang", "-o", tmp_path)
+    sglang.problem("--to sglang is for rankers by prompts", "a LiGR goes to torch-export or onnx")
+    wrong = tigon("rank", "export", out, "--to", "tflite")
+    wrong.problem("--to must be one of torch-export, onnx, sglang, got tflite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("--data must name the impressions to train on",)),
+        (("--data", "nowhere.csv"), ("there is no file", "nowhere.csv")),
+        (("--data", "{train}", "--label", "clik"), ("clik", "click")),
+        (("--data", "{train}", "--label", "stars"), ("must be 0 or 1", "stars")),
+        (("--data", "{train}", "--item", "thing"), ("there is no column 'thing'",)),
+        (("--data", "{items}", "--label", "kind=='k0'"), ("--val-split='time' needs times",)),
+        (("--data", "{train}", "--loss", "hinge"), ("--loss must be one of bce, softmax", "got 'hinge'")),
+        (("--data", "{train}", "--lr", "0"), ("--lr must be above 0, got 0",)),
+        (("--data", "{train}", "--metric", "map"), ("--metric must be one of auc", "got 'map'")),
+        (("--data", "{train}", "--model", "dcn"), ("--model must be one of ligr, got dcn",)),
+        (
+            ("--data", "{train}", "--label-weight", "click"),
+            ("--label-weight must be a label and a number", "got click"),
+        ),
+        (("--data", "{train}", "--label-weight", "buy=1"), ("--label-weight must be of labels, click", "got 'buy'")),
+        (("--data", "{train}", "--heads", "3"), ("heads",)),
+        (("--data", "{train}", "--val-fraction", "1e-9"), ("leaves no request to validate on",)),
+        (("--data", "{train}", "--at", "0"), ("--at must be positive integers",)),
+        (("--resume",), ("there is no run in", "to resume")),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path):
+    names = {"train": folder / "train.parquet", "items": folder / "items.parquet"}
+    said = tigon(
+        "rank", "fit", *(word.format(**names) for word in arguments), "-o", "x", "--device", "cpu", cwd=tmp_path
+    )
+    line = [line for line in said.err.splitlines() if line.startswith("tigon: ")]
+    assert said.code == 2, said.err
+    assert "Traceback" not in said.err
+    assert len(line) == 1
+    assert all(word in line[0] for word in words), said.err
+    assert not (tmp_path / "x" / "model").exists()
+
+
+def test_files_of_others_and_data_that_changed(folder, data, tigon, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    tigon("rank", "fit", *data, "-o", tmp_path, "--overwrite").problem("holds files that no run wrote")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    out, own = tmp_path / "run", tmp_path / "train.parquet"
+    shutil.copyfile(folder / "test.parquet", own)
+    assert tigon("rank", "fit", "--data", own, "--label", "click", *TINY, "-o", out, limit=20_000).code == 2
+    shutil.copyfile(folder / "train.parquet", own)
+    tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("is not what the run in", "was trained on")
+    tigon("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
+    tigon("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
