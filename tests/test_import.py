@@ -11,8 +11,8 @@ from statistics import median
 SRC = str(Path(__file__).parent.parent / "src")
 OPTIONAL = (
     "transformers", "triton", "accelerate", "peft", "trl", "datasets", "tokenizers", "typer", "rich", "matplotlib",
-    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "fastapi", "uvicorn",
-    "prometheus_client",
+    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "tigon.tables",
+    "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
 
 # A finder that answers "not there" for Triton, as on macOS or with a CPU-only install.

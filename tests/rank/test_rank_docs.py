@@ -27,7 +27,7 @@ def test_the_code_of_the_page_runs(capsys):
 
 
 def test_the_public_names_are_the_modules():
-    assert set(homes_of("tigon.rank")) == set(rank.__all__) == {"losses", "metrics"}
+    assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()
               if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"}  # fmt: skip
     assert public <= {name for _, name in NAMES}

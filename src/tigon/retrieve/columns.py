@@ -10,14 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tigon.retrieve.tables import (
-    BadValue,
-    Ints,
-    Value,
-    as_value,
-    read_categories,
-    read_lists,
-)
+from tigon.tables.values import BadValue, Ints, Value, as_value, read_categories, read_lists
 
 # Inclusive ranges of codes, in their order, with gaps between them.
 Ranges = tuple[tuple[int, int], ...]

@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.retrieve.clauses import Clauses, TagTest
 from tigon.retrieve.columns import Category, Ranges, Tags
 from tigon.retrieve.schema import Schema
-from tigon.retrieve.tables import Ints
+from tigon.tables.values import Ints
 
 # Numbers and times are counted by the highest bits of their codes. Of float32 those are sign, exponent and three more.
 BITS = 12

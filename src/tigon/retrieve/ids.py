@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tigon.retrieve.tables import Ints
+from tigon.tables.values import Ints
 
 EMPTY, GONE = -2, -1
 LEAST = 64

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from tigon.retrieve import disk, writing
-from tigon.retrieve.tables import Ints, Value
 from tigon.retrieve.writing import Prepared
+from tigon.tables.values import Ints, Value
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

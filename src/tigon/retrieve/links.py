@@ -26,8 +26,9 @@ from tigon.retrieve.columns import Category, Column, Tags
 from tigon.retrieve.logistic import fit
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.sides import Attribute, Held, Side, rows_of
-from tigon.retrieve.tables import Ints, Value, columns_of
 from tigon.retrieve.where import Comparison, Either, Expression
+from tigon.tables.columns import columns_of
+from tigon.tables.values import Ints, Value
 
 FORMAT = 1
 # Up to so many values of items all are columns of the weights, whatever the queries: one kind of search.
@@ -373,7 +374,7 @@ def _pairs(name: str, pairs: Any) -> tuple[Any, Any]:
             raise ValueError(f"{name}: pairs must be (pairs, 2), a query and an item each, got {tuple(pairs.shape)}.")
         first, second = pairs[:, 0], pairs[:, 1]
     else:
-        columns, _ = columns_of(pairs)
+        columns, _ = columns_of("retrieve", pairs)
         if len(columns) != 2:
             raise ValueError(
                 f"{name}: pairs must be a table of two columns, queries and items, got {', '.join(map(repr, columns))}."

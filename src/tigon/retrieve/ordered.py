@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.retrieve.columns import Coded, Ranges, without
-from tigon.retrieve.tables import BadValue, Ints, Value, as_time, read_numbers, read_times
+from tigon.tables.values import BadValue, Ints, Value, as_time, read_numbers, read_times
 
 ORDERED = ("<", "<=", ">", ">=")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.linear.vocabulary_parallel import all_gather, process_group
 from tigon.ops.targets import CHECKS
 from tigon.retrieve.links import LinkWeights
-from tigon.retrieve.tables import columns_of
+from tigon.tables.columns import columns_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -102,7 +102,7 @@ def _plain(argument: Any) -> Any:
     if isinstance(argument, np.ndarray) and argument.dtype != object:
         return str(argument.dtype), argument.shape, argument.tobytes()
     if hasattr(argument, "columns"):  # a table that is no dict
-        argument = columns_of(argument)[0]
+        argument = columns_of("retrieve", argument)[0]
     if isinstance(argument, dict):
         return [(name, _plain(value)) for name, value in argument.items()]
     return str(list(argument)) if hasattr(argument, "__len__") else str(argument)

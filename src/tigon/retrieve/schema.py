@@ -17,7 +17,8 @@ import numpy as np
 
 from tigon.retrieve.columns import Category, Coded, Column, Tags, Vocabulary
 from tigon.retrieve.ordered import Number, Timestamp
-from tigon.retrieve.tables import BadValue, Ints, Value, columns_of
+from tigon.tables.columns import columns_of
+from tigon.tables.values import BadValue, Ints, Value
 
 KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Category, Tags, Number, Timestamp)}
 WORD = 63
@@ -142,7 +143,7 @@ class Schema:
         Returns: (words, rows) int64, and the new values by column.
         Raises: ValueError if a column is unknown or wanting, or if a value does not fit its column.
         """
-        columns, rows = columns_of({} if table is None else table)
+        columns, rows = columns_of("retrieve", {} if table is None else table)
         for name in columns:
             if name not in self.columns:
                 raise ValueError(

@@ -30,8 +30,8 @@ from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
 from tigon.retrieve.ranks import Ranks
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Explanation
-from tigon.retrieve.tables import Ints
 from tigon.retrieve.updates import Rows, spare_rows
+from tigon.tables.values import Ints
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -10,7 +10,8 @@ import numpy as np
 
 from tigon.retrieve.columns import Column, Tags
 from tigon.retrieve.ids import read_ids
-from tigon.retrieve.tables import BadValue, Ints, Value, columns_of, read_categories, read_lists
+from tigon.tables.columns import columns_of
+from tigon.tables.values import BadValue, Ints, Value, read_categories, read_lists
 
 Attribute = tuple[str, Value]
 
@@ -47,7 +48,7 @@ class Side:
 
         Raises: ValueError if a column is wanting, or a value is of another kind.
         """
-        columns, rows = columns_of(table)
+        columns, rows = columns_of("retrieve", table)
         of_rows, found = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for column, kind in self.kinds.items():
             if column not in columns:

@@ -24,8 +24,8 @@ from tigon.retrieve import coded, disk
 from tigon.retrieve.ids import KINDS, StringIds
 from tigon.retrieve.journal import Journal, repair, replay
 from tigon.retrieve.schema import Schema
-from tigon.retrieve.tables import Ints
 from tigon.retrieve.writing import at_rows, distance_bias, put
+from tigon.tables.values import Ints
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tigon.retrieve.tables import Ints
+from tigon.tables.values import Ints
 
 # What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
 SPARE = 4096

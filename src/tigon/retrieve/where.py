@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tigon.retrieve.tables import is_missing
+from tigon.tables.values import is_missing
 
 Scalar = str | int | float
 

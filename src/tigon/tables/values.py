@@ -1,19 +1,15 @@
-"""Columns of tables as numpy arrays: pyarrow, pandas, polars, and dicts of arrays, tensors or lists.
-
-Four readers, one for each way in which a column is encoded: categories, numbers, times and lists of tags. A value is
-missing where it is None, NaN, NaT, NA or null.
+"""Values of columns as numpy arrays, by four readers, one for each way in which a column is encoded: categories,
+numbers, times and lists of tags. A value is missing where it is None, NaN, NaT, NA or null.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -41,61 +37,6 @@ class Lists(NamedTuple):
     rows: Ints
     indices: Ints
     values: list[Value]
-
-
-def columns_of(table: Any) -> tuple[dict[str, Any], int]:
-    """The columns of a table by their names, and its number of rows.
-
-    Raises: ValueError if the table is of no known kind, or if columns of a dict differ in length.
-    """
-    kind = type(table).__module__.split(".")[0]
-    if isinstance(table, Mapping):
-        columns = {str(name): _plain(column) for name, column in table.items()}
-        lengths = {name: len(column) for name, column in columns.items()}
-        if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{name!r} has {n:,}" for name, n in lengths.items())
-            raise ValueError(f"retrieve: the columns of a table must be of one length, but {said}.")
-        return columns, next(iter(lengths.values()), 0)
-    if kind == "pyarrow" and hasattr(table, "column_names"):
-        return {name: _plain(table.column(name)) for name in table.column_names}, int(table.num_rows)
-    if kind in ("pandas", "polars") and hasattr(table, "columns"):
-        return {str(name): _plain(table[name]) for name in table.columns}, len(table)
-    raise ValueError(
-        "retrieve: a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, "
-        f"got {type(table).__name__}."
-    )
-
-
-def _plain(column: Any) -> Any:
-    """A column as a pyarrow.Array, a numpy array or a list."""
-    kind = type(column).__module__.split(".")[0]
-    if kind == "polars":
-        column, kind = column.to_arrow(), "pyarrow"
-    if kind == "pyarrow":
-        if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
-            column = column.combine_chunks()
-        return column
-    if kind == "pandas":
-        return _from_pandas(column)
-    if isinstance(column, torch.Tensor):
-        return column.detach().cpu().numpy()
-    if isinstance(column, np.ndarray):
-        if column.ndim != 1:
-            raise ValueError(f"retrieve: a column must have one dimension, got shape {column.shape}.")
-        return column
-    if isinstance(column, Sequence) and not isinstance(column, (str, bytes)):
-        return list(column)
-    raise ValueError(f"retrieve: a column must be an array, a tensor or a list, got {type(column).__name__}.")
-
-
-def _from_pandas(series: Any) -> Any:
-    dtype = series.dtype
-    if getattr(dtype, "tz", None) is not None:
-        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
-    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iufbM":
-        return series.to_numpy()
-    values = series.to_numpy(dtype=object)
-    return [None if missing else value for value, missing in zip(values, series.isna(), strict=True)]
 
 
 def _is_arrow(column: Any) -> bool:

@@ -1,0 +1,78 @@
+"""Impressions in memory: the tensors that batches are drawn from, made once of the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.rank.batch import move, taken
+from tigon.rank.schema import Schema
+
+
+class Stored(NamedTuple):
+    """The values of a field. places: (n,) which of them each row has; None: they stand in the rows' order."""
+
+    values: Any
+    places: Tensor | None = None
+
+    def take(self, rows: Tensor) -> Any:
+        return taken(self.values, rows if self.places is None else self.places[rows])
+
+    def picked(self, rows: Tensor) -> Stored:
+        """The values that rows have, in their order."""
+        return Stored(self.take(rows)) if self.places is None else Stored(self.values, self.places[rows])
+
+    def to(self, device: torch.device | str) -> Stored:
+        values = self.values if isinstance(self.values, list) else move(self.values, device)
+        return Stored(values, None if self.places is None else move(self.places, device))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What batches are drawn from.
+
+    Attributes:
+        table: the columns of the impressions as they came.
+        requests: a pyarrow array of what names each request; None where no column does.
+        offsets: (R + 1,) int64 on the CPU, candidates of each request. first, last: (R,) its events, on the CPU.
+        time: (R,) int64 microseconds, the earliest of a request's rows; None without times.
+        context, items, history: stored values of fields, of R requests, N candidates and E events.
+        event_time: (E,) int64.
+        labels, weights, rows: of N candidates.
+        notes: sentences on what was counted while reading.
+    """
+
+    schema: Schema
+    table: dict[str, Any]
+    requests: Any
+    offsets: Tensor
+    first: Tensor
+    last: Tensor
+    history: dict[str, Stored]
+    event_time: Tensor
+    time: Tensor | None
+    context: dict[str, Stored]
+    items: dict[str, Stored]
+    labels: dict[str, Tensor]
+    weights: Tensor | None
+    rows: Tensor
+    notes: list[str]
+
+    def to(self, device: torch.device | str) -> Held:
+        def sides(stored: dict[str, Stored]) -> dict[str, Stored]:
+            return {name: one.to(device) for name, one in stored.items()}
+
+        return replace(
+            self,
+            time=None if self.time is None else move(self.time, device),
+            context=sides(self.context),
+            items=sides(self.items),
+            history=sides(self.history),
+            event_time=move(self.event_time, device),
+            labels={name: move(value, device) for name, value in self.labels.items()},
+            weights=None if self.weights is None else move(self.weights, device),
+            rows=move(self.rows, device),
+        )

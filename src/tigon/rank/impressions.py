@@ -1,0 +1,242 @@
+"""Impressions: what was shown to whom, when, and what happened; in memory, and drawn in batches of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.rank.batch import Batch
+from tigon.rank.held import Held
+from tigon.rank.infer import fitted, infer
+from tigon.rank.ragged import spans
+from tigon.rank.reading import hold
+from tigon.rank.schema import Schema
+from tigon.rank.tables import OWN, gather, load, roles_of
+from tigon.tables.arrow import nearest
+
+
+class Impressions:
+    """Requests, their candidates, and the events that each request may know; made by `read`.
+
+    The tables lie in memory as tensors. A batch is a gather of them, without a loader of its own.
+
+    Attributes:
+        schema: roles and fields, with everything fitted.
+        notes: sentences on what was counted while reading: items that are not known, events at the time of a request,
+            labels of one class.
+    """
+
+    def __init__(self, held: Held, which: Tensor | None = None) -> None:
+        self._held = held
+        self._which = torch.arange(len(held.offsets) - 1) if which is None else which
+
+    @classmethod
+    def read(
+        cls,
+        data: Any,
+        *,
+        history: Any = None,
+        items: Any = None,
+        users: Any = None,
+        schema: Schema | None = None,
+        labelled: bool = True,
+        **roles: Any,
+    ) -> Impressions:
+        """Impressions of a table, one row for each.
+
+        The history of a request is what its user did strictly earlier than the request's time, the earliest of its
+        rows. An event at that very time is left out and counted.
+
+        Args:
+            data: a file or files (parquet, csv, JSON lines, arrow), a pyarrow.Table, a pandas or polars DataFrame, or a
+                dict of arrays.
+            history: events in the same forms, with user, item and time; "self" for the impressions themselves,
+                "positives" for those with a positive label; None for no history.
+            items, users: tables of features, one row for each item or user.
+            schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
+            labelled: whether the labels have to be there; a table to score has none.
+            roles: without a schema, the arguments of `Roles`; columns with usual names are found.
+
+        Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
+            name), a label that is not 0 or 1, a history without times, and values that do not fit their field.
+        """
+        if schema is not None and roles:
+            raise ValueError(f"rank.Impressions: schema= has the roles already, got {', '.join(roles)} besides.")
+        rows = load(data)
+        history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+        items, users = (None if side is None else load(side) for side in (items, users))
+        found = roles_of(rows, roles, history) if schema is None else schema.roles
+        tables = gather(rows, history, items, users, found)
+        schema = infer(tables, found) if schema is None else schema
+        return cls(hold(tables, fitted(schema, tables), labelled))
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __repr__(self) -> str:
+        return f"Impressions({len(self):,} requests, {self.rows:,} rows, {len(self._held.event_time):,} events)"
+
+    @property
+    def schema(self) -> Schema:
+        return self._held.schema
+
+    @property
+    def notes(self) -> list[str]:
+        return self._held.notes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._held.rows.device
+
+    @property
+    def rows(self) -> int:
+        """Impressions of all requests."""
+        return int(self._sizes().sum())
+
+    @property
+    def request_ids(self) -> list[Any]:
+        """What names each request: its value of the request's column, or the number of its first row."""
+        held = self._held
+        if held.requests is None:
+            return list(held.rows[held.offsets[:-1][self._which].to(self.device)].tolist())
+        return list(held.requests.take(self._which.numpy()).to_pylist())
+
+    @property
+    def item_ids(self) -> list[Any]:
+        """The items of all candidates, request by request, as the table has them."""
+        return self.column(self.schema.roles.item)
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the table, for all candidates, request by request.
+
+        Args:
+            name: of the column.
+        Raises: ValueError if there is none.
+        """
+        held = self._held
+        if name not in held.table:
+            raise ValueError(f"rank.Impressions: there is no column {name!r}; {nearest(name, held.table)}")
+        offsets = _offsets(self._sizes())
+        rows = held.rows[spans(held.offsets[self._which], offsets).to(self.device)]
+        return list(held.table[name].take(rows.cpu().numpy()).to_pylist())
+
+    def to(self, device: torch.device | str) -> Impressions:
+        """The same impressions with all tensors on a device, where batches are drawn then.
+
+        Args:
+            device: such as "cuda".
+        """
+        return Impressions(self._held.to(device), self._which)
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def batch(
+        self, indices: Tensor, *, history_max: int | None = None, device: torch.device | str | None = None
+    ) -> Batch:
+        """The batch of some requests.
+
+        Args:
+            indices: (R,) int64, which requests, from 0 to len(self) − 1.
+            history_max: at most so many events of each, the latest.
+            device: where to; None for where the data lies.
+        Returns: a `Batch`, requests in the order of indices.
+        Raises: ValueError if an index is out of range.
+        """
+        held, at = self._held, self.device
+        indices = torch.as_tensor(indices).cpu()
+        if indices.dim() != 1 or indices.dtype != torch.int64:
+            raise ValueError(
+                f"Impressions.batch: indices must be (R,) int64, got {tuple(indices.shape)} {indices.dtype}."
+            )
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise ValueError(
+                f"Impressions.batch: indices must be from 0 to {len(self) - 1:,}, got "
+                f"{int(indices.min()):,} to {int(indices.max()):,}."
+            )
+        which = self._which[indices]
+        first, last = self._events(which, history_max)
+        offsets, history_offsets = _offsets(held.offsets.diff()[which]), _offsets(last - first)
+        rows = _spans(held.offsets[which], offsets, at)
+        events = _spans(first, history_offsets, at)
+        here = which.to(at, non_blocking=True)
+        age = torch.zeros(0, device=at)
+        if held.time is not None:
+            lengths = history_offsets.diff().to(at, non_blocking=True)
+            now = torch.repeat_interleave(held.time[here], lengths, output_size=len(events))
+            age = ((now - held.event_time[events]).double() / 1e6).float()
+        batch = Batch(
+            offsets,
+            history_offsets,
+            {name: one.take(here) for name, one in held.context.items()},
+            {name: one.take(rows) for name, one in held.items.items()},
+            {name: one.take(events) for name, one in held.history.items()},
+            age,
+            {name: one[rows] for name, one in held.labels.items()},
+            None if held.weights is None else held.weights[rows],
+            held.rows[rows],
+        )
+        return batch if device is None or torch.device(device) == at else batch.to(device)
+
+    def batches(
+        self,
+        *,
+        requests: int | None = None,
+        tokens: int | None = None,
+        shuffle: torch.Generator | None = None,
+        history_max: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Iterator[Batch]:
+        """All requests, batch after batch.
+
+        Args:
+            requests: how many a batch; or
+            tokens: at most so many events and candidates a batch; a request with more is a batch by itself.
+            shuffle: draws the order; None keeps that of the table.
+            history_max, device: as in `batch`.
+        Raises: ValueError unless one of requests and tokens is given, and is positive.
+        """
+        size = requests if tokens is None else tokens
+        if (requests is None) == (tokens is None) or size is None or size < 1:
+            raise ValueError(
+                f"Impressions.batches: give requests or tokens, a positive number, got requests={requests}, "
+                f"tokens={tokens}."
+            )
+        order = torch.arange(len(self)) if shuffle is None else torch.randperm(len(self), generator=shuffle)
+        costs = torch.ones(len(self), dtype=torch.int64)
+        if tokens is not None:
+            first, last = self._events(self._which, history_max)
+            costs = self._sizes() + last - first
+        ends = costs[order].cumsum(0)
+        start = 0
+        while start < len(order):
+            spent = int(ends[start - 1]) if start else 0
+            end = max(start + 1, int(torch.searchsorted(ends, spent + size, right=True)))
+            yield self.batch(order[start:end], history_max=history_max, device=device)
+            start = end
+
+    def _sizes(self) -> Tensor:
+        """(len,) candidates of each request."""
+        return self._held.offsets.diff()[self._which]
+
+    def _events(self, which: Tensor, history_max: int | None) -> tuple[Tensor, Tensor]:
+        """First and last event of requests, the latest `history_max`."""
+        first, last = self._held.first[which], self._held.last[which]
+        if history_max is None:
+            return first, last
+        if history_max < 0:
+            raise ValueError(f"Impressions: history_max must be 0 or more, got {history_max}.")
+        return torch.maximum(first, last - history_max), last
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _spans(first: Tensor, offsets: Tensor, device: torch.device) -> Tensor:
+    """`spans` on a device, of numbers that the host has."""
+    total = int(offsets[-1])
+    return spans(first.to(device, non_blocking=True), offsets.to(device, non_blocking=True), total)

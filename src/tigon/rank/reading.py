@@ -1,0 +1,263 @@
+"""From tables to the tensors of `Held`: requests in groups, features where they are found, events in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.rank.fields import Field, Time
+from tigon.rank.held import Held, Stored
+from tigon.rank.history import ordered, windows
+from tigon.rank.labels import Label
+from tigon.rank.schema import Roles, Schema
+from tigon.rank.tables import NAME, SPOKEN, Tables
+from tigon.tables.arrow import kinds_agree, numbers
+from tigon.tables.values import BadValue, Ints
+
+NO_TIMES = "so that no event of a request's future is read"
+
+
+def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
+    """The tensors of tables.
+
+    labelled: whether the labels have to be there.
+    Raises: ValueError for columns that are wanting and values that do not fit.
+    """
+    roles, notes = schema.roles, list[str]()
+    group, requests = _requests(tables, roles)
+    order = torch.from_numpy(np.argsort(group, kind="stable"))
+    sizes = torch.from_numpy(np.bincount(group))
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    time = None
+    if roles.time is not None and roles.time in tables.rows:
+        time = _earliest(_times(tables, "rows", schema)[order], offsets)
+
+    places = Places(tables, schema, order, offsets)
+    context = {
+        name: Stored(time) if name == roles.time and time is not None else places.of_requests(name, field)
+        for name, field in schema.context.items()
+    }
+    items = {name: places.of_candidates(name, field) for name, field in {**schema.items, **schema.rows}.items()}
+    events = places.events(time, notes)
+    labels = {}
+    for label in map(Label.of, roles.labels):
+        if label.column in tables.rows or labelled:
+            column = tables.column("rows", label.column, "a label")
+            try:
+                labels[label.name] = label.read(column)[order]
+            except BadValue as error:
+                raise tables.bad("rows", label.column, "label", error) from None
+    weights = None
+    if roles.weight is not None and (labelled or roles.weight in tables.rows):
+        weights = _weights(tables, roles.weight)[order]
+    held = Held(schema, tables.rows, requests, offsets, *events, time, context, items, labels, weights, order, notes)
+    _note(held, places)
+    return held
+
+
+def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
+    """The request of each row, numbered in the order in which they come, and what names each."""
+    import pyarrow as pa
+
+    count = tables.count()
+    if roles.request is not None:
+        named = tables.keys("rows", roles.request, "what was shown together")
+        if named.null_count:
+            at = int(np.array(named.is_null()).argmax())
+            raise ValueError(f"{NAME}: column {roles.request!r} (request), row {at}: every row must name its request.")
+        coded = named.dictionary_encode()
+        return np.array(coded.indices.cast("int64")), coded.dictionary
+    if roles.user is None or roles.time is None or not {roles.user, roles.time} <= {*tables.rows}:
+        return np.arange(count), None
+    users = tables.keys("rows", roles.user, "the user").dictionary_encode()
+    times = tables.rows[roles.time].dictionary_encode()
+    codes = [np.array(one.indices.cast("int64").fill_null(-1)) + 1 for one in (users, times)]
+    both = codes[0] * (len(times.dictionary) + 1) + codes[1]
+    coded = pa.array(both).dictionary_encode()
+    return np.array(coded.indices.cast("int64")), None
+
+
+def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
+    """(n,) int64 of a table's rows.
+
+    Raises: ValueError if there is no such column, or a time is missing.
+    """
+    name = schema.roles.time
+    if name is None or name not in tables.of(table):
+        raise ValueError(
+            f"{NAME}: {SPOKEN[table]} must have times, {NO_TIMES}; name the column by time=…, there are "
+            f"{', '.join(map(repr, tables.of(table)))}."
+        )
+    kind = schema.fields[name]
+    found: Tensor = tables.encode(table, name, kind)
+    if (missing := found == Time.MISSING).any():
+        raise ValueError(
+            f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {int(missing.nonzero()[0])}: must be a time, "
+            "got a missing value."
+        )
+    return found
+
+
+def _earliest(time: Tensor, offsets: Tensor) -> Tensor:
+    """(R,) the earliest of each request's rows; what is earlier than it is no news to any of them."""
+    return torch.from_numpy(np.minimum.reduceat(time.numpy(), offsets[:-1].numpy())) if len(time) else time
+
+
+def _weights(tables: Tables, name: str) -> Tensor:
+    try:
+        found = numbers(tables.column("rows", name, "the weight"))
+    except BadValue as error:
+        raise tables.bad("rows", name, "weight", error) from None
+    if (wrong := ~(found >= 0)).any():
+        at = int(wrong.argmax())
+        raise ValueError(f"{NAME}: column {name!r} (weight), row {at}: must be 0 or more, got {found[at]:g}.")
+    return torch.from_numpy(found.astype(np.float32))
+
+
+class Places:
+    """Where the fields of a schema are found, and their values there."""
+
+    def __init__(self, tables: Tables, schema: Schema, order: Tensor, offsets: Tensor) -> None:
+        self.tables, self.schema, self.roles = tables, schema, schema.roles
+        self.order, self.offsets = order, offsets
+        self.ones = order[offsets[:-1]]  # the first row of each request
+        self.in_order = bool((order == torch.arange(len(order))).all())
+        self.sides: dict[tuple[str, str], Any] = {}
+        self.lost: dict[tuple[str, str], int] = {}
+
+    def of_requests(self, name: str, field: Field) -> Stored:
+        if name not in self.tables.rows and name in self.tables.of("users"):
+            found = self._looked_up("users", name, field, "rows")
+            assert found.places is not None
+            return Stored(found.values, found.places[self.ones])
+        values = self.tables.encode("rows", name, field)
+        if isinstance(values, Tensor):
+            self._constant(name, values)
+        return Stored(values).picked(self.ones)
+
+    def _constant(self, name: str, values: Tensor) -> None:
+        """Raise if a request's rows differ."""
+        inner = values[self.order]
+        first = torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
+        differ = (inner != first) & ~((inner != inner) & (first != first))
+        if differ.any() and name != self.roles.time:
+            at = int(differ.nonzero()[0])
+            request = int(torch.searchsorted(self.offsets, at, right=True)) - 1
+            raise ValueError(
+                f"{NAME}: column {name!r} has side 'context', but differs within a request, between rows "
+                f"{int(self.ones[request])} and {int(self.order[at])}; side 'row' is for what differs."
+            )
+
+    def of_candidates(self, name: str, field: Field) -> Stored:
+        if field.side == "item" and name not in self.tables.rows and name in self.tables.of("items"):
+            found = self._looked_up("items", name, field, "rows")
+        else:
+            found = Stored(self.tables.encode("rows", name, field))
+        return found if self.in_order else found.picked(self.order)
+
+    def events(self, time: Tensor | None, notes: list[str]) -> tuple[Tensor, Tensor, dict[str, Stored], Tensor]:
+        """First and last event of each request, the fields of events, and their times."""
+        tables, roles = self.tables, self.roles
+        none = torch.zeros(len(self.ones), dtype=torch.int64)
+        if tables.history is None:
+            empty = {name: Stored(field.encode(_nothing(field))) for name, field in self.schema.history.items()}
+            return none, none, empty, none[:0]
+        if roles.user is None:
+            raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
+        if time is None:
+            _times(tables, "rows", self.schema)
+        assert time is not None
+        when = _times(tables, "history", self.schema)
+        users = kinds_agree([tables.keys(table, roles.user, "the user") for table in ("rows", "history")])
+        user, actor = _codes(users)
+        self._one_user(user)
+        user = user[self.ones]
+        if lost := int((actor < 0).sum()):
+            notes.append(f"{lost:,} of {len(actor):,} events name no user; they are left out.")
+        order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
+        order = order[ordered(actor[order], when[order])]
+        found = windows(actor[order], when[order], user, time)
+        if same := int(found.same.sum()):
+            notes.append(f"{same:,} events have the very time of a request of their user; histories leave them out.")
+        history = {name: self._of_events(name, field).picked(order) for name, field in self.schema.history.items()}
+        return found.start, found.end, history, when[order]
+
+    def _one_user(self, user: Tensor) -> None:
+        inner = user[self.order]
+        differ = inner != torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
+        if differ.any():
+            at = int(differ.nonzero()[0])
+            request = int(torch.searchsorted(self.offsets, at, right=True)) - 1
+            raise ValueError(
+                f"{NAME}: rows {int(self.ones[request])} and {int(self.order[at])} are of one request "
+                f"({self.roles.request!r}) and of two users ({self.roles.user!r}); a request must have one."
+            )
+
+    def _of_events(self, name: str, field: Field) -> Stored:
+        if name not in self.tables.of("history") and name in self.tables.of("items"):
+            return self._looked_up("items", name, field, "history")
+        return Stored(self.tables.encode("history", name, field))
+
+    def _looked_up(self, side: str, name: str, field: Field, table: str) -> Stored:
+        """A field of items or users, for the rows of another table; missing for those that the side lacks."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        role = self.roles.item if side == "items" else self.roles.user
+        assert role is not None
+        if (side, table) not in self.sides:
+            wanted, there = kinds_agree([self.tables.keys(where, role, f"the {side[:-1]}") for where in (table, side)])
+            if pc.count_distinct(there).as_py() + (there.null_count > 1) < len(there) - max(there.null_count - 1, 0):
+                twice = next(one["values"] for one in pc.value_counts(there).to_pylist() if one["counts"] > 1)
+                raise ValueError(f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more often.")
+            index = pc.index_in(wanted, value_set=there.drop_null()).cast("int64")
+            # A last row of missing values stands for what is not found.
+            self.lost[side, table] = index.null_count
+            kept = np.flatnonzero(np.array(there.is_valid()))
+            rows = np.append(kept, len(there))[np.array(index.fill_null(len(kept)))]
+            self.sides[side, table] = torch.from_numpy(rows)
+        column = self.tables.column(side, name, f"read as {field.kind}")
+        column = pa.concat_arrays([column, pa.nulls(1, column.type)])
+        try:
+            return Stored(field.encode(column), self.sides[side, table])
+        except BadValue as error:
+            raise self.tables.bad(side, name, field.kind, error) from None
+
+
+def _nothing(field: Field) -> Any:
+    import pyarrow as pa
+
+    return pa.array([], pa.list_(pa.int64()) if field.kind == "Ids" else pa.int64())
+
+
+def _codes(columns: list[Any]) -> tuple[Tensor, Tensor]:
+    """Codes of the values of two arrays, the same for the same value; −1 for missing ones."""
+    import pyarrow as pa
+
+    coded = pa.concat_arrays(columns).dictionary_encode().indices.cast("int64").fill_null(-1)
+    found = torch.from_numpy(np.array(coded))
+    return found[: len(columns[0])], found[len(columns[0]) :]
+
+
+def _note(held: Held, places: Places) -> None:
+    """What a person should know of what was read."""
+    roles = held.schema.roles
+    for name, values in held.labels.items():
+        positive = int(values.sum())
+        if positive in (0, len(values)):
+            held.notes.append(
+                f"Label {name!r} is {int(positive > 0)} in all {len(values):,} rows: with one class there is nothing "
+                "to learn from it, and no AUC."
+            )
+    for what, stored in (("rows", held.items), ("events", held.history)):
+        if roles.item in stored:
+            codes = stored[roles.item].values
+            if unseen := int((codes == 0).sum()):
+                held.notes.append(f"{unseen:,} of {len(codes):,} {what} have an item that the schema does not know.")
+    for (side, table), lost in places.lost.items():
+        if lost:
+            where = "rows" if table == "rows" else "events"
+            held.notes.append(f"{lost:,} {where} have a {side[:-1]} that is not among {SPOKEN[side]}.")

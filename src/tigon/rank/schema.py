@@ -1,0 +1,211 @@
+"""What the columns of a table of impressions are: their roles, and the fields that models read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon.rank.fields import KINDS, Field, Id, Number
+from tigon.rank.labels import Label
+from tigon.tables.arrow import nearest
+
+# What columns are usually called, the likeliest first.
+USUAL: dict[str, tuple[str, ...]] = {
+    "request": ("session_id", "request_id", "request", "impression_id", "query_id", "qid", "session"),
+    "item": ("item_id", "item", "itemId", "movie_id", "product_id", "video_id", "doc_id", "news_id", "iid"),
+    "user": ("user_id", "user", "userId", "userid", "member_id", "visitor_id", "uid"),
+    "time": ("timestamp", "time", "datetime", "date", "event_time", "created_at", "ts"),
+    "labels": ("label", "click", "clicked", "is_click", "clk", "target", "y"),
+    "weight": ("weight", "sample_weight"),
+}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which columns say who was shown what, when, and what happened.
+
+    Args:
+        item: the column of what was shown.
+        request: rows with the same value were shown together. None: rows of the same user and time; without those,
+            each row by itself.
+        user: whose history a request reads.
+        time: when. A history needs it.
+        labels: columns of 0 and 1, or comparisons that make them, such as "rating >= 4" and "like = rating >= 4".
+        action: columns of a history that say what happened.
+        weight: how much a row counts in losses.
+    """
+
+    item: str
+    request: str | None = None
+    user: str | None = None
+    time: str | None = None
+    labels: tuple[str, ...] = ()
+    action: tuple[str, ...] = ()
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "action"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+
+class Schema:
+    """The roles of a table's columns, and a field for each column that a model reads.
+
+    Args:
+        roles: a `Roles`, or a dict of its arguments.
+        fields: name of a column → its field. The item's own id is the field that `roles.item` names, of side "item".
+
+    Attributes:
+        context, items, rows: the fields of each side, by name.
+        history: the fields of events: those of items that events have, and the actions.
+        left_out: why columns are no fields, where the schema was inferred.
+
+    Raises: ValueError if the item has no field, or a field stands on a side where its role forbids it.
+    """
+
+    def __init__(self, roles: Roles | Mapping[str, Any], fields: Mapping[str, Field]) -> None:
+        self.roles = roles if isinstance(roles, Roles) else _roles(roles)
+        self.fields = dict(fields)
+        self.left_out: dict[str, str] = {}
+        for name, field in self.fields.items():
+            if not isinstance(field, Field):
+                raise ValueError(f"Schema: field {name!r} must be one of {', '.join(KINDS)}, got {_type(field)}.")
+        item = self.fields.get(self.roles.item)
+        if not isinstance(item, Id) or item.side != "item":
+            raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
+        for name in self.roles.action:
+            action = self.fields.get(name)
+            if not isinstance(action, (Id, Number)) or action.side != "action":
+                raise ValueError(
+                    f"Schema: the action {name!r} must have a field Id or Number of side 'action', got {action!r}."
+                )
+        for name in self.side("action"):
+            if name not in self.roles.action:
+                raise ValueError(f"Schema: field {name!r} has side 'action', but roles.action does not name it.")
+
+    def side(self, side: str) -> dict[str, Field]:
+        """The fields of a side, by name."""
+        return {name: field for name, field in self.fields.items() if field.side == side}
+
+    @property
+    def context(self) -> dict[str, Field]:
+        return self.side("context")
+
+    @property
+    def items(self) -> dict[str, Field]:
+        return self.side("item")
+
+    @property
+    def rows(self) -> dict[str, Field]:
+        return self.side("row")
+
+    @property
+    def history(self) -> dict[str, Field]:
+        return {name: field for name, field in self.fields.items() if field.history or field.side == "action"}
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the labels: of "like = rating >= 4", `like`."""
+        return [Label.of(text).name for text in self.roles.labels]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a field is still to be fitted on data."""
+        return any(field.is_open for field in self.fields.values())
+
+    def replace(self, fields: Mapping[str, Field]) -> Schema:
+        """This schema with other fields of the same names."""
+        return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
+
+    def _because(self, left_out: Mapping[str, str]) -> Schema:
+        self.left_out = dict(left_out)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and (self.roles, self.fields) == (other.roles, other.fields)
+
+    __hash__ = None  # type: ignore[assignment]  # as dicts
+
+    def __repr__(self) -> str:
+        return f"Schema({self.roles!r}, {', '.join(self.fields)})"
+
+    # ---------------------------------------------------------------------------------------------------------- JSON
+
+    def to_json(self) -> str:
+        """Roles and fields as JSON, to be read and edited."""
+        roles = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.roles).items()}
+        fields = {name: {"kind": field.kind, **field.options()} for name, field in self.fields.items()}
+        rows = ",\n    ".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in fields.items())
+        return f'{{\n  "roles": {json.dumps(roles, ensure_ascii=False)},\n  "fields": {{\n    {rows}\n  }}\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        """The schema of a text that `to_json` wrote, or that a person did.
+
+        Args:
+            text: {"roles": {"item": "item_id", …}, "fields": {"item_id": {"kind": "Id", "side": "item"}, …}}.
+
+        Raises: ValueError if the text is no JSON, or a role, a kind or an option is unknown.
+        """
+        try:
+            told = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Schema.from_json: the text must be JSON, but {error}.") from None
+        if not isinstance(told, dict) or not all(isinstance(told.get(k), dict) for k in ("roles", "fields")):
+            raise ValueError("Schema.from_json: the text must hold an object with the objects 'roles' and 'fields'.")
+        return cls(_roles(told["roles"]), {name: _field(name, options) for name, options in told["fields"].items()})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the schema as JSON.
+
+        Args:
+            path: of the file, such as run/schema.json.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """The schema of a JSON file.
+
+        Args:
+            path: of the file.
+
+        Raises: ValueError as `from_json`; OSError if the file cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"Schema.load: {path} must be JSON in UTF-8.") from None
+
+
+def _roles(told: Mapping[str, Any]) -> Roles:
+    known = [field.name for field in dataclasses.fields(Roles)]
+    for name in told:
+        if name not in known:
+            raise ValueError(f"Schema: there is no role {name!r}; {nearest(name, known)}")
+    if not isinstance(told.get("item"), str):
+        raise ValueError("Schema: roles must name the column of items, 'item'.")
+    return Roles(**told)
+
+
+def _field(name: str, told: Any) -> Field:
+    told = {"kind": told} if isinstance(told, str) else told
+    kind = told.get("kind") if isinstance(told, dict) else told
+    if kind not in KINDS:
+        raise ValueError(f"Schema: field {name!r} must have a kind; got {kind!r}, {nearest(str(kind), KINDS)}")
+    options = {key: value for key, value in told.items() if key != "kind"}
+    known = [field.name for field in dataclasses.fields(KINDS[kind])]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"Schema: field {name!r}: {kind} has no option {option!r}; {nearest(option, known)}")
+    return KINDS[kind](**options)
+
+
+def _type(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

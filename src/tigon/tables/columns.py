@@ -1,0 +1,66 @@
+"""Columns of tables by their names: pyarrow, pandas, polars, and dicts of arrays, tensors or lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def columns_of(name: str, table: Any) -> tuple[dict[str, Any], int]:
+    """The columns of a table by their names, and its number of rows.
+
+    name: what errors begin with, the operation that was given the table.
+
+    Raises: ValueError if the table is of no known kind, or if columns of a dict differ in length.
+    """
+    kind = type(table).__module__.split(".")[0]
+    if isinstance(table, Mapping):
+        columns = {str(key): _plain(name, column) for key, column in table.items()}
+        lengths = {key: len(column) for key, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            said = ", ".join(f"{key!r} has {n:,}" for key, n in lengths.items())
+            raise ValueError(f"{name}: the columns of a table must be of one length, but {said}.")
+        return columns, next(iter(lengths.values()), 0)
+    if kind == "pyarrow" and hasattr(table, "column_names"):
+        return {key: _plain(name, table.column(key)) for key in table.column_names}, int(table.num_rows)
+    if kind in ("pandas", "polars") and hasattr(table, "columns"):
+        return {str(key): _plain(name, table[key]) for key in table.columns}, len(table)
+    raise ValueError(
+        f"{name}: a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, "
+        f"got {type(table).__name__}."
+    )
+
+
+def _plain(name: str, column: Any) -> Any:
+    """A column as a pyarrow.Array, a numpy array or a list."""
+    kind = type(column).__module__.split(".")[0]
+    if kind == "polars":
+        column, kind = column.to_arrow(), "pyarrow"
+    if kind == "pyarrow":
+        if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
+            column = column.combine_chunks()
+        return column
+    if kind == "pandas":
+        return _from_pandas(column)
+    if isinstance(column, torch.Tensor):
+        return column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray):
+        if column.ndim != 1:
+            raise ValueError(f"{name}: a column must have one dimension, got shape {column.shape}.")
+        return column
+    if isinstance(column, Sequence) and not isinstance(column, (str, bytes)):
+        return list(column)
+    raise ValueError(f"{name}: a column must be an array, a tensor or a list, got {type(column).__name__}.")
+
+
+def _from_pandas(series: Any) -> Any:
+    dtype = series.dtype
+    if getattr(dtype, "tz", None) is not None:
+        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
+    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iufbM":
+        return series.to_numpy()
+    values = series.to_numpy(dtype=object)
+    return [None if missing else value for value, missing in zip(values, series.isna(), strict=True)]
