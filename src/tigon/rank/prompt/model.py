@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joine
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import FILE, Prompt
 from tigon.shared_prefix.batch import fusion_of
+
+if TYPE_CHECKING:
+    from tigon.rank.impressions import Impressions
 
 SETTINGS = "ranker.json"
 
@@ -215,8 +218,26 @@ class PromptRanker(nn.Module):
     def _requests(self, requests: Any) -> Iterable[Request]:
         if isinstance(requests, Request):
             raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
+        if hasattr(requests, "batches"):
+            from tigon.rank.prompt.reading import Requests
+
+            return Requests(requests, self.prompt)
         found: Iterable[Request] = requests
         return found
+
+    def read(
+        self, data: Any, *, history: Any = None, items: Any = None, users: Any = None, labelled: bool = True
+    ) -> Impressions:
+        """`rank.Impressions` with the columns that the prompt names, to `score`.
+
+        Args:
+            data, history, items, users, labelled: as in `rank.Impressions.read`.
+        Raises: ValueError for a column that a template or a label names and no table has, with the nearest name, and
+            as `rank.Impressions.read`.
+        """
+        from tigon.rank.prompt.reading import read
+
+        return read(self.prompt, data, history=history, items=items, users=users, labelled=labelled)
 
     # --------------------------------------------------------------------------------------------------------- files
 

@@ -150,12 +150,15 @@ class Encoder:
                 f"{NAME}: instruction and profile take {len(prefix)} tokens, and prefix_len is {self.prefix_len}; only "
                 "events can be left out."
             )
-        events = [self.line(prompt.say("event", row)) for row in request.events] if prompt.event is not None else []
-        room, first = self.prefix_len - len(prefix), len(events)
-        while first > 0 and len(events[first - 1]) <= room:
-            first -= 1
-            room -= len(events[first])
-        for event in events[first:]:
+        kept: list[list[int]] = []
+        room = self.prefix_len - len(prefix)
+        for row in reversed(request.events if prompt.event is not None else ()):
+            event = self.line(prompt.say("event", row))
+            if len(event) > room:  # older ones go too, so that no history has a hole
+                break
+            kept.append(event)
+            room -= len(event)
+        for event in reversed(kept):
             prefix += event
         suffixes = [[self._suffix(row, name) for name in prompt.tasks] for row in request.candidates]
         longest = max(len(suffix) for own in suffixes for suffix in own)
@@ -166,7 +169,7 @@ class Encoder:
                 f"{self.prefix_len}."
             )
         labels, teacher = self._targets(request, labelled)
-        return Encoded(prefix, suffixes, labels, teacher, first)
+        return Encoded(prefix, suffixes, labels, teacher, len(request.events) - len(kept))
 
     def _suffix(self, row: Mapping[str, Any], task: str) -> list[int]:
         prompt = self.prompt

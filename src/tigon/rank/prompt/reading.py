@@ -1,0 +1,244 @@
+"""Impressions as requests of a prompt: which columns its templates read, and their values as they stood in the tables."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from tigon.rank.batch import Batch
+from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
+from tigon.rank.impressions import Impressions
+from tigon.rank.prompt.pack import Request
+from tigon.rank.prompt.task import NAME
+from tigon.rank.prompt.verbalise import AGO, Prompt, ago
+from tigon.rank.schema import Roles, Schema
+from tigon.rank.tables import OWN, Tables, gather, load, roles_of
+
+# A column of this name with a task's behind it holds a teacher's score of each row.
+TEACHER = "teacher_"
+# Most events of a request that are written; few prefixes hold more.
+HISTORY = 512
+# Requests that are drawn from the tables at once.
+CHUNK = 256
+
+
+def read(
+    prompt: Prompt, data: Any, *, history: Any = None, items: Any = None, users: Any = None, labelled: bool = True
+) -> Impressions:
+    """Impressions with the columns that a prompt names.
+
+    Args:
+        prompt: whose `columns` name roles where the tables have unusual names.
+        data, history, items, users, labelled: as in `rank.Impressions.read`.
+    Raises: ValueError for a column that a template or a label names and no table has, with the nearest name, and as
+        `rank.Impressions.read`.
+    """
+    rows = load(data)
+    history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+    items, users = (None if side is None else load(side) for side in (items, users))
+    labels = _labels(prompt)
+    try:
+        roles = roles_of(rows, {**prompt.columns, "labels": labels, "action": ()}, history)
+    except ValueError as error:
+        raise ValueError(f"{error} Name it in the prompt's columns.") from None
+    tables = gather(rows, history, items, users, roles)
+    schema = _schema(prompt, tables, roles, labelled)
+    return Impressions.read(rows, history=tables.history, items=items, users=users, schema=schema, labelled=labelled)
+
+
+def _labels(prompt: Prompt) -> list[str]:
+    """The tasks of two answers as labels of impressions; others are read from their column."""
+    found = []
+    for task in prompt.tasks.values():
+        if task.read.compares:
+            found.append(f"{task.name} = {task.read.text}")
+        elif set(task.values) == {0.0, 1.0}:
+            found.append(task.name if task.name == task.read.column else f"{task.name} = {task.read.column}")
+    return found
+
+
+def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Schema:
+    """Roles and fields for the columns that the templates name, each read as it stands."""
+    questions = list(prompt.tasks)
+    prompt.check_columns("profile", {*tables.rows, *tables.of("users")})
+    for part in ("candidate", *questions):
+        prompt.check_columns(part, {*tables.rows, *tables.of("items")})
+    for task in prompt.tasks.values():
+        if labelled and task.read.column not in tables.rows:
+            tables.column("rows", task.read.column, f"of which the label of task {task.name} is made")
+    said = prompt.named("event") - {AGO} if tables.history is not None else set()
+    if tables.history is not None:
+        prompt.check_columns("event", {*tables.of("history"), *tables.of("items")} - {str(roles.time)})
+    shown = prompt.named("candidate", *questions)
+    fields: dict[str, Field] = {roles.item: Id(side="item", history=tables.history is not None)}
+    if roles.time is not None:
+        fields[roles.time] = Time(side="context")
+    for name in sorted(prompt.named("profile") - {roles.item}):
+        fields.setdefault(name, _field(tables, name, ("rows", "users"), "context"))
+    for name in sorted(shown - {roles.item}):
+        _free(fields, name)
+        fields[name] = _field(tables, name, ("rows", "items"), "item", history=name in said)
+    actions = []
+    for name in sorted(said - shown - {roles.item}):
+        _free(fields, name)
+        if name in tables.of("history"):
+            actions.append(name)
+            fields[name] = _field(tables, name, ("history",), "action")
+        else:
+            # An item's feature that candidates have, but do not say.
+            fields[name] = _field(tables, name, ("items",), "item", history=True)
+    told = {**{one: getattr(roles, one) for one in ("item", "request", "user", "time", "labels", "weight")}}
+    return Schema(Roles(**told, action=tuple(actions)), fields)
+
+
+def _free(fields: dict[str, Field], name: str) -> None:
+    if name in fields:
+        raise ValueError(
+            f"{NAME}: {name!r} is named for requests and for their candidates or events; it can belong to one of them."
+        )
+
+
+def _field(tables: Tables, name: str, where: tuple[str, ...], side: Any, history: bool = False) -> Field:
+    import pyarrow.types as types
+
+    kind = next(tables.of(table)[name].type for table in where if name in tables.of(table))
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return Ids(side=side, history=history)
+    if types.is_temporal(kind):
+        return Time(side=side, history=history)
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_boolean(kind):
+        return Number("none", side=side, history=history)
+    return Id(side=side) if side == "action" else Text(side=side, history=history)
+
+
+class Requests(Sequence[Request]):
+    """Impressions as the requests that a prompt writes, made when they are asked for.
+
+    Args:
+        data: of `read`, with the same prompt.
+        prompt: the `Prompt`.
+        history_max: most events of a request, the latest.
+    """
+
+    def __init__(self, data: Impressions, prompt: Prompt, *, history_max: int = HISTORY) -> None:
+        self.data, self.prompt, self.history_max = data, prompt, history_max
+        known = set(data._held.table)
+        self.labels = {t.name: t.read.column for t in prompt.tasks.values() if t.read.column in known}
+        self.teachers = {t: TEACHER + t for t in prompt.tasks if TEACHER + t in known}
+        for name, column in self.teachers.items():
+            if set(prompt.tasks[name].values) != {0.0, 1.0}:
+                raise ValueError(
+                    f"{NAME}: column {column!r} is a teacher's probability, and task {name} has other answers."
+                )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        if isinstance(index, slice):
+            return self.__getitems__(list(range(*index.indices(len(self)))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.__getitems__([index % len(self)])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Request]:
+        """Requests by their places, in one gather."""
+        batch = self.data.batch(torch.tensor(indices, dtype=torch.int64), history_max=self.history_max, device="cpu")
+        schema, prompt = self.data.schema, self.prompt
+        context = _values(batch.context, schema.context, prompt.named("profile"))
+        items = _values(batch.items, {**schema.items, **schema.rows}, prompt.named("candidate", *prompt.tasks))
+        events = _values(batch.history, schema.history, prompt.named("event"))
+        events[AGO] = [ago(seconds) for seconds in batch.age.tolist()]
+        labels, teacher = self._labels(batch), self._teacher(batch)
+        first, past = batch.offsets.tolist(), batch.history_offsets.tolist()
+        return [
+            Request(
+                _rows(items, first[r], first[r + 1]),
+                _rows(context, r, r + 1)[0],
+                _rows(events, past[r], past[r + 1]),
+                {name: own[first[r] : first[r + 1]] for name, own in labels.items()},
+                {name: own[first[r] : first[r + 1]] for name, own in teacher.items()},
+            )
+            for r in range(batch.requests)
+        ]
+
+    def __iter__(self) -> Iterator[Request]:
+        for start in range(0, len(self), CHUNK):
+            yield from self.__getitems__(list(range(start, min(start + CHUNK, len(self)))))
+
+    def _column(self, name: str, batch: Batch) -> list[Any]:
+        found: list[Any] = self.data._held.table[name].take(batch.rows.cpu().numpy()).to_pylist()
+        return found
+
+    def _labels(self, batch: Batch) -> dict[str, list[int]]:
+        found = {}
+        for name, column in self.labels.items():
+            right = self.prompt.tasks[name].right
+            found[name] = [-1 if (at := right({column: v})) is None else at for v in self._column(column, batch)]
+        return found
+
+    def _teacher(self, batch: Batch) -> dict[str, list[Sequence[float] | None]]:
+        found: dict[str, list[Sequence[float] | None]] = {}
+        for name, column in self.teachers.items():
+            values = self.prompt.tasks[name].values
+            found[name] = []
+            for p in self._column(column, batch):
+                if p is not None and not 0 <= p <= 1:
+                    raise ValueError(f"{NAME}: column {column!r} must hold probabilities from 0 to 1, got {p!r}.")
+                found[name].append(None if p is None else [p if value == 1 else 1 - p for value in values])
+        return found
+
+    def counts(self) -> dict[str, list[int]]:
+        """How often each answer of a task is right, the rows of all requests."""
+        whole = self.data.batch(torch.arange(len(self.data)), history_max=0, device="cpu")
+        return {
+            name: [at.count(k) for k in range(len(self.prompt.tasks[name].answers))]
+            for name, at in self._labels(whole).items()
+        }
+
+    @property
+    def digest(self) -> str:
+        """What stands for the requests in a run's record: their number, and what some of them say."""
+        step = max(1, len(self) // CHUNK)
+        told = repr((len(self), self.data.rows, self.__getitems__(list(range(0, len(self), step))[:CHUNK])))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _rows(columns: dict[str, list[Any]], start: int, stop: int) -> list[dict[str, Any]]:
+    return [{name: values[i] for name, values in columns.items()} for i in range(start, stop)]
+
+
+def _values(found: dict[str, Any], fields: dict[str, Field], named: set[str]) -> dict[str, list[Any]]:
+    """The values of the named fields as the tables had them."""
+    return {name: _decoded(values, fields[name]) for name, values in found.items() if name in named}
+
+
+def _decoded(values: Any, field: Field) -> list[Any]:
+    if isinstance(values, list):
+        return values
+    if isinstance(field, Ids):
+        words = field.vocab or ()
+        codes, ends = values.values.tolist(), values.offsets.tolist()
+        return [[words[c - 1] for c in codes[a:b] if c] for a, b in itertools.pairwise(ends)]
+    listed = values.tolist() if isinstance(values, Tensor) else list(values)
+    if isinstance(field, Id):
+        words = field.vocab or ()
+        return [words[code - 1] if code else None for code in listed]
+    if isinstance(field, Time):
+        zone = datetime.timezone.utc
+        return [None if t == Time.MISSING else datetime.datetime.fromtimestamp(t / 1e6, zone) for t in listed]
+    return listed
