@@ -77,7 +77,8 @@ def test_the_impressions_as_their_own_history_and_a_teacher():
         "seen": ["whole", "half", "whole"], "click": [1, 0, 1], "teacher_click": [0.75, None, 0.5],
     })  # fmt: skip
     asked = prompt(
-        profile=None, candidate="{{ title }} {{ item }}", event="{{ title }} {{ item }} {{ seen }} {{ click }} {{ ago }}",
+        profile=None, candidate="{{ title }} {{ item }}",
+        event="{{ title }} {{ item }} {{ seen }} {{ click }} {{ ago }}",
         tasks={"click": {"question": "Clicked?", "answers": {"no": 0, "yes": 1}}},
     )  # fmt: skip
     data = read(asked, rows, history="self")

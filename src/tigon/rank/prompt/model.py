@@ -65,10 +65,8 @@ class PromptRanker(nn.Module):
             raise ValueError(f"{NAME}: distil must lie between 0 and 1, got {distil}.")
         self.model, self.tokenizer, self.prompt, self.distil = model, tokenizer, prompt, distil
         positions = positions_of(model)
-        if prefix_len is None:
-            prefix_len = 1024 if positions is None else min(1024, positions * 3 // 4)
-        self.prefix_len = prefix_len
-        self.encoder = Encoder(prompt, tokenizer, prefix_len, positions)
+        self.prefix_len = default_prefix_len(positions) if prefix_len is None else prefix_len
+        self.encoder = Encoder(prompt, tokenizer, self.prefix_len, positions)
         self.calibration: dict[str, Calibration] = {}
         # All answers of all tasks at once, each token once: one product, and one gradient of the head.
         tokens = sorted({token for own in self.encoder.answers.values() for token in own})
@@ -119,7 +117,15 @@ class PromptRanker(nn.Module):
             batch: of `batches`, with labels.
             model: in place of the ranker's, such as a wrapper around it.
         """
-        z = self.logits(batch, model)
+        return self.loss_of(self.logits(batch, model), batch)
+
+    def loss_of(self, z: Tensor, batch: PromptBatch) -> Tensor:
+        """`loss`, of logits that are there.
+
+        Args:
+            z: of `logits`.
+            batch: the same batch.
+        """
         task, labels = batch.task.to(z.device), batch.labels.to(z.device)
         total = z.new_zeros(())
         whole = sum(task.weight for task in self.prompt.tasks.values())
@@ -273,6 +279,17 @@ class PromptRanker(nn.Module):
         self.prompt.save(Path(folder) / FILE)
         (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
+    def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> None:
+        """Write a folder for SGLang's multi-item scoring: `tigon.rank.prompt.export_sglang`.
+
+        Args:
+            requests: of which examples are written.
+            folder: is made if it is not there.
+        """
+        from tigon.rank.prompt.export import export_sglang
+
+        export_sglang(self, requests, folder)
+
     @classmethod
     def from_pretrained(
         cls, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -311,6 +328,11 @@ def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """The mean over the rows that count, 0 where none does."""
     total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
     return total / (target != -100).sum().clamp(min=1)
+
+
+def default_prefix_len(positions: int | None) -> int:
+    """1024 tokens, or three quarters of the positions where these are fewer."""
+    return 1024 if positions is None else max(1, min(1024, positions * 3 // 4))
 
 
 def positions_of(model: Any) -> int | None:

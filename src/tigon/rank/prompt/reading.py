@@ -1,4 +1,4 @@
-"""Impressions as requests of a prompt: which columns its templates read, and their values as they stood in the tables."""
+"""Impressions as requests of a prompt: the columns that its templates name, with the values that the tables have."""
 
 from __future__ import annotations
 
