@@ -23,7 +23,7 @@ class Batch:
         context: fields of side "context", of R values each.
         items: fields of the sides "item" and "row", of C values each, the item's own id among them.
         history: fields of `schema.history`, of E values each.
-        age: (E,) float32, seconds from the event to its request, above 0.
+        age: (E,) float64, seconds from the event to its request, above 0.
         labels: (C,) float32, 0 and 1, by name; empty where the table has none.
         weights: (C,) float32, or None.
         rows: (C,) int64, the rows of the table.
@@ -81,10 +81,10 @@ def move(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Ragged) else value.to(device, non_blocking=True)
 
 
-def taken(value: Any, rows: Tensor) -> Any:
-    """The values of some rows of a field."""
+def taken(value: Any, rows: Tensor, total: int | None = None) -> Any:
+    """The values of some rows of a field. total: how many values lists have in all, if that is known."""
     if isinstance(value, Ragged):
-        return value.take(rows)
+        return value.take(rows, total)
     if isinstance(value, list):
         return [value[row] for row in rows.tolist()]
     return value[rows]

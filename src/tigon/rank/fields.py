@@ -310,14 +310,20 @@ class Number(Field):
 
 @dataclass(frozen=True)
 class Text(Field):
-    """A text, kept as it is; a missing one is "". Models of sequences leave it out, models of prompts read it."""
+    """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
+
+    Models of sequences leave texts out, models of prompts read them.
+    """
 
     kind = "Text"
 
     def encode(self, column: Any) -> list[str]:
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         try:
+            if pa.types.is_nested(column.type):
+                column = pc.binary_join(column.cast(pa.list_(pa.string())), " ")
             return [text or "" for text in column.cast(pa.large_string()).to_pylist()]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             raise BadValue(0, f"must be a text, got {column.type}") from None

@@ -9,25 +9,51 @@ import torch
 from torch import Tensor
 
 from tigon.rank.batch import move, taken
+from tigon.rank.ragged import Ragged, ends_of
 from tigon.rank.schema import Schema
 
 
 class Stored(NamedTuple):
-    """The values of a field. places: (n,) which of them each row has; None: they stand in the rows' order."""
+    """The values of a field.
+
+    Attributes:
+        values: tensor, `Ragged` or texts.
+        places: (n,) which of them each row has; None: they stand in the rows' order.
+        sums: (n + 1,) int64 on the CPU, of `Ragged` values: how many values all rows before have. With them a batch
+            of lists is drawn without waiting for the GPU.
+    """
 
     values: Any
     places: Tensor | None = None
+    sums: Tensor | None = None
 
-    def take(self, rows: Tensor) -> Any:
-        return taken(self.values, rows if self.places is None else self.places[rows])
+    def take(self, rows: Tensor, first: Tensor, offsets: Tensor) -> Any:
+        """The values of rows.
+
+        first, offsets: on the CPU, what rows are: runs from each `first` on, as many as `offsets` leave room for.
+        """
+        total = None
+        if self.sums is not None:
+            total = int((self.sums[first + offsets.diff()] - self.sums[first]).sum())
+        return taken(self.values, self._at(rows), total)
 
     def picked(self, rows: Tensor) -> Stored:
         """The values that rows have, in their order."""
-        return Stored(self.take(rows)) if self.places is None else Stored(self.values, self.places[rows])
+        return Stored(taken(self.values, rows)) if self.places is None else Stored(self.values, self.places[rows])
+
+    def counted(self) -> Stored:
+        """With `sums`."""
+        if not isinstance(self.values, Ragged):
+            return self
+        lengths = self.values.lengths
+        return self._replace(sums=ends_of(lengths if self.places is None else lengths[self.places]))
+
+    def _at(self, rows: Tensor) -> Tensor:
+        return rows if self.places is None else self.places[rows]
 
     def to(self, device: torch.device | str) -> Stored:
         values = self.values if isinstance(self.values, list) else move(self.values, device)
-        return Stored(values, None if self.places is None else move(self.places, device))
+        return self._replace(values=values, places=None if self.places is None else move(self.places, device))
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,6 @@ class Held:
     """What batches are drawn from.
 
     Attributes:
-        table: the columns of the impressions as they came.
         requests: a pyarrow array of what names each request; None where no column does.
         offsets: (R + 1,) int64 on the CPU, candidates of each request. first, last: (R,) its events, on the CPU.
         time: (R,) int64 microseconds, the earliest of a request's rows; None without times.
@@ -46,7 +71,6 @@ class Held:
     """
 
     schema: Schema
-    table: dict[str, Any]
     requests: Any
     offsets: Tensor
     first: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,11 +11,21 @@ from torch import Tensor
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
 from tigon.rank.infer import fitted, infer
-from tigon.rank.ragged import spans
+from tigon.rank.ragged import ends_of, spans
 from tigon.rank.reading import hold
 from tigon.rank.schema import Schema
-from tigon.rank.tables import OWN, gather, load, roles_of
+from tigon.rank.tables import OWN, Tables, gather, load, roles_of, sides
 from tigon.tables.arrow import nearest
+
+By = Literal["time", "request"]
+
+
+class Source(NamedTuple):
+    """What impressions were made of. schema: before anything was fitted."""
+
+    tables: Tables
+    schema: Schema
+    labelled: bool
 
 
 class Impressions:
@@ -29,8 +39,8 @@ class Impressions:
             labels of one class.
     """
 
-    def __init__(self, held: Held, which: Tensor | None = None) -> None:
-        self._held = held
+    def __init__(self, held: Held, source: Source, which: Tensor | None = None) -> None:
+        self._held, self._source = held, source
         self._which = torch.arange(len(held.offsets) - 1) if which is None else which
 
     @classmethod
@@ -55,7 +65,8 @@ class Impressions:
                 dict of arrays.
             history: events in the same forms, with user, item and time; "self" for the impressions themselves,
                 "positives" for those with a positive label; None for no history.
-            items, users: tables of features, one row for each item or user.
+            items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
+                file, and are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
             labelled: whether the labels have to be there; a table to score has none.
             roles: without a schema, the arguments of `Roles`; columns with usual names are found.
@@ -67,11 +78,13 @@ class Impressions:
             raise ValueError(f"rank.Impressions: schema= has the roles already, got {', '.join(roles)} besides.")
         rows = load(data)
         history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+        near = sides(data)
+        items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
         items, users = (None if side is None else load(side) for side in (items, users))
         found = roles_of(rows, roles, history) if schema is None else schema.roles
         tables = gather(rows, history, items, users, found)
         schema = infer(tables, found) if schema is None else schema
-        return cls(hold(tables, fitted(schema, tables), labelled))
+        return cls(hold(tables, fitted(schema, tables), labelled), Source(tables, schema, labelled))
 
     def __len__(self) -> int:
         return len(self._which)
@@ -117,12 +130,16 @@ class Impressions:
             name: of the column.
         Raises: ValueError if there is none.
         """
-        held = self._held
-        if name not in held.table:
-            raise ValueError(f"rank.Impressions: there is no column {name!r}; {nearest(name, held.table)}")
-        offsets = _offsets(self._sizes())
-        rows = held.rows[spans(held.offsets[self._which], offsets).to(self.device)]
-        return list(held.table[name].take(rows.cpu().numpy()).to_pylist())
+        table = self._source.tables.rows
+        if name not in table:
+            raise ValueError(f"rank.Impressions: there is no column {name!r}; {nearest(name, table)}")
+        return list(table[name].take(self._rows_of(self._which)).to_pylist())
+
+    def _rows_of(self, which: Tensor) -> Any:
+        """The rows of the table that requests have, as numpy holds them."""
+        offsets = self._held.offsets
+        places = spans(offsets[which], ends_of(offsets[which + 1] - offsets[which]))
+        return self._held.rows[places.to(self.device)].cpu().numpy()
 
     def to(self, device: torch.device | str) -> Impressions:
         """The same impressions with all tensors on a device, where batches are drawn then.
@@ -130,7 +147,52 @@ class Impressions:
         Args:
             device: such as "cuda".
         """
-        return Impressions(self._held.to(device), self._which)
+        return Impressions(self._held.to(device), self._source, self._which)
+
+    def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
+        """Requests to train on, and requests that are held out.
+
+        What the schema leaves open is fitted again, on the part to train on: an item that only the held-out part shows
+        is one that the schema does not know, as it will be in use. Histories stay: a held-out request knows what its
+        user did before it, in whichever part.
+
+        Args:
+            by: "time": the latest are held out, those of one time together. "request": any.
+            fraction: the share of the requests that is held out, from 0 to 1.
+            seed: of the requests that are held out by "request".
+        Returns: (train, held), each in the order of the table.
+        Raises: ValueError for another word or fraction; by "time" without times; by "request" if the history is the
+            impressions themselves, since the labels of held-out requests would stand in histories to train on.
+        """
+        if by not in get_args(By):
+            raise ValueError(f"Impressions.split: by must be 'time' or 'request', got {by!r}.")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Impressions.split: fraction must be from 0 to 1, got {fraction}.")
+        time = self._held.time
+        if by == "time" and time is None:
+            raise ValueError("Impressions.split: by='time' needs times, and these impressions have none.")
+        if by == "request" and self._source.tables.own:
+            raise ValueError(
+                "Impressions.split: by must be 'time' where the history is the impressions themselves: held-out labels "
+                "would stand in the histories to train on."
+            )
+        many = round(fraction * len(self))
+        held = torch.zeros(len(self), dtype=torch.bool)
+        latest = None
+        if by == "request":
+            held[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:many]] = True
+        elif many:
+            assert time is not None
+            own = time.cpu()[self._which]
+            held = own >= own.sort(descending=True).values[many - 1]
+            latest = int(own[~held].max()) if not held.all() else None
+        trained = self._held
+        if self._source.schema.is_open and held.any() and not held.all():
+            rows = self._rows_of(self._which[~held])
+            schema = fitted(self._source.schema, self._source.tables.part(rows, latest, self.schema))
+            if schema != self.schema:
+                trained = hold(self._source.tables, schema, self._source.labelled).to(self.device)
+        return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -159,21 +221,21 @@ class Impressions:
             )
         which = self._which[indices]
         first, last = self._events(which, history_max)
-        offsets, history_offsets = _offsets(held.offsets.diff()[which]), _offsets(last - first)
+        offsets, history_offsets = ends_of(held.offsets[which + 1] - held.offsets[which]), ends_of(last - first)
         rows = _spans(held.offsets[which], offsets, at)
         events = _spans(first, history_offsets, at)
-        here = which.to(at, non_blocking=True)
-        age = torch.zeros(0, device=at)
+        here, ones = which.to(at, non_blocking=True), torch.arange(len(which) + 1)
+        age = torch.zeros(0, dtype=torch.float64, device=at)
         if held.time is not None:
             lengths = history_offsets.diff().to(at, non_blocking=True)
             now = torch.repeat_interleave(held.time[here], lengths, output_size=len(events))
-            age = ((now - held.event_time[events]).double() / 1e6).float()
+            age = (now - held.event_time[events]).double() / 1e6
         batch = Batch(
             offsets,
             history_offsets,
-            {name: one.take(here) for name, one in held.context.items()},
-            {name: one.take(rows) for name, one in held.items.items()},
-            {name: one.take(events) for name, one in held.history.items()},
+            {name: one.take(here, which, ones) for name, one in held.context.items()},
+            {name: one.take(rows, held.offsets[which], offsets) for name, one in held.items.items()},
+            {name: one.take(events, first, history_offsets) for name, one in held.history.items()},
             age,
             {name: one[rows] for name, one in held.labels.items()},
             None if held.weights is None else held.weights[rows],
@@ -189,6 +251,7 @@ class Impressions:
         shuffle: torch.Generator | None = None,
         history_max: int | None = None,
         device: torch.device | str | None = None,
+        skip: int = 0,
     ) -> Iterator[Batch]:
         """All requests, batch after batch.
 
@@ -197,6 +260,7 @@ class Impressions:
             tokens: at most so many events and candidates a batch; a request with more is a batch by itself.
             shuffle: draws the order; None keeps that of the table.
             history_max, device: as in `batch`.
+            skip: how many batches are left out at the beginning, for a run that goes on.
         Raises: ValueError unless one of requests and tokens is given, and is positive.
         """
         size = requests if tokens is None else tokens
@@ -211,16 +275,17 @@ class Impressions:
             first, last = self._events(self._which, history_max)
             costs = self._sizes() + last - first
         ends = costs[order].cumsum(0)
-        start = 0
+        start = number = 0
         while start < len(order):
             spent = int(ends[start - 1]) if start else 0
             end = max(start + 1, int(torch.searchsorted(ends, spent + size, right=True)))
-            yield self.batch(order[start:end], history_max=history_max, device=device)
-            start = end
+            if number >= skip:
+                yield self.batch(order[start:end], history_max=history_max, device=device)
+            start, number = end, number + 1
 
     def _sizes(self) -> Tensor:
         """(len,) candidates of each request."""
-        return self._held.offsets.diff()[self._which]
+        return self._held.offsets[self._which + 1] - self._held.offsets[self._which]
 
     def _events(self, which: Tensor, history_max: int | None) -> tuple[Tensor, Tensor]:
         """First and last event of requests, the latest `history_max`."""
@@ -230,10 +295,6 @@ class Impressions:
         if history_max < 0:
             raise ValueError(f"Impressions: history_max must be 0 or more, got {history_max}.")
         return torch.maximum(first, last - history_max), last
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
 def _spans(first: Tensor, offsets: Tensor, device: torch.device) -> Tensor:

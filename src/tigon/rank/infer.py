@@ -89,6 +89,9 @@ def infer(tables: Tables, roles: Roles) -> Schema:
                 side = groups.side(column)
             known = tables.history is not None and (name in tables.of("history") or name in tables.of("items"))
             fields[name] = dataclasses.replace(guess, side=side, history=side == "item" and known)
+    for name in tables.of("history"):
+        if name not in fields and name not in (roles.user, roles.time, roles.request):
+            left_out.setdefault(name, "events alone have it; name it by action=… if it says what happened")
     return Schema(roles, fields)._because(left_out)
 
 
@@ -97,7 +100,7 @@ def kind_of(name: str, column: Any) -> Field | str:
     import pyarrow.compute as pc
     import pyarrow.types as types
 
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    kind = column.type
     if column.null_count == len(column):
         return "it has no values"
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -144,13 +147,15 @@ class _Groups:
     """Of which group of rows a column is constant: those of an item, of a request, of a user."""
 
     def __init__(self, tables: Tables, roles: Roles) -> None:
+        import pyarrow as pa
+
         rows = tables.rows
         self.item = _codes(rows[roles.item]) if roles.item in rows else None
         self.request = _codes(rows[roles.request]) if roles.request in rows else None
         self.user = _codes(rows[roles.user]) if roles.user in rows else None
         if self.request is None and self.user is not None and roles.time in rows:
             time = _codes(rows[roles.time])
-            self.request = np.unique(self.user * (int(time.max(initial=0)) + 2) + time, return_inverse=True)[1]
+            self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
         codes = _codes(column)
@@ -169,11 +174,10 @@ def _codes(column: Any) -> Ints:
 
     if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
         column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
-    elif not types.is_dictionary(column.type) and not types.is_floating(column.type):
+    elif not types.is_floating(column.type):
         with contextlib.suppress(BadValue):
             column = keys(column)
-    coded = column if types.is_dictionary(column.type) else column.dictionary_encode()
-    return np.array(coded.indices.cast("int64").fill_null(-1)) + 1
+    return np.array(column.dictionary_encode().indices.cast("int64").fill_null(-1)) + 1
 
 
 def _constant(codes: Ints, group: Ints | None) -> bool:
@@ -187,4 +191,4 @@ def _constant(codes: Ints, group: Ints | None) -> bool:
 
 def _follows(codes: Ints, group: Ints | None) -> bool:
     """Whether each group has one code, and that is no accident of groups of one row."""
-    return group is not None and len(np.unique(group)) < len(group) and _constant(codes, group)
+    return group is not None and int(group.max(initial=0)) < len(group) and _constant(codes, group)

@@ -31,19 +31,28 @@ class Ragged(NamedTuple):
     def to(self, device: torch.device | str) -> Ragged:
         return Ragged(self.values.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
 
-    def take(self, rows: Tensor) -> Ragged:
-        """The lists of these rows. It waits for the GPU, which alone knows how many values they have."""
-        return self.slices(self.offsets[rows], self.lengths[rows])
+    def take(self, rows: Tensor, total: int | None = None) -> Ragged:
+        """The lists of these rows.
 
-    def slices(self, first: Tensor, lengths: Tensor) -> Ragged:
+        total: how many values they have in all; without it the host waits for the GPU.
+        """
+        first = self.offsets[rows]
+        return self.slices(first, self.offsets[rows + 1] - first, total)
+
+    def slices(self, first: Tensor, lengths: Tensor, total: int | None = None) -> Ragged:
         """The values from each `first` on, as many as `lengths` says."""
-        offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-        return Ragged(self.values[spans(first, offsets)], offsets)
+        offsets = ends_of(lengths)
+        return Ragged(self.values[spans(first, offsets, total)], offsets)
 
     def lists(self) -> list[list[int]]:
         """As lists of Python."""
         values, ends = self.values.tolist(), self.offsets.tolist()
         return [values[a:b] for a, b in pairwise(ends)]
+
+
+def ends_of(lengths: Tensor) -> Tensor:
+    """(n + 1,) offsets of lists of these lengths."""
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
 def spans(first: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:

@@ -53,7 +53,8 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     weights = None
     if roles.weight is not None and (labelled or roles.weight in tables.rows):
         weights = _weights(tables, roles.weight)[order]
-    held = Held(schema, tables.rows, requests, offsets, *events, time, context, items, labels, weights, order, notes)
+    context, items = ({k: v.counted() for k, v in side.items()} for side in (context, items))
+    held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes)
     _note(held, places)
     return held
 
@@ -162,9 +163,9 @@ class Places:
         """First and last event of each request, the fields of events, and their times."""
         tables, roles = self.tables, self.roles
         none = torch.zeros(len(self.ones), dtype=torch.int64)
+        fields = self.schema.history
         if tables.history is None:
-            empty = {name: Stored(field.encode(_nothing(field))) for name, field in self.schema.history.items()}
-            return none, none, empty, none[:0]
+            return none, none, {k: Stored(v.encode(_nothing(v))).counted() for k, v in fields.items()}, none[:0]
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
@@ -180,9 +181,11 @@ class Places:
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[ordered(actor[order], when[order])]
         found = windows(actor[order], when[order], user, time)
-        if same := int(found.same.sum()):
+        if (same := int(found.same.sum())) and not tables.own:
             notes.append(f"{same:,} events have the very time of a request of their user; histories leave them out.")
-        history = {name: self._of_events(name, field).picked(order) for name, field in self.schema.history.items()}
+        history = {
+            name: self._of_events(name, field).picked(order).counted() for name, field in self.schema.history.items()
+        }
         return found.start, found.end, history, when[order]
 
     def _one_user(self, user: Tensor) -> None:
@@ -210,10 +213,11 @@ class Places:
         assert role is not None
         if (side, table) not in self.sides:
             wanted, there = kinds_agree([self.tables.keys(where, role, f"the {side[:-1]}") for where in (table, side)])
-            if pc.count_distinct(there).as_py() + (there.null_count > 1) < len(there) - max(there.null_count - 1, 0):
-                twice = next(one["values"] for one in pc.value_counts(there).to_pylist() if one["counts"] > 1)
+            named = there.drop_null()
+            if pc.count_distinct(named).as_py() < len(named):
+                twice = next(one["values"] for one in pc.value_counts(named).to_pylist() if one["counts"] > 1)
                 raise ValueError(f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more often.")
-            index = pc.index_in(wanted, value_set=there.drop_null()).cast("int64")
+            index = pc.index_in(wanted, value_set=named).cast("int64")
             # A last row of missing values stands for what is not found.
             self.lost[side, table] = index.null_count
             kept = np.flatnonzero(np.array(there.is_valid()))
@@ -259,5 +263,5 @@ def _note(held: Held, places: Places) -> None:
                 held.notes.append(f"{unseen:,} of {len(codes):,} {what} have an item that the schema does not know.")
     for (side, table), lost in places.lost.items():
         if lost:
-            where = "rows" if table == "rows" else "events"
-            held.notes.append(f"{lost:,} {where} have a {side[:-1]} that is not among {SPOKEN[side]}.")
+            where, one = "rows" if table == "rows" else "events", "an item" if side == "items" else "a user"
+            held.notes.append(f"{lost:,} {where} have {one} that is not among {SPOKEN[side]}.")

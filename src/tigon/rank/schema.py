@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.rank.fields import KINDS, Field, Id, Number
+from tigon.rank.fields import KINDS, Field, Id
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
 
 # What columns are usually called, the likeliest first.
 USUAL: dict[str, tuple[str, ...]] = {
-    "request": ("session_id", "request_id", "request", "impression_id", "query_id", "qid", "session"),
-    "item": ("item_id", "item", "itemId", "movie_id", "product_id", "video_id", "doc_id", "news_id", "iid"),
+    "request": ("session_id", "request_id", "request", "impression_id", "query_id", "qid", "search_id", "session"),
+    "item": (
+        "item_id", "item", "itemId", "movie_id", "product_id", "video_id", "doc_id", "news_id", "adgroup_id", "iid",
+    ),
     "user": ("user_id", "user", "userId", "userid", "member_id", "visitor_id", "uid"),
-    "time": ("timestamp", "time", "datetime", "date", "event_time", "created_at", "ts"),
+    "time": ("timestamp", "time", "datetime", "date", "time_stamp", "event_time", "created_at", "ts"),
     "labels": ("label", "click", "clicked", "is_click", "clk", "target", "y"),
     "weight": ("weight", "sample_weight"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,8 @@ class Schema:
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
         for name in self.roles.action:
             action = self.fields.get(name)
-            if not isinstance(action, (Id, Number)) or action.side != "action":
-                raise ValueError(
-                    f"Schema: the action {name!r} must have a field Id or Number of side 'action', got {action!r}."
-                )
+            if action is None or action.side != "action":
+                raise ValueError(f"Schema: the action {name!r} must have a field of side 'action', got {action!r}.")
         for name in self.side("action"):
             if name not in self.roles.action:
                 raise ValueError(f"Schema: field {name!r} has side 'action', but roles.action does not name it.")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from tigon.rank.fields import Field
 from tigon.rank.labels import Label
-from tigon.rank.schema import USUAL, Roles
+from tigon.rank.schema import USUAL, Roles, Schema
 from tigon.tables.arrow import arrow_columns, keys, nearest
 from tigon.tables.formats import read
+from tigon.tables.recbole import beside
 from tigon.tables.values import BadValue
 
 NAME = "rank.Impressions"
@@ -26,12 +28,14 @@ class Tables:
         rows: the impressions.
         history: events, with the names that the impressions use for user, item and time.
         items, users: features, one row each, with the impressions' name for the id.
+        own: whether the history is the impressions themselves.
     """
 
     rows: Columns
     history: Columns | None = None
     items: Columns | None = None
     users: Columns | None = None
+    own: bool = False
 
     def of(self, table: str) -> Columns:
         return getattr(self, table) or {}
@@ -48,6 +52,16 @@ class Tables:
         if name not in columns:
             raise ValueError(f"{NAME}: {SPOKEN[table]} must have the column {name!r}, {what}; {nearest(name, columns)}")
         return columns[name]
+
+    def part(self, rows: Any, latest: int | None, schema: Schema) -> Tables:
+        """Some rows of the impressions, and the events until a time in microseconds; None: all events."""
+        import pyarrow as pa
+
+        history, time = self.history, schema.roles.time
+        if history is not None and latest is not None and time is not None:
+            early = pa.array((self.encode("history", time, schema.fields[time]) <= latest).numpy())
+            history = {name: column.filter(early) for name, column in history.items()}
+        return replace(self, rows={name: column.take(rows) for name, column in self.rows.items()}, history=history)
 
     def keys(self, table: str, name: str, what: str) -> Any:
         """A column of ids, as int64 or large_string."""
@@ -143,7 +157,8 @@ def renamed(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) 
             continue
         there = role(found, name, None, table)
         if there is None:
-            raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); {nearest(wanted, columns)}")
+            there_are = ", ".join(map(repr, columns))
+            raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); there are {there_are}.")
         found[wanted] = found.pop(there)
     return found
 
@@ -171,9 +186,15 @@ def own_history(rows: Columns, roles: Roles, positives: bool) -> Columns:
     return {name: column.filter(mask) for name, column in rows.items()}
 
 
+def sides(data: Any) -> dict[str, Any]:
+    """The tables of items and users that lie beside a file of impressions, by format."""
+    return dict(beside(Path(data))) if isinstance(data, (str, os.PathLike)) else {}
+
+
 def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:
     """All tables, with one name for each role."""
-    if isinstance(history, str) and history in OWN:
+    own = isinstance(history, str)
+    if own:
         history = own_history(rows, roles, history == "positives")
     elif history is not None:
         history = renamed(history, roles, ("user", "item", "time"), SPOKEN["history"])
@@ -181,4 +202,4 @@ def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) ->
         items = renamed(items, roles, ("item",), SPOKEN["items"])
     if users is not None:
         users = renamed(users, roles, ("user",), SPOKEN["users"])
-    return Tables(rows, history, items, users)
+    return Tables(rows, history, items, users, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,28 +24,48 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
     """
     import pyarrow as pa
 
+    if not isinstance(table, Mapping):
+        try:
+            table = _whole(table)
+        except (pa.ArrowException, TypeError) as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise ValueError(f"{name}: each column must hold values of one kind: {said}.") from None
     columns, _ = columns_of(name, table)
     found = {}
     for key, column in columns.items():
-        if not isinstance(column, pa.Array):
+        if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             try:
                 column = pa.array(column)
-            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            except (pa.ArrowException, TypeError) as error:
                 said = str(error).splitlines()[0].rstrip(".")
                 raise ValueError(f"{name}: column {key!r} must hold values of one kind: {said}.") from None
-        found[key] = column
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode() if isinstance(column, pa.Array) else column.cast(column.type.value_type)
+        if pa.types.is_string_view(column.type) or isinstance(column, pa.ChunkedArray):
+            column = column.cast(pa.large_string())  # a chunked one is more text than 32 bits count
+        found[key] = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return found
 
 
+def _whole(table: Any) -> Any:
+    """A DataFrame as a pyarrow.Table; another table as it is."""
+    import pyarrow as pa
+
+    kind = type(table).__module__.split(".")[0]
+    if kind == "pandas" and hasattr(table, "columns"):
+        return pa.Table.from_pandas(table, preserve_index=False)
+    return table.to_arrow() if kind == "polars" and hasattr(table, "columns") else table
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What to say of a name that no column has."""
+    """The end of a sentence on a name that no column has."""
     listed = list(names)
     near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
         name.lower(), [one.lower() for one in listed], 1, cutoff=0.4
     )
     if near:
         return f"did you mean {next(one for one in listed if one.lower() == near[0].lower())!r}?"
-    return f"there are {', '.join(map(repr, listed))}" if listed else "there are no columns"
+    return f"there are {', '.join(map(repr, listed))}." if listed else "there are no columns."
 
 
 def keys(column: Any) -> Any:
@@ -57,8 +77,6 @@ def keys(column: Any) -> Any:
     import pyarrow.compute as pc
     import pyarrow.types as types
 
-    if types.is_dictionary(column.type):
-        return keys(column.dictionary).take(column.indices)
     kind = column.type
     if types.is_null(kind):
         return pa.nulls(len(column), pa.int64())
@@ -77,7 +95,7 @@ def keys(column: Any) -> Any:
             at = int(wrong.argmax())
             raise BadValue(at, f"must be a string or an integer, got {values[at].item()!r}")
         return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    if types.is_string(kind) or types.is_large_string(kind):
         column = column.cast(pa.large_string())
         return pc.if_else(pc.equal(column, ""), None, column)
     if types.is_temporal(kind) or types.is_decimal(kind):
@@ -105,8 +123,6 @@ def numbers(column: Any) -> npt.NDArray[np.float64]:
     import pyarrow.types as types
 
     kind = column.type
-    if types.is_dictionary(kind):
-        return numbers(column.dictionary_decode())
     if types.is_null(kind):
         return np.full(len(column), np.nan)
     if types.is_boolean(kind):
@@ -129,8 +145,6 @@ def times(column: Any, unit: str) -> tuple[Ints, Bools]:
     """
     import pyarrow.types as types
 
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     kind = column.type
     if types.is_integer(kind) and unit == "us":
         return np.array(column.cast("int64").fill_null(0)), np.array(column.is_null())

@@ -24,6 +24,10 @@ class BadValue(ValueError):
         self.position = position
 
 
+class Malformed(ValueError):
+    """A file that is not of the format that its ending says."""
+
+
 class Categories(NamedTuple):
     """A value for each row: `values[indices[row]]`, or missing where the index is −1."""
 

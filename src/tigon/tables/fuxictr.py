@@ -1,0 +1,95 @@
+"""FuxiCTR's folders: csv or parquet files, whose columns a `dataset_config.yaml` beside them describes.
+
+    NAME:
+        train_data: …/train.csv          # also valid_data, test_data
+        feature_cols: [{name: [userid, pid], active: True, dtype: str, type: categorical},
+                       {name: clicks, active: True, dtype: str, type: sequence, splitter: ^, max_len: 5}]
+        label_col: {name: clk, dtype: float}
+
+A file in such a folder is read by it: types as it says, and sequences as lists. Columns that it does not name are kept.
+
+Source: https://github.com/reczoo/FuxiCTR, Apache-2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CONFIG = "dataset_config.yaml"
+DTYPES = {"str": "string", "float": "float64", "int": "int64"}
+SPLITTER = "^"
+
+
+class Config(NamedTuple):
+    """A data set of a dataset_config.yaml. folder: where that lies."""
+
+    folder: Path
+    told: dict[str, Any]
+
+    def file(self, name: str, which: str) -> Path:
+        """The file of train_data, valid_data or test_data: where the config says, or of that name in its folder.
+
+        Raises: ValueError if the config does not say, or there is no such file.
+        """
+        said = self.told.get(which)
+        if not isinstance(said, str):
+            raise ValueError(f"{name}: {self.folder / CONFIG} must name {which}.")
+        places = (self.folder / said, self.folder / Path(said).name, Path(said))
+        found = next((place for place in places if place.exists()), None)
+        if found is None:
+            raise ValueError(f"{name}: {self.folder / CONFIG} names {which} {said}, and there is no such file.")
+        return found
+
+    def columns(self) -> dict[str, dict[str, Any]]:
+        """What is said of each column, by name."""
+        found = {}
+        labels = self.told.get("label_col") or []
+        for one in (*(self.told.get("feature_cols") or []), *(labels if isinstance(labels, list) else [labels])):
+            names = one.get("name") if isinstance(one, dict) else None
+            for column in names if isinstance(names, list) else [names]:
+                if isinstance(column, str):
+                    found[column] = one
+        return found
+
+    def types(self) -> dict[str, str]:
+        """The pyarrow types of columns: a sequence is a string first."""
+        return {
+            column: "string" if told.get("type") == "sequence" else DTYPES[told["dtype"]]
+            for column, told in self.columns().items()
+            if told.get("type") == "sequence" or told.get("dtype") in DTYPES
+        }
+
+    def split(self, table: Any) -> Any:
+        """A table with sequences as lists, where they are texts."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        for column, told in self.columns().items():
+            if told.get("type") == "sequence" and column in table.column_names:
+                texts = table.column(column)
+                if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+                    parts = pc.split_pattern(texts, str(told.get("splitter", SPLITTER)))
+                    parts = pc.if_else(pc.equal(texts, ""), pa.scalar([], parts.type), parts)
+                    table = table.set_column(table.column_names.index(column), column, parts)
+        return table
+
+
+def config(name: str, folder: Path) -> Config:
+    """The data set of a folder's dataset_config.yaml: the only one, or the one of the folder's name.
+
+    Raises: ValueError if it is no such file, or tells of several.
+    """
+    import yaml
+
+    path = folder / CONFIG
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{name}: {path} cannot be read: {str(error).splitlines()[0]}.") from None
+    sets = {key: value for key, value in (told if isinstance(told, dict) else {}).items() if isinstance(value, dict)}
+    chosen = sets.get(folder.resolve().name) or (next(iter(sets.values())) if len(sets) == 1 else None)
+    if chosen is None:
+        there = f"describes {', '.join(map(str, sets))}" if sets else "describes no data set"
+        raise ValueError(f"{name}: {path} must describe one data set, or one of the folder's name, but {there}.")
+    return Config(folder, chosen)

@@ -1,0 +1,477 @@
+"""Impressions: batches are what loops over the tables find, nothing of the future is in them, bad input is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pa = pytest.importorskip("pyarrow")
+
+from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Time  # noqa: E402
+from tigon.tables.values import BadValue  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SCHEMA = Schema(
+    Roles("item", request="request", user="user", time="time", labels=("click",), action=("rating",), weight="weight"),
+    {
+        "item": Id(vocab=["a", "b", "c"], side="item", history=True),
+        "rating": Number(scale="none", side="action"),
+        "tags": Ids(vocab=[1, 2, 3], max=2, side="item", history=True),
+        "price": Number(scale="none", side="row"),
+        "time": Time(unit="s", side="context"),
+        "age": Number(scale="none", side="context"),
+    },
+)
+ITEMS = {"item": ["b", "a"], "tags": [[3, 2, 1], [1]]}
+USERS = {"user": [1, 0], "age": [41.0, 40.0]}
+TAGS = {"a": [1], "b": [2, 1]}
+CODES = {"a": 1, "b": 2, "c": 3}
+NAMES = st.sampled_from(["a", "b", "c", "z"])
+
+
+@st.composite
+def tables(draw):
+    """Impressions of a few requests, in any order, and events; times meet."""
+    rows = []
+    for request in range(draw(st.integers(1, 5))):
+        user, time = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+        for _ in range(draw(st.integers(1, 4))):
+            later = draw(st.integers(0, 1))
+            rows.append(
+                (
+                    f"r{request}",
+                    user,
+                    time + later,
+                    draw(NAMES),
+                    draw(st.integers(0, 1)),
+                    draw(st.floats(0, 1, width=32)),
+                )
+            )
+    rows = draw(st.permutations(rows))
+    events = draw(
+        st.lists(
+            st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.integers(0, 5), NAMES, st.integers(1, 5)), max_size=12
+        )
+    )
+    return rows, events
+
+
+def columns(rows, names):
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+
+def read(rows, events, **more):
+    table = columns(rows, ["request", "user", "time", "item", "click", "price"])
+    table["weight"] = [1.0 + i for i in range(len(rows))]
+    history = columns(events, ["user", "time", "item", "rating"])
+    return Impressions.read(table, history=history, items=ITEMS, users=USERS, schema=SCHEMA, **more)
+
+
+def by_loops(rows, events, history_max):
+    """For each request, in the order in which they come: its rows, its time, its user and its events."""
+    found = {}
+    for place, row in enumerate(rows):
+        found.setdefault(row[0], []).append(place)
+    for places in found.values():
+        user, time = rows[places[0]][1], min(rows[place][2] for place in places)
+        own = sorted((event for event in events if event[0] == user and event[1] < time), key=lambda event: event[1])
+        yield places, time, user, own[max(0, len(own) - history_max) :] if history_max else []
+
+
+def floats(values):
+    return [None if math.isnan(x) else x for x in values]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=60, deadline=None)
+@given(drawn=tables(), history_max=st.integers(0, 4), seed=st.integers(0, 99))
+def test_a_batch_is_what_loops_find(device, drawn, history_max, seed):
+    rows, events = drawn
+    data = read(rows, events).to(device)
+    expected = list(by_loops(rows, events, history_max))
+    assert len(data) == len(expected)
+    assert data.rows == len(rows)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    batch = data.batch(order, history_max=history_max)
+    assert (batch.requests, batch.candidates) == (len(data), len(rows))
+    assert batch.offsets.device.type == batch.history_offsets.device.type == "cpu"
+    tags, remembered = batch.items["tags"].lists(), batch.history["tags"].lists()
+    for r, which in enumerate(order.tolist()):
+        places, time, user, own = expected[which]
+        here = slice(int(batch.offsets[r]), int(batch.offsets[r + 1]))
+        shown = [rows[place] for place in places]
+        assert batch.rows[here].tolist() == places
+        assert batch.items["item"][here].tolist() == [CODES.get(row[3], 0) for row in shown]
+        assert batch.items["price"][here].tolist() == [row[5] for row in shown]
+        assert tags[here] == [TAGS.get(row[3], []) for row in shown]
+        assert batch.labels["click"][here].tolist() == [row[4] for row in shown]
+        assert batch.weights[here].tolist() == [1.0 + place for place in places]
+        assert batch.context["time"][r] == time * 10**6
+        assert floats([batch.context["age"][r]]) == [{0: 40.0, 1: 41.0}.get(user)]
+        then = slice(int(batch.history_offsets[r]), int(batch.history_offsets[r + 1]))
+        assert batch.history["item"][then].tolist() == [CODES.get(event[2], 0) for event in own]
+        assert batch.history["rating"][then].tolist() == [event[3] for event in own]
+        assert remembered[then] == [TAGS.get(event[2], []) for event in own]
+        assert batch.age[then].tolist() == [time - event[1] for event in own]
+    assert (batch.age > 0).all()
+
+
+ROWS = {
+    "request": ["x", "y", "x", "z"], "user": [1, 2, 1, 1], "time": [10, 20, 10, 30], "item": ["a", "b", "c", "new"],
+    "click": [1, 0, 0, 1],
+}  # fmt: skip
+EVENTS = {
+    "user": [1, 1, 1, 2, None],
+    "time": [9, 10, 29, 20, 1],
+    "item": ["b", "a", "q", "c", "a"],
+    "click": [1, 0, 1, 1, 1],
+}
+
+
+def test_what_was_counted_is_told():
+    schema = Impressions.read(ROWS, history=EVENTS).schema
+    vocab = {"item": Id(vocab=["a", "b", "c"], side="item", history=True)}
+    data = Impressions.read(ROWS, history=EVENTS, items={"item": ["a"], "tags": [[1]]}, schema=schema.replace(vocab))
+    assert data.notes == [
+        "1 of 5 events name no user; they are left out.",
+        "2 events have the very time of a request of their user; histories leave them out.",
+        "1 of 4 rows have an item that the schema does not know.",
+        "1 of 4 events have an item that the schema does not know.",
+    ]
+    assert Impressions.read({**ROWS, "click": [0] * 4}).notes == [
+        "Label 'click' is 0 in all 4 rows: with one class there is nothing to learn from it, and no AUC."
+    ]
+
+
+def test_what_a_side_table_lacks_is_missing_and_counted():
+    items = {"item": ["a", "b", None], "size": [1.5, 2.5, 9.5], "tags": [["u"], ["u", "v"], ["w"]]}
+    data = Impressions.read(ROWS, history=EVENTS, items=items)
+    batch = data.batch(torch.arange(3))
+    assert batch.items["size"].isnan().tolist() == [False, True, False, True]
+    assert batch.items["tags"].lists() == [[1], [], [1, 2], []]
+    assert "2 rows have an item that is not among the items." in data.notes
+    assert "2 events have an item that is not among the items." in data.notes
+
+
+def test_names_and_columns_follow_the_requests():
+    data = Impressions.read({**ROWS, "word": ["k", "l", "m", "n"]}, history=EVENTS)
+    assert data.request_ids == ["x", "y", "z"]
+    assert data.item_ids == ["a", "c", "b", "new"]
+    assert data.column("word") == ["k", "m", "l", "n"]
+    assert repr(data) == "Impressions(3 requests, 4 rows, 4 events)"
+    _, held = data.split(fraction=0.3)
+    assert held.request_ids == ["z"]
+    assert held.column("word") == ["n"]
+    with pytest.raises(ValueError, match="there is no column 'wrd'; did you mean 'word'"):
+        data.column("wrd")
+
+
+def test_without_a_column_of_requests_user_and_time_are_one():
+    rows = {name: column for name, column in ROWS.items() if name != "request"}
+    data = Impressions.read(rows)
+    assert data.item_ids == ["a", "c", "b", "new"]
+    assert len(data) == 3
+    assert data.request_ids == [0, 1, 3]
+    alone = Impressions.read({"item": ["a", "b", "a"], "click": [0, 1, 1]})
+    assert len(alone) == 3
+    assert alone.batch(torch.tensor([2])).items["item"].tolist() == [1]
+
+
+def test_ones_own_events_and_ones_own_positives():
+    for history, expected in (("self", [[], [], [1, 3]]), ("positives", [[], [], [1]])):
+        data = Impressions.read(ROWS, history=history)
+        batch = data.batch(torch.arange(3))
+        ends = batch.history_offsets.tolist()
+        assert [batch.history["item"][a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)] == expected
+        assert data.notes == []
+    assert batch.history["click"].tolist() == [1]
+    assert data.schema.fields["click"].vocab == (1,)
+
+
+def test_unsorted_events_are_sorted_and_those_of_one_time_stay_in_order():
+    events = {"user": [1, 1, 1, 1], "time": [3, 1, 3, 2], "item": ["a", "b", "c", "d"]}
+    data = Impressions.read({"user": [1], "time": [9], "item": ["a"], "click": [1]}, history=events)
+    vocab = data.schema.fields["item"].vocab
+    assert [vocab[code - 1] for code in data.batch(torch.tensor([0])).history["item"]] == ["b", "d", "a", "c"]
+
+
+def test_tables_to_score_need_no_labels():
+    data = Impressions.read(ROWS, history=EVENTS)
+    rows = {name: column for name, column in ROWS.items() if name != "click"}
+    with pytest.raises(ValueError, match="the impressions must have the column 'click', a label; there are 'request'"):
+        Impressions.read(rows, history=EVENTS, schema=data.schema)
+    bare = Impressions.read(rows, history=EVENTS, schema=data.schema, labelled=False)
+    assert bare.batch(torch.arange(3)).labels == {}
+
+
+# ----------------------------------------------------------------------------------------------------------- batches
+
+
+def wide(requests, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 6, (requests,), generator=g)
+    n = int(sizes.sum())
+    rows = {"session": torch.arange(requests).repeat_interleave(sizes), "user": torch.zeros(n, dtype=torch.int64),
+            "time": torch.arange(requests).repeat_interleave(sizes), "item": torch.randint(0, 9, (n,), generator=g),
+            "click": torch.randint(0, 2, (n,), generator=g)}  # fmt: skip
+    return Impressions.read(rows, history="self", request="session")
+
+
+def test_batches_have_every_request_once_and_keep_to_their_budget():
+    data = wide(40)
+    whole = data.batch(torch.arange(40), history_max=7)
+    for options in ({"requests": 7}, {"tokens": 30}, {"tokens": 1}):
+        found = list(data.batches(**options, history_max=7))
+        assert torch.cat([batch.rows for batch in found]).equal(whole.rows)
+        assert torch.cat([batch.history["item"] for batch in found]).equal(whole.history["item"])
+        sizes = [batch.candidates + batch.events for batch in found]
+        if "tokens" in options:
+            assert all(b.requests == 1 or size <= options["tokens"] for b, size in zip(found, sizes, strict=True))
+            # The next request would not have fitted in.
+            after = [int(b.offsets[1] + b.history_offsets[1]) for b in found[1:]]
+            assert all(size + more > options["tokens"] for size, more in zip(sizes, after, strict=False))
+        else:
+            assert [batch.requests for batch in found] == [7] * 5 + [5]
+
+
+def test_an_order_is_drawn_and_can_be_gone_on_with():
+    data = wide(40)
+
+    def rows(**more):
+        return [batch.rows for batch in data.batches(requests=6, shuffle=torch.Generator().manual_seed(3), **more)]
+
+    once = rows()
+    assert not torch.cat(once).equal(torch.arange(data.rows))
+    assert torch.cat(once).sort().values.equal(torch.arange(data.rows))
+    assert all(a.equal(b) for a, b in zip(once[4:], rows(skip=4), strict=True))
+    assert rows(skip=9) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_moves_as_a_whole(device):
+    items = {
+        "item": list(range(9)),
+        "tags": [["a"]] * 9,
+        "text": ["a long text of words"] * 5 + ["or another one of them"] * 4,
+    }
+    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "weight": [1.0, 2.0]}
+    data = Impressions.read(rows, history="self", items=items)
+    batch = data.batch(torch.tensor([1, 0]), device=device)
+    for moved in (batch, data.batch(torch.tensor([1, 0])).to(device), data.to(device).batch(torch.tensor([1, 0]))):
+        assert isinstance(moved, Batch)
+        tensors = [moved.age, moved.rows, moved.weights, moved.labels["click"], moved.items["item"],
+                   moved.history["item"], *moved.items["tags"], moved.context["time"]]  # fmt: skip
+        assert {tensor.device.type for tensor in tensors} == {device}
+        assert isinstance(moved.items["tags"], Ragged)
+        assert moved.items["text"] == ["a long text of words"] * 2
+        assert moved.items["item"].tolist() == batch.items["item"].tolist()
+
+
+def test_histories_far_apart_are_told_in_seconds():
+    data = Impressions.read(
+        {"user": [1], "time": ["2026-01-31T00:00:00.000001"], "item": ["a"], "click": [1]},
+        history={"user": [1, 1], "time": ["2026-01-31", "1999-01-31"], "item": ["a", "b"]},
+    )
+    age = data.batch(torch.tensor([0])).age
+    assert age.dtype == torch.float64
+    assert age.tolist() == [852076800.000001, 1e-6]
+
+
+# ------------------------------------------------------------------------------------------------------------- split
+
+
+def test_a_split_by_time_holds_the_latest_and_keeps_one_time_together():
+    data = wide(40)
+    train, held = data.split(fraction=0.25)
+    assert (len(train), len(held)) == (30, 10)
+    assert held.request_ids == list(range(30, 40))
+    # What was before is known, in whichever part.
+    batch = held.batch(torch.tensor([0]))
+    assert batch.events == train.rows
+    assert batch.age.min() == 1
+    tied = Impressions.read({"user": list(range(6)), "time": [1, 1, 2, 3, 3, 3], "item": [1] * 6, "click": [0, 1] * 3})
+    assert [len(part) for part in tied.split(fraction=0.2)] == [3, 3]
+    assert [len(part) for part in data.split(fraction=0)] == [40, 0]
+    assert [len(part) for part in data.split(fraction=1)] == [0, 40]
+
+
+def test_a_split_by_request_depends_on_the_seed_alone():
+    rows = {"request": list(range(50)), "item": [1, 2] * 25, "click": [0, 1] * 25}
+    data = Impressions.read(rows)
+    parts = [data.split(by="request", fraction=0.2, seed=seed) for seed in (0, 0, 1)]
+    ids = [[part.request_ids for part in pair] for pair in parts]
+    assert ids[0] == ids[1] != ids[2]
+    assert sorted(ids[0][0] + ids[0][1]) == list(range(50))
+    assert len(ids[0][1]) == 10
+
+
+def test_a_split_fits_on_what_is_trained():
+    rows = {"user": [1] * 6, "time": [1, 2, 3, 4, 5, 6], "item": ["a", "b", "a", "b", "late", "a"], "click": [0, 1] * 3,
+            "price": [1.0, 2.0, 3.0, 2.5, 1e6, 1e7]}  # fmt: skip
+    for history in ("self", {"user": [1, 1], "time": [3, 5], "item": ["a", "later"]}):
+        data = Impressions.read(rows, history=history)
+        train, held = data.split(fraction=0.3)
+        assert data.schema.fields["item"].vocab[-1].startswith("late")
+        assert train.schema == held.schema
+        assert train.schema.fields["item"].vocab == ("a", "b")
+        assert train.schema.fields["price"].knots[-1] == 3.0
+        assert held.batch(torch.arange(2)).items["item"].tolist() == [0, 1]
+        assert 0 in held.batch(torch.arange(2)).history["item"]
+        assert 0 not in train.batch(torch.arange(4)).history["item"]
+    # A schema of training stays as it is.
+    again, _ = Impressions.read(rows, history="self", schema=Impressions.read(rows, history="self").schema).split(
+        fraction=0.3
+    )
+    assert again.schema.fields["item"].vocab == ("a", "b", "late")
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def changed(**columns):
+    return {name: column for name, column in {**ROWS, **columns}.items() if column is not None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        (ROWS, {"item": "itm"}, r"there is no column 'itm' \(item\) in the impressions; did you mean 'item'"),
+        (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
+        (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
+        (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
+        (changed(item=None), {}, "name the column of items by item=…; there are 'request', 'user', 'time', 'click'"),
+        (
+            changed(click=[0, 2, 1, 0]),
+            {},
+            "'click' .label. of the impressions, row 1: must be 0 or 1, got 2.*'click >= 4'",
+        ),
+        (changed(click=[0, None, 1, 0]), {}, "'click' .label.*row 1: must be 0 or 1, got a missing value"),
+        (changed(click=list("abab")), {}, "'click' .label.*row 0: must be a number, got string 'a'"),
+        (ROWS, {"labels": ["click >= word"]}, "row 0: >= compares with a number, got 'word'"),
+        (
+            changed(time=None),
+            {"history": EVENTS},
+            "the impressions must have times, so that no event of a request's future",
+        ),
+        (
+            changed(time=[1, None, 1, 1]),
+            {"history": EVENTS},
+            "'time' .time. of the impressions, row 1: must be a time, got a missing",
+        ),
+        (
+            changed(time=["soon"] * 4),
+            {"history": EVENTS},
+            "'time' .Time. of the impressions, row 0: must be a time such as",
+        ),
+        (ROWS, {"history": {**EVENTS, "time": None}}, "a column must be an array, a tensor or a list, got NoneType"),
+        (ROWS, {"history": {"user": [1], "item": ["a"]}}, "the history must have the column 'time' .time.; there are"),
+        (ROWS, {"history": {"who": [1], "item": ["a"], "time": [1]}}, "the history must have the column 'user' .user."),
+        (
+            ROWS,
+            {"history": {**EVENTS, "time": [1, 2, None, 3, 4]}},
+            "'time' .time. of the history, row 2: must be a time",
+        ),
+        (
+            ROWS,
+            {"history": EVENTS, "action": ["raing"]},
+            "the history must have the column 'raing', an action; there are",
+        ),
+        (changed(user=None), {"history": EVENTS}, "a history needs users; name the column by user="),
+        (
+            changed(user=[1, 2, 3, 1]),
+            {"history": EVENTS},
+            "rows 0 and 2 are of one request .'request'. and of two users",
+        ),
+        (
+            changed(request=["x", None, "x", "z"]),
+            {},
+            "column 'request' .request., row 1: every row must name its request",
+        ),
+        (changed(weight=[1.0, -1.0, 1.0, 1.0]), {}, "column 'weight' .weight., row 1: must be 0 or more, got -1"),
+        (changed(weight=["a"] * 4), {}, "column 'weight' .weight. of the impressions, row 0: must be a number"),
+        (
+            changed(item=[0.5, 1.0, 1.0, 1.0]),
+            {},
+            "column 'item' .Id. of the impressions, row 0: must be a string or an integer",
+        ),
+        (
+            changed(x=[1.0, math.inf, 2.0, 3.5]),
+            {},
+            "column 'x' .Number. of the impressions, row 1: must be finite or missing",
+        ),
+        (
+            ROWS,
+            {"items": {"item": ["a", "a"], "n": [1, 2]}},
+            "the items must have each 'item' once, but have 'a' more often",
+        ),
+        (ROWS, {"items": {"thing": ["a"]}}, "the items must have the column 'item' .item.; there are 'thing'"),
+        (
+            ROWS,
+            {"history": "positives", "labels": []},
+            "history='positives' needs labels, and the impressions have none",
+        ),
+        (ROWS, {"history": "gone.csv"}, "there is no file gone.csv"),
+        ("gone.parquet", {}, "there is no file gone.parquet"),
+        (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
+        ({}, {}, "name the column of items by item=…; there are no columns"),
+    ],
+)
+def test_what_cannot_be_read_gets_a_sentence(rows, options, said):
+    with pytest.raises(ValueError, match=f"^rank.Impressions: .*{said}.*") as caught:
+        Impressions.read(rows, **options)
+    assert not isinstance(caught.value, BadValue)
+    assert str(caught.value).endswith((".", "?"))
+
+
+def test_a_context_that_differs_within_a_request_gets_a_sentence():
+    schema = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Id(side="context")})
+    with pytest.raises(
+        ValueError, match="column 'device' has side 'context', but differs .* between rows 0 and 2; side"
+    ):
+        Impressions.read({**ROWS, "device": ["tv", "tv", "phone", "tv"]}, schema=schema)
+    missing = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Number(side="context")})
+    nan = math.nan
+    data = Impressions.read({**ROWS, "device": [nan, 1.0, nan, 2.0]}, schema=missing)
+    assert data.batch(torch.tensor([0])).context["device"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda d: d.batch(torch.tensor([3])), "Impressions.batch: indices must be from 0 to 2, got 3 to 3"),
+        (lambda d: d.batch(torch.tensor([-1])), "Impressions.batch: indices must be from 0 to 2, got -1 to -1"),
+        (
+            lambda d: d.batch(torch.tensor([0.0])),
+            r"Impressions.batch: indices must be \(R,\) int64, got \(1,\) torch.float32",
+        ),
+        (lambda d: d.batch(torch.tensor([0]), history_max=-1), "history_max must be 0 or more, got -1"),
+        (
+            lambda d: next(d.batches()),
+            "Impressions.batches: give requests or tokens, a positive number, got requests=None",
+        ),
+        (lambda d: next(d.batches(requests=1, tokens=1)), "give requests or tokens"),
+        (
+            lambda d: next(d.batches(tokens=0)),
+            "give requests or tokens, a positive number, got requests=None, tokens=0",
+        ),
+        (lambda d: d.split(by="user", fraction=0.1), "Impressions.split: by must be 'time' or 'request', got 'user'"),
+        (lambda d: d.split(fraction=2), "Impressions.split: fraction must be from 0 to 1, got 2"),
+        (
+            lambda d: d.split(by="request", fraction=0.5),
+            "by must be 'time' where the history is the impressions themselves",
+        ),
+        (lambda d: Impressions.read(changed(time=None)).split(fraction=0.5), "by='time' needs times"),
+    ],
+)
+def test_a_call_that_makes_no_sense_gets_a_sentence(call, said):
+    data = Impressions.read(ROWS, history="self")
+    with pytest.raises(ValueError, match=said):
+        call(data)
+
+
+def test_no_request_is_a_batch_too():
+    batch = Impressions.read(ROWS, history=EVENTS).batch(torch.tensor([], dtype=torch.int64))
+    assert (batch.requests, batch.candidates, batch.events) == (0, 0, 0)
+    assert batch.items["item"].dtype == torch.int64

@@ -1,0 +1,163 @@
+"""Schemas: what is inferred of tables, JSON there and back, and what is refused."""
+
+import json
+
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+
+from tigon.rank import Id, Ids, Impressions, Number, Roles, Schema, Text, Time  # noqa: E402
+
+ROWS = {
+    "session_id": ["s1", "s1", "s2", "s2", "s3"],
+    "user_id": ["u", "u", "v", "v", "u"],
+    "timestamp": [100, 100, 200, 200, 300],
+    "item_id": [7, 8, 7, 9, 8],
+    "click": [1, 0, 0, 1, 0],
+    "position": [1, 2, 1, 2, 1],
+    "price": [1.5, 2.5, 1.5, 9.0, 2.5],
+    "shown": [0.1, 0.7, 0.3, 0.2, 0.9],
+    "device": ["tv", "tv", "phone", "phone", "tv"],
+    "query": ["a long one of many words", "a long one of many words", "so is this one too", "so is this one too", "x"],
+    "embedding": [[0.5]] * 5,
+    "version": [3] * 5,
+    "nothing": [None] * 5,
+    "sample_weight": [1.0] * 5,
+}
+HISTORY = {
+    "user": ["u", "v"], "item": [9, 8], "time": ["1970-01-01", "1970-01-02"], "rating": [5, 4], "dwell": [0.5, 0.7],
+}  # fmt: skip
+ITEMS = {
+    "item_id": [7, 8, 9], "genres": [["a"], ["a", "b"], []], "released": ["1995-01-01", "1996-02-03", None],
+    "pages": [100, 2000, 35],
+}  # fmt: skip
+USERS = {"user_id": ["u", "v"], "age": [31, 44], "member": [True, False]}
+
+
+def read(**changes):
+    return Impressions.read(ROWS, **{"history": HISTORY, "items": ITEMS, "users": USERS} | changes)
+
+
+def test_what_is_inferred():
+    schema = read().schema
+    assert schema.roles == Roles(
+        item="item_id", request="session_id", user="user_id", time="timestamp", labels=("click",), action=("rating",),
+        weight="sample_weight",
+    )  # fmt: skip
+    kinds = {name: (type(field), field.side, field.history) for name, field in schema.fields.items()}
+    assert kinds == {
+        "item_id": (Id, "item", True), "rating": (Id, "action", False), "timestamp": (Time, "context", False),
+        "position": (Id, "row", False), "price": (Number, "item", False), "shown": (Number, "row", False),
+        "device": (Id, "context", False), "query": (Text, "context", False),
+        "genres": (Ids, "item", True), "released": (Time, "item", True), "pages": (Id, "item", True),
+        "age": (Id, "context", False), "member": (Id, "context", False),
+    }  # fmt: skip
+    assert schema.left_out == {
+        "user_id": "the history says who the user is", "click": "it says what happened",
+        "embedding": "it holds lists of double", "version": "it has one value only", "nothing": "it has no values",
+        "dwell": "events alone have it; name it by action=… if it says what happened",
+    }  # fmt: skip
+    assert schema.fields["item_id"].vocab == (7, 8, 9)
+    assert list(schema.history) == ["item_id", "rating", "genres", "released", "pages"]
+    assert list(schema.context) == ["timestamp", "device", "query", "age", "member"]
+    assert list(schema.rows) == ["position", "shown"]
+    assert "price" in schema.items
+    assert not schema.is_open
+
+
+def test_without_a_history_the_user_is_a_feature():
+    schema = Impressions.read(ROWS).schema
+    assert schema.fields["user_id"] == Id(vocab=["u", "v"], side="context")
+    assert schema.history == {}
+
+
+def test_of_ones_own_events_the_labels_are_actions():
+    schema = Impressions.read(
+        {**ROWS, "rating": [5, 1, 2, 4, 3]}, history="self", labels=["like = rating >= 4", "click"]
+    ).schema
+    assert schema.labels == ["like", "click"]
+    assert schema.roles.action == ("rating", "click")
+    assert schema.fields["rating"] == Id(vocab=[1, 2, 3, 4, 5], side="action")
+    assert "rating" not in schema.rows
+    # Features of items in the impressions are features of events, too.
+    assert schema.fields["price"].history
+
+
+def test_many_values_are_hashed_but_not_the_items(monkeypatch):
+    monkeypatch.setattr("tigon.rank.infer.MANY", 2)
+    fields = read().schema.fields
+    assert fields["item_id"].rows == 4
+    assert fields["genres"].rows == 3
+    assert Impressions.read({**ROWS, "page": list("abcde")}).schema.fields["page"].hash_rows == 2
+
+
+def test_numbers_of_many_values_are_amounts_and_ids_by_name_are_not():
+    n = 100
+    table = {"item_id": list(range(n)), "click": [0, 1] * 50, "count": list(range(n)), "shop_id": list(range(n)),
+             "score": [x / 7 for x in range(n)], "stars": [float(x % 5) for x in range(n)],
+             "day": [f"2026-01-{1 + x % 28:02}" for x in range(n)]}  # fmt: skip
+    fields = Impressions.read(table).schema.fields
+    assert {name: type(field) for name, field in fields.items()} == {
+        "item_id": Id, "count": Number, "shop_id": Id, "score": Number, "stars": Id, "day": Time,
+    }  # fmt: skip
+    # Each row is an item and a request by itself, which says nothing of sides.
+    assert {field.side for name, field in fields.items() if name != "item_id"} == {"row"}
+
+
+def test_json_there_and_back(tmp_path):
+    schema = read().schema
+    assert Schema.from_json(schema.to_json()) == schema
+    schema.save(tmp_path / "schema.json")
+    assert Schema.load(tmp_path / "schema.json") == schema
+    told = json.loads(schema.to_json())
+    assert told["roles"]["labels"] == ["click"]
+    assert told["fields"]["device"] == {"kind": "Id", "side": "context", "vocab": ["phone", "tv"]}
+    # What is written by hand: a kind alone, in place of its options.
+    told["fields"]["shown"] = "Number"
+    del told["fields"]["price"]
+    edited = Schema.from_json(json.dumps(told))
+    assert edited.is_open
+    assert edited.fields["shown"] == Number()
+    again = read(schema=edited).schema
+    assert again.fields["shown"] == schema.fields["shown"]
+    assert "price" not in again.fields
+    assert "Schema(Roles(item='item_id'" in repr(schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Schema.from_json: the text must be JSON, but"),
+        ("[]", "must hold an object with the objects 'roles' and 'fields'"),
+        ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
+        ('{"roles": {}, "fields": {}}', "roles must name the column of items, 'item'"),
+        ('{"roles": {"item": "a"}, "fields": {}}', r"the item 'a' must have a field Id\(side='item'\), got None"),
+        ('{"roles": {"item": "a"}, "fields": {"a": "Id"}}', "the item 'a' must have a field"),
+        ('{"roles": {"item": "a"}, "fields": {"a": "id"}}', "field 'a' must have a kind; got 'id', did you mean 'Id'"),
+        ('{"roles": {"item": "a"}, "fields": {"a": 3}}', "field 'a' must have a kind; got 3"),
+        (
+            '{"roles": {"item": "a"}, "fields": {"a": {"kind": "Id", "hashrows": 3}}}',
+            "field 'a': Id has no option 'hashrows'; did you mean 'hash_rows'",
+        ),
+        (
+            '{"roles": {"item": "a", "action": ["b"]}, "fields": {"a": {"kind": "Id", "side": "item"}}}',
+            "the action 'b' must have a field of side 'action', got None",
+        ),
+        (
+            '{"roles": {"item": "a"}, "fields": {"a": {"kind": "Id", "side": "item"}, '
+            '"b": {"kind": "Id", "side": "action"}}}',
+            "field 'b' has side 'action', but roles.action does not name it",
+        ),
+    ],
+)
+def test_a_text_that_is_no_schema_gets_a_sentence(text, said):
+    with pytest.raises(ValueError, match=said):
+        Schema.from_json(text)
+
+
+def test_a_field_that_is_none_gets_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="field 'item' must be one of Id, Number, Ids, Text, Time, got the class Id"):
+        Schema(Roles("item"), {"item": Id})
+    (tmp_path / "schema.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"Schema.load: .*schema.json must be JSON in UTF-8"):
+        Schema.load(tmp_path / "schema.json")
