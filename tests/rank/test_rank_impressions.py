@@ -1,6 +1,7 @@
 """Impressions: batches are what loops over the tables find, nothing of the future is in them, bad input is refused."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_ones_own_events_and_ones_own_positives():
         data = Impressions.read(ROWS, history=history)
         batch = data.batch(torch.arange(3))
         ends = batch.history_offsets.tolist()
-        assert [batch.history["item"][a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)] == expected
+        assert [batch.history["item"][a:b].tolist() for a, b in pairwise(ends)] == expected
         assert data.notes == []
     assert batch.history["click"].tolist() == [1]
     assert data.schema.fields["click"].vocab == (1,)
@@ -428,7 +429,7 @@ def test_what_cannot_be_read_gets_a_sentence(rows, options, said):
 def test_a_context_that_differs_within_a_request_gets_a_sentence():
     schema = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Id(side="context")})
     with pytest.raises(
-        ValueError, match="column 'device' has side 'context', but differs .* between rows 0 and 2; side"
+        ValueError, match=r"column 'device' has side 'context', but differs .* between rows 0 and 2; side"
     ):
         Impressions.read({**ROWS, "device": ["tv", "tv", "phone", "tv"]}, schema=schema)
     missing = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Number(side="context")})

@@ -1,0 +1,81 @@
+"""What `tigon rank inspect` says of a table."""
+
+import json
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("typer")
+
+from tigon.cli.problem import Problem
+from tigon.cli.rank.inspect_data import inspect_data
+from tigon.rank import Impressions, Schema
+from tigon.rank.summary import summary
+
+INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float
+u\ta\t5\t100
+u\tb\t2\t100
+u\ta\t4\t200
+v\tb\t5\t86500
+"""
+ITEM = """item_id:token\ttitle:token_seq\tyear:float
+a\tToy Story\t1995.5
+c\tHeat\t
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "films.inter").write_text(INTER)
+    (tmp_path / "films.item").write_text(ITEM)
+    return tmp_path
+
+
+def test_a_table_is_summed_up(folder):
+    found = summary(Impressions.read(folder, history="self", labels=["like = rating >= 4"]))
+    fields = {one.pop("name"): one for one in found.pop("fields")}
+    assert found == {
+        "requests": 3, "rows": 4, "events": 4,
+        "candidates": {"mean": 1.33, "most": 2}, "history": {"mean": 0.67, "most": 2, "empty": 0.6667},
+        "time": ["1970-01-01 00:01:40", "1970-01-02 00:01:40"], "labels": {"like": 0.75},
+        "roles": {"item": "item_id", "user": "user_id", "time": "timestamp", "labels": ("like = rating >= 4",),
+                  "action": ("rating",)},
+        "left_out": {"user_id": "the history says who the user is"},
+        "notes": ["2 rows have an item that is not among the items.",
+                  "2 events have an item that is not among the items."],
+    }  # fmt: skip
+    assert fields["item_id"] == {"kind": "Id", "side": "item", "history": True, "values": 2, "missing": 0.0}
+    assert fields["title"] == {"kind": "Ids", "side": "item", "history": True, "values": 3, "missing": 0.5}
+    assert fields["year"] == {"kind": "Number", "side": "item", "history": True, "values": None, "missing": 0.5}
+    assert fields["timestamp"]["missing"] == 0
+    assert fields["rating"]["side"] == "action"
+    assert json.loads(json.dumps(found))["rows"] == 4
+
+
+def test_a_table_is_shown(folder, capsys, monkeypatch):
+    inspect_data(folder, history="self", labels=["rating >= 4"], output=folder / "schema.json")
+    said = capsys.readouterr().out
+    for words in ("3 requests, 4 rows, 4 events", "1.33 on average, 2 at most", "none: 66.7%", "75.00% of the rows",
+                  "title", "the history says who the user is", "not among the items"):  # fmt: skip
+        assert words in said
+    schema = Schema.load(folder / "schema.json")
+    inspect_data(str(folder), history="self", schema=folder / "schema.json", json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["labels"] == {"rating>=4": 0.75}
+    assert [one["name"] for one in found["fields"]] == list(schema.fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"item": "film"}, "rank inspect: there is no column 'film' .item. in the impressions; there are 'user_id'"),
+        ({"history": "gone.csv"}, "rank inspect: there is no file gone.csv"),
+        ({"schema": "gone.json"}, "rank inspect: .*No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_a_problem(folder, options, said):
+    with pytest.raises(Problem, match=said):
+        inspect_data(folder, **options)
+    (folder / "bare.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(Problem, match="rank inspect: name the column of items by --item; there are 'a', 'b'"):
+        inspect_data(folder / "bare.csv")
