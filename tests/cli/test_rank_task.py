@@ -43,7 +43,8 @@ def tables(tmp_path_factory):
             (user, film, day * DAY, 5 if film % 2 == taste else 1) for day, film in enumerate(draw.sample(range(8), 3))
         ]
         rows += [
-            (user, user, film, 30 * DAY, 5 if film % 2 == taste else 2, 20 + user) for film in draw.sample(range(8), 4)
+            (user, user, film, (30 + user) * DAY, 5 if film % 2 == taste else 2, 20 + user)
+            for film in draw.sample(range(8), 4)
         ]
     (folder / "prompt.yaml").write_text(YAML)
     csv(folder / "rows.csv", "session,user_id,film,timestamp,rating,age", rows)

@@ -15,7 +15,7 @@ from tigon.rank.prompt import PromptRanker
 
 
 def served(plain, body, delimiter):
-    """What a server computes of one body: SGLang's sequence and positions, FlashInfer's mask, logits before delimiters."""
+    """What a server computes of a body, with SGLang's sequence and positions and FlashInfer's mask."""
     ids, place = list(body["query"]), []
     for item in body["items"]:
         place.append(len(ids))

@@ -66,8 +66,8 @@ def requests_of(options: TrainOptions, prompt: Prompt, data: str, option: str) -
 class PromptRows(torch.utils.data.Dataset[Encoded]):
     """Requests as token ids, made when a batch asks for them."""
 
-    def __init__(self, shown: Shown, encoder: Encoder) -> None:
-        self.requests, self.encoder = shown.requests, encoder
+    def __init__(self, requests: Requests, encoder: Encoder) -> None:
+        self.requests, self.encoder = requests, encoder
         self.teacher: dict[str, list[Tensor]] = {}
 
     def __len__(self) -> int:
@@ -86,6 +86,22 @@ class PromptRows(torch.utils.data.Dataset[Encoded]):
                 raise Problem(f"--prompt: {one_line(error)}") from error
         return found
 
+    def split(self, fraction: float, seed: int) -> tuple[PromptRows, PromptRows | None]:
+        """The latest requests are held out; any are, by the seed, where there are no times or only one."""
+        data = self.requests.data
+        if not int(fraction * len(self)):
+            return self, None
+        ways: list[Any] = ["time"] if data.schema.roles.time is not None else []
+        for by in (*ways, "request"):
+            try:
+                parts = data.split(by=by, fraction=fraction, seed=seed)
+            except ValueError as error:
+                raise Problem(f"--eval-fraction {fraction}: {one_line(error)}; 0 holds out none") from error
+            if all(map(len, parts)):
+                train, held = (PromptRows(Requests(part, self.encoder.prompt), self.encoder) for part in parts)
+                return train, held
+        return self, None
+
     def teach(self, teacher: PromptRanker) -> None:
         """Ask a teacher once, about all requests."""
         sizes = [len(request.candidates) for request in self.requests]
@@ -102,7 +118,7 @@ def rows_of(shown: Shown, tokenizer: Any, options: TrainOptions, source: Source)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     length = default_prefix_len(positions) if options.prefix_len is None else options.prefix_len
     try:
-        rows = PromptRows(shown, Encoder(shown.prompt, tokenizer, length, positions))
+        rows = PromptRows(shown.requests, Encoder(shown.prompt, tokenizer, length, positions))
         rows.__getitems__(list(range(min(len(rows), 8))))  # what would fail on every request fails here
     except ValueError as error:
         raise Problem(f"--prompt {options.prompt}: {one_line(error)}") from error
@@ -181,7 +197,7 @@ class RankTask(TaskTrainer):
     def trainer(
         self, model: Any, tokenizer: Any, train_set: Any, eval_set: Any, adapters: Any, common: dict[str, Any]
     ) -> Any:
-        options, rows = self.run, _whole(train_set)
+        options, rows = self.run, train_set
         if adapters is not None:
             model = with_adapters(model, adapters)
         try:
@@ -221,18 +237,12 @@ class RankTask(TaskTrainer):
         ranker: PromptRanker = trainer.ranker
         kind: Any = self.run.calibrate  # TrainOptions.check has checked the word
         if kind != "none" and eval_set is not None:
-            rows, places = _whole(eval_set), list(getattr(eval_set, "indices", range(len(eval_set))))
             try:
-                ranker.calibrate(rows.requests.__getitems__(places), kind)
+                ranker.calibrate(eval_set.requests, kind)
             except ValueError as error:
                 ranker.calibration.clear()
                 console.print(f"not calibrated: {one_line(error)}", style="yellow", highlight=False, soft_wrap=True)
         ranker.save_settings(output)
-
-
-def _whole(rows: Any) -> PromptRows:
-    found: PromptRows = getattr(rows, "dataset", rows)
-    return found
 
 
 def rank_task(options: TrainOptions) -> RankTask:

@@ -312,7 +312,9 @@ def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, source: Sou
 
 
 def _split(dataset: Any, options: TrainOptions) -> tuple[Any, Any]:
-    """Hold out a share at random, by the seed; none where it would be less than one sequence."""
+    """Hold out a share at random, by the seed, or the latest requests; none where it would be less than one."""
+    if options.task == "rank":
+        return dataset.split(options.eval_fraction, options.seed)  # type: ignore[no-any-return]
     held = int(options.eval_fraction * len(dataset))
     if held == 0:
         return dataset, None

@@ -11,7 +11,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from tigon.rank.batch import Batch
 from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.impressions import Impressions
 from tigon.rank.prompt.pack import Request
@@ -19,6 +18,7 @@ from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import AGO, Prompt, ago
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import OWN, Tables, gather, load, roles_of
+from tigon.tables.values import BadValue
 
 # A column of this name with a task's behind it holds a teacher's score of each row.
 TEACHER = "teacher_"
@@ -49,7 +49,7 @@ def read(
         raise ValueError(f"{error} Name it in the prompt's columns.") from None
     tables = gather(rows, history, items, users, roles)
     schema = _schema(prompt, tables, roles, labelled)
-    return Impressions.read(rows, history=tables.history, items=items, users=users, schema=schema, labelled=labelled)
+    return Impressions.read(rows, history=history, items=items, users=users, schema=schema, labelled=labelled)
 
 
 def _labels(prompt: Prompt) -> list[str]:
@@ -76,7 +76,8 @@ def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Sch
     if tables.history is not None:
         prompt.check_columns("event", {*tables.of("history"), *tables.of("items")} - {str(roles.time)})
     shown = prompt.named("candidate", *questions)
-    fields: dict[str, Field] = {roles.item: Id(side="item", history=tables.history is not None)}
+    item = Id(side="item", history=tables.history is not None)
+    fields: dict[str, Field] = {roles.item: _known(tables, roles.item, item, ("rows", "history", "items"))}
     if roles.time is not None:
         fields[roles.time] = Time(side="context")
     for name in sorted(prompt.named("profile") - {roles.item}):
@@ -111,12 +112,24 @@ def _field(tables: Tables, name: str, where: tuple[str, ...], side: Any, history
     if types.is_dictionary(kind):
         kind = kind.value_type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return Ids(side=side, history=history)
+        return _known(tables, name, Ids(side=side, history=history), where)
     if types.is_temporal(kind):
         return Time(side=side, history=history)
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_boolean(kind):
         return Number("none", side=side, history=history)
-    return Id(side=side) if side == "action" else Text(side=side, history=history)
+    return _known(tables, name, Id(side=side), where) if side == "action" else Text(side=side, history=history)
+
+
+def _known(tables: Tables, name: str, field: Field, where: tuple[str, ...]) -> Field:
+    """A field with the vocabulary of all tables, whatever part is trained on: it only leads back to the words."""
+    found = []
+    for table in where:
+        if name in tables.of(table):
+            try:
+                found.append(field.values(tables.of(table)[name]))
+            except BadValue as error:
+                raise tables.bad(table, name, field.kind, error) from None
+    return field.fit(found)
 
 
 class Requests(Sequence[Request]):
@@ -130,14 +143,16 @@ class Requests(Sequence[Request]):
 
     def __init__(self, data: Impressions, prompt: Prompt, *, history_max: int = HISTORY) -> None:
         self.data, self.prompt, self.history_max = data, prompt, history_max
-        known = set(data._held.table)
-        self.labels = {t.name: t.read.column for t in prompt.tasks.values() if t.read.column in known}
-        self.teachers = {t: TEACHER + t for t in prompt.tasks if TEACHER + t in known}
-        for name, column in self.teachers.items():
-            if set(prompt.tasks[name].values) != {0.0, 1.0}:
-                raise ValueError(
-                    f"{NAME}: column {column!r} is a teacher's probability, and task {name} has other answers."
-                )
+        whole = data.batch(torch.arange(len(data)), history_max=0, device="cpu")
+        self.first = whole.offsets.tolist()
+        self.labels: dict[str, list[int]] = {}
+        self.teacher: dict[str, list[Sequence[float] | None]] = {}
+        for name, task in prompt.tasks.items():
+            if (values := _column(data, task.read.column)) is not None:
+                right = [task.right({task.read.column: value}) for value in values]
+                self.labels[name] = [-1 if at is None else at for at in right]
+            if (values := _column(data, TEACHER + name)) is not None:
+                self.teacher[name] = [_told(name, task.values, p) for p in values]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -163,15 +178,15 @@ class Requests(Sequence[Request]):
         items = _values(batch.items, {**schema.items, **schema.rows}, prompt.named("candidate", *prompt.tasks))
         events = _values(batch.history, schema.history, prompt.named("event"))
         events[AGO] = [ago(seconds) for seconds in batch.age.tolist()]
-        labels, teacher = self._labels(batch), self._teacher(batch)
         first, past = batch.offsets.tolist(), batch.history_offsets.tolist()
+        own = [slice(self.first[i], self.first[i + 1]) for i in indices]
         return [
             Request(
                 _rows(items, first[r], first[r + 1]),
                 _rows(context, r, r + 1)[0],
                 _rows(events, past[r], past[r + 1]),
-                {name: own[first[r] : first[r + 1]] for name, own in labels.items()},
-                {name: own[first[r] : first[r + 1]] for name, own in teacher.items()},
+                {name: values[own[r]] for name, values in self.labels.items()},
+                {name: values[own[r]] for name, values in self.teacher.items()},
             )
             for r in range(batch.requests)
         ]
@@ -180,34 +195,10 @@ class Requests(Sequence[Request]):
         for start in range(0, len(self), CHUNK):
             yield from self.__getitems__(list(range(start, min(start + CHUNK, len(self)))))
 
-    def _column(self, name: str, batch: Batch) -> list[Any]:
-        found: list[Any] = self.data._held.table[name].take(batch.rows.cpu().numpy()).to_pylist()
-        return found
-
-    def _labels(self, batch: Batch) -> dict[str, list[int]]:
-        found = {}
-        for name, column in self.labels.items():
-            right = self.prompt.tasks[name].right
-            found[name] = [-1 if (at := right({column: v})) is None else at for v in self._column(column, batch)]
-        return found
-
-    def _teacher(self, batch: Batch) -> dict[str, list[Sequence[float] | None]]:
-        found: dict[str, list[Sequence[float] | None]] = {}
-        for name, column in self.teachers.items():
-            values = self.prompt.tasks[name].values
-            found[name] = []
-            for p in self._column(column, batch):
-                if p is not None and not 0 <= p <= 1:
-                    raise ValueError(f"{NAME}: column {column!r} must hold probabilities from 0 to 1, got {p!r}.")
-                found[name].append(None if p is None else [p if value == 1 else 1 - p for value in values])
-        return found
-
     def counts(self) -> dict[str, list[int]]:
         """How often each answer of a task is right, the rows of all requests."""
-        whole = self.data.batch(torch.arange(len(self.data)), history_max=0, device="cpu")
         return {
-            name: [at.count(k) for k in range(len(self.prompt.tasks[name].answers))]
-            for name, at in self._labels(whole).items()
+            name: [at.count(k) for k in range(len(self.prompt.tasks[name].answers))] for name, at in self.labels.items()
         }
 
     @property
@@ -216,6 +207,24 @@ class Requests(Sequence[Request]):
         step = max(1, len(self) // CHUNK)
         told = repr((len(self), self.data.rows, self.__getitems__(list(range(0, len(self), step))[:CHUNK])))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _column(data: Impressions, name: str) -> list[Any] | None:
+    try:
+        return data.column(name)
+    except ValueError:  # there is none
+        return None
+
+
+def _told(task: str, values: list[float], p: float | None) -> list[float] | None:
+    """A teacher's probability of the answer 1 as those of all answers."""
+    if set(values) != {0.0, 1.0}:
+        raise ValueError(
+            f"{NAME}: column {TEACHER + task!r} is a teacher's probability, and task {task} has other answers."
+        )
+    if p is not None and not 0 <= p <= 1:
+        raise ValueError(f"{NAME}: column {TEACHER + task!r} must hold probabilities from 0 to 1, got {p!r}.")
+    return None if p is None else [p if value == 1 else 1 - p for value in values]
 
 
 def _rows(columns: dict[str, list[Any]], start: int, stop: int) -> list[dict[str, Any]]:
