@@ -11,7 +11,9 @@ import pytest
 
 griffe = pytest.importorskip("griffe")
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("tigon", "tigon.losses", "tigon.distributed", "tigon.optim", "tigon.retrieve")
+PACKAGES = (
+    "tigon", "tigon.losses", "tigon.distributed", "tigon.optim", "tigon.retrieve", "tigon.rank", "tigon.tables",
+)  # fmt: skip
 # Public by being documented: their packages import what a host brings, and declare nothing.
 HOSTS = (
     "trainer.TigonCallback", "lightning.TigonCallback", "sam.MicroBatchSAMCallback", "axolotl.TigonPlugin",
@@ -20,7 +22,7 @@ HOSTS = (
 # What functions return: nobody makes one, so that its fields are in the signature, with their types, and not in rows.
 RETURNED = {
     "Fusion", "Report", "Row", "TrainerFusion", "TrainerReport", "Hpz", "Plan", "Traffic", "LogProb", "GraphStep",
-    "Hits", "MemoryPlan", "Explanation",
+    "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged",
 }  # fmt: skip
 
 

@@ -136,10 +136,10 @@ def test_what_was_counted_is_told():
     vocab = {"item": Id(vocab=["a", "b", "c"], side="item", history=True)}
     data = Impressions.read(ROWS, history=EVENTS, items={"item": ["a"], "tags": [[1]]}, schema=schema.replace(vocab))
     assert data.notes == [
-        "1 of 5 events name no user; they are left out.",
-        "2 events have the very time of a request of their user; histories leave them out.",
-        "1 of 4 rows have an item that the schema does not know.",
-        "1 of 4 events have an item that the schema does not know.",
+        "1 of 5 events has no user; histories leave them out.",
+        "Histories leave out 2 events at the very time of a request of the same user.",
+        "1 of 4 rows has an item that the schema does not know.",
+        "1 of 4 events has an item that the schema does not know.",
     ]
     assert Impressions.read({**ROWS, "click": [0] * 4}).notes == [
         "Label 'click' is 0 in all 4 rows: with one class there is nothing to learn from it, and no AUC."
@@ -152,8 +152,8 @@ def test_what_a_side_table_lacks_is_missing_and_counted():
     batch = data.batch(torch.arange(3))
     assert batch.items["size"].isnan().tolist() == [False, True, False, True]
     assert batch.items["tags"].lists() == [[1], [], [1, 2], []]
-    assert "2 rows have an item that is not among the items." in data.notes
-    assert "2 events have an item that is not among the items." in data.notes
+    assert "2 of 4 rows have an item that is not among the items." in data.notes
+    assert "2 of 5 events have an item that is not among the items." in data.notes
 
 
 def test_names_and_columns_follow_the_requests():

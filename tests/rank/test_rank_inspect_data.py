@@ -41,8 +41,8 @@ def test_a_table_is_summed_up(folder):
         "roles": {"item": "item_id", "user": "user_id", "time": "timestamp", "labels": ("like = rating >= 4",),
                   "action": ("rating",)},
         "left_out": {"user_id": "the history says who the user is"},
-        "notes": ["2 rows have an item that is not among the items.",
-                  "2 events have an item that is not among the items."],
+        "notes": ["2 of 4 rows have an item that is not among the items.",
+                  "2 of 4 events have an item that is not among the items."],
     }  # fmt: skip
     assert fields["item_id"] == {"kind": "Id", "side": "item", "history": True, "values": 2, "missing": 0.0}
     assert fields["title"] == {"kind": "Ids", "side": "item", "history": True, "values": 3, "missing": 0.5}

@@ -27,6 +27,7 @@ class Batch:
         labels: (C,) float32, 0 and 1, by name; empty where the table has none.
         weights: (C,) float32, or None.
         rows: (C,) int64, the rows of the table.
+        requests, candidates, events: R, C and E.
 
     A field's values are int64 codes, float32 numbers, `Ragged` lists of codes, a list of str, or int64 microseconds.
     """

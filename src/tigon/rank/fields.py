@@ -179,6 +179,8 @@ class Id(_Coded):
         vocab: the values of the codes 1, 2, …; None to take those of the data, in their order.
         hash_rows: instead of a vocabulary, how many codes the hashes of the values are spread over.
         dim: width of its embedding; None for the model's own.
+        side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
+        history: of side "item": whether events have it, too.
     """
 
     kind = "Id"
@@ -195,6 +197,7 @@ class Ids(_Coded):
         vocab, hash_rows, dim: as those of `Id`.
         max: how many values of a list are kept, from its end.
         pool: how a model makes one vector of them, "mean" or "attention".
+        side, history: as those of `Id`.
     """
 
     kind = "Ids"
@@ -247,6 +250,7 @@ class Number(Field):
             log(1 + |x|), centred and divided by its standard deviation. "none": as it is.
         knots, scores: of scale "quantile": rising numbers, and what each becomes; between two of them, in proportion.
         center, spread: of scale "log": what is subtracted, and what it is divided by then.
+        side, history: as those of `Id`.
     """
 
     kind = "Number"
@@ -313,6 +317,9 @@ class Text(Field):
     """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
 
     Models of sequences leave texts out, models of prompts read them.
+
+    Args:
+        side, history: as those of `Id`.
     """
 
     kind = "Text"
@@ -336,6 +343,7 @@ class Time(Field):
     Args:
         unit: of times that are plain numbers: "s", "ms", "us" or "ns" since 1970. None: what makes the latest of them
             fall between 1973 and 5138, seconds if they are smaller.
+        side, history: as those of `Id`.
     """
 
     kind = "Time"

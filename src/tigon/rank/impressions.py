@@ -37,6 +37,9 @@ class Impressions:
         schema: roles and fields, with everything fitted.
         notes: sentences on what was counted while reading: items that are not known, events at the time of a request,
             labels of one class.
+        rows: how many impressions all requests have; `len` is how many requests there are.
+        request_ids, item_ids: the request of each, and the item of each candidate, as the table has them.
+        device: where the tensors lie.
     """
 
     def __init__(self, held: Held, source: Source, which: Tensor | None = None) -> None:

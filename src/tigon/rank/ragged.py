@@ -15,6 +15,7 @@ class Ragged(NamedTuple):
     Attributes:
         values: (m,) int64.
         offsets: (n + 1,) int64, on the device of the values.
+        lengths: (n,) int64. number: n.
     """
 
     values: Tensor
@@ -29,12 +30,19 @@ class Ragged(NamedTuple):
         return self.offsets.diff()
 
     def to(self, device: torch.device | str) -> Ragged:
+        """The same lists on a device.
+
+        Args:
+            device: such as "cuda".
+        """
         return Ragged(self.values.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
 
     def take(self, rows: Tensor, total: int | None = None) -> Ragged:
-        """The lists of these rows.
+        """The lists of some rows.
 
-        total: how many values they have in all; without it the host waits for the GPU.
+        Args:
+            rows: (r,) int64.
+            total: how many values they have in all; without it the host waits for the GPU.
         """
         first = self.offsets[rows]
         return self.slices(first, self.offsets[rows + 1] - first, total)

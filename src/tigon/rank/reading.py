@@ -177,12 +177,13 @@ class Places:
         self._one_user(user)
         user = user[self.ones]
         if lost := int((actor < 0).sum()):
-            notes.append(f"{lost:,} of {len(actor):,} events name no user; they are left out.")
+            notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user; histories leave them out.")
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[ordered(actor[order], when[order])]
         found = windows(actor[order], when[order], user, time)
         if (same := int(found.same.sum())) and not tables.own:
-            notes.append(f"{same:,} events have the very time of a request of their user; histories leave them out.")
+            events = "event" if same == 1 else "events"
+            notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
         history = {
             name: self._of_events(name, field).picked(order).counted() for name, field in self.schema.history.items()
         }
@@ -260,8 +261,15 @@ def _note(held: Held, places: Places) -> None:
         if roles.item in stored:
             codes = stored[roles.item].values
             if unseen := int((codes == 0).sum()):
-                held.notes.append(f"{unseen:,} of {len(codes):,} {what} have an item that the schema does not know.")
+                held.notes.append(
+                    f"{unseen:,} of {len(codes):,} {what} {_has(unseen)} an item that the schema does not know."
+                )
     for (side, table), lost in places.lost.items():
         if lost:
             where, one = "rows" if table == "rows" else "events", "an item" if side == "items" else "a user"
-            held.notes.append(f"{lost:,} {where} have {one} that is not among {SPOKEN[side]}.")
+            many = len(places.sides[side, table])
+            held.notes.append(f"{lost:,} of {many:,} {where} {_has(lost)} {one} that is not among {SPOKEN[side]}.")
+
+
+def _has(number: int) -> str:
+    return "has" if number == 1 else "have"

@@ -66,6 +66,8 @@ class Schema:
     Attributes:
         context, items, rows: the fields of each side, by name.
         history: the fields of events: those of items that events have, and the actions.
+        labels: the names of the labels.
+        is_open: whether a field is still to be fitted on data.
         left_out: why columns are no fields, where the schema was inferred.
 
     Raises: ValueError if the item has no field, or a field stands on a side where its role forbids it.
@@ -120,7 +122,11 @@ class Schema:
         return any(field.is_open for field in self.fields.values())
 
     def replace(self, fields: Mapping[str, Field]) -> Schema:
-        """This schema with other fields of the same names."""
+        """This schema with other fields.
+
+        Args:
+            fields: in place of those of the same names, or besides.
+        """
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
 
     def _because(self, left_out: Mapping[str, str]) -> Schema:
