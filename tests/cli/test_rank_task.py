@@ -126,7 +126,7 @@ def test_a_model_from_scratch(tigon, tables, tmp_path):
     [
         (("--prompt", "none.yaml"), ["--prompt ", "none.yaml: "]),
         (("--history", "none.csv"), ["--data ", "rows.csv: ", "none.csv"]),
-        (("--prefix-len", 4), ["--prompt ", "rank.prompt: instruction and profile take "]),
+        (("--prefix-len", 4), ["--prompt: rank.prompt: instruction and profile take "]),
         (("--prefix-len", 100_000), ["prefix_len must leave room for suffixes"]),
         (("--teacher", "none"), ["--teacher ", "none: ", "must hold prompt.yaml"]),
     ],

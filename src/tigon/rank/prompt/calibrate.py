@@ -81,26 +81,25 @@ def _platt(s: Tensor, y: Tensor) -> Calibration:
     # Platt's targets: of few rows without an overlap the slope would grow without end.
     n1, n0 = y.sum(), (1 - y).sum()
     target = torch.where(y > 0, (n1 + 1) / (n1 + 2), 1 / (n0 + 2))
-    # Newton steps on (log a, b), so that a stays positive; 50 are many for two numbers.
-    at = torch.zeros(2, dtype=torch.float64)
-
-    def loss(at: Tensor) -> Tensor:
-        return torch.nn.functional.binary_cross_entropy_with_logits(at[0].exp() * z + at[1], target)
-
-    for _ in range(50):
-        slope = torch.func.grad(loss)(at)
-        curve = torch.func.hessian(loss)(at)
-        curve = curve + 1e-9 * torch.eye(2, dtype=curve.dtype)
-        step = torch.linalg.solve(curve, slope)
-        if not bool((step * slope).sum() > 0):  # not convex in log a: downhill then
-            step = slope
-        length, before = 1.0, loss(at)
-        while length > 1e-6 and not bool(loss(at - length * step) <= before):
-            length /= 2
-        at = at - length * step
-        if float((length * step).abs().max()) < 1e-10:
+    # The cross entropy is convex in (a, b): Newton steps, halved where they are too long.
+    rows = torch.stack((z, torch.ones_like(z)), 1)
+    at = rows.new_tensor([1.0, 0.0])
+    for _ in range(100):
+        p = torch.sigmoid(rows @ at)
+        slope = rows.mT @ (p - target)
+        if float(slope.abs().max()) < 1e-9 * len(y):
             break
-    return Calibration("platt", (float(at[0].exp()), float(at[1])))
+        curve = (rows * (p * (1 - p)).unsqueeze(1)).mT @ rows + 1e-9 * torch.eye(2, dtype=rows.dtype)
+        step, before = torch.linalg.solve(curve, slope), _loss(rows @ at, target)
+        while float(_loss(rows @ (at - step), target)) > float(before) and float(step.abs().max()) > 1e-9:
+            step = step / 2
+        at = at - step
+    # Scores that say the opposite are worth nothing; their order stays all the same.
+    return Calibration("platt", (max(float(at[0]), EDGE), float(at[1])))
+
+
+def _loss(z: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(z, target, reduction="sum")
 
 
 def _isotonic(s: Tensor, y: Tensor) -> Calibration:
