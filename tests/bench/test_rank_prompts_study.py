@@ -81,7 +81,8 @@ def test_a_whole_run_writes_its_record(study, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "BATCH", 4)
     monkeypatch.setattr(sys, "argv", [
         "rank_prompts.py", "--data", str(folder), "--model", str(tmp_path / "model"), "--json",
-        str(tmp_path / "out.json"), "--seeds", "1", "--train-requests", "8", "--test-requests", "4", "--only", "zero,shared,separate",
+        str(tmp_path / "out.json"), "--seeds", "1", "--train-requests", "8", "--test-requests", "4", "--only",
+        "zero,shared,separate",
     ])  # fmt: skip
     study.main()
     runs = {run["way"]: run for run in json.loads((tmp_path / "out.json").read_text())["runs"]}

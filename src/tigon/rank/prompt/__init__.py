@@ -1,6 +1,6 @@
 """Ranking by prompts: a language model reads a request once, and answers questions about each candidate.
 
-`__init__.pyi` declares the public names. They need transformers and Jinja2, which `pip install tigon[rank]` brings.
+`__init__.pyi` declares the public names. They need what the extra `rank` brings.
 """
 
 from tigon.lazy import attach
