@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pa = pytest.importorskip("pyarrow")
 
 from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Time  # noqa: E402
+from tigon.rank.labels import Label  # noqa: E402
 from tigon.tables.values import BadValue  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -37,7 +38,7 @@ def tables(draw):
     """Impressions of a few requests, in any order, and events; times meet."""
     rows = []
     for request in range(draw(st.integers(1, 5))):
-        user, time = draw(st.integers(0, 2)), draw(st.integers(0, 4))
+        user, time = draw(st.one_of(st.none(), st.integers(0, 2))), draw(st.integers(0, 4))
         for _ in range(draw(st.integers(1, 4))):
             later = draw(st.integers(0, 1))
             rows.append(
@@ -77,7 +78,9 @@ def by_loops(rows, events, history_max):
         found.setdefault(row[0], []).append(place)
     for places in found.values():
         user, time = rows[places[0]][1], min(rows[place][2] for place in places)
-        own = sorted((event for event in events if event[0] == user and event[1] < time), key=lambda event: event[1])
+        own = sorted(
+            (event for event in events if None is not event[0] == user and event[1] < time), key=lambda event: event[1]
+        )
         yield places, time, user, own[max(0, len(own) - history_max) :] if history_max else []
 
 
@@ -156,6 +159,45 @@ def test_what_a_side_table_lacks_is_missing_and_counted():
     assert "2 of 5 events have an item that is not among the items." in data.notes
 
 
+def test_histories_that_are_empty_are_told():
+    said = "No request has a history: do both tables name users alike, and are there events before?"
+    strangers = {**EVENTS, "user": ["ann"] * 5}
+    assert said in Impressions.read(ROWS, history=strangers).notes
+    data = Impressions.read(ROWS, history=EVENTS)
+    assert said not in data.notes
+    bare = Impressions.read(ROWS, schema=data.schema)
+    assert bare.notes == ["The schema reads histories, and no history was given: all are empty."]
+    assert bare.batch(torch.arange(3)).history["item"].tolist() == []
+
+
+def test_side_tables_may_call_their_ids_id():
+    data = Impressions.read(ROWS, items={"id": ["a", "b"], "size": [1.5, 2.5]}, users={"id": [2, 1], "age": [0.5, 0.7]})
+    batch = data.batch(torch.arange(3))
+    assert batch.items["size"].isnan().tolist() == [False, True, False, True]
+    assert batch.context["age"].isnan().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "expected"),
+    [
+        ("rating >= 4", "rating>=4", [0, 1, 1]),
+        ("rating<4", "rating<4", [1, 0, 0]),
+        ("good = rating == 5.0", "good", [0, 0, 1]),
+        ("rating != 5", "rating!=5", [1, 1, 0]),
+        ("end == 'tv off'", "end==tv off", [0, 1, 0]),
+        ("kept=end != tv off", "kept", [1, 0, 1]),
+        ("seen = flag", "seen", [1, 0, 1]),
+    ],
+)
+def test_labels_that_compare(label, name, expected):
+    rows = {"item": [1, 2, 3], "rating": [1.0, 4.0, 5.0], "end": ["x", "tv off", "y"], "flag": [True, False, True]}
+    data = Impressions.read(rows, labels=[label])
+    assert {k: v.tolist() for k, v in data.batch(torch.arange(3)).labels.items()} == {name: expected}
+    assert data.schema.labels == [name]
+    # What a label is made of is no feature.
+    assert Label.of(label).column not in data.schema.fields
+
+
 def test_names_and_columns_follow_the_requests():
     data = Impressions.read({**ROWS, "word": ["k", "l", "m", "n"]}, history=EVENTS)
     assert data.request_ids == ["x", "y", "z"]
@@ -175,6 +217,9 @@ def test_without_a_column_of_requests_user_and_time_are_one():
     assert data.item_ids == ["a", "c", "b", "new"]
     assert len(data) == 3
     assert data.request_ids == [0, 1, 3]
+    nobody = Impressions.read({**rows, "user": [None, 2, None, None]})
+    assert nobody.item_ids == ["a", "b", "c", "new"]
+    assert len(nobody) == 4
     alone = Impressions.read({"item": ["a", "b", "a"], "click": [0, 1, 1]})
     assert len(alone) == 3
     assert alone.batch(torch.tensor([2])).items["item"].tolist() == [1]
@@ -257,7 +302,7 @@ def test_a_batch_moves_as_a_whole(device):
         "tags": [["a"]] * 9,
         "text": ["a long text of words"] * 5 + ["or another one of them"] * 4,
     }
-    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "weight": [1.0, 2.0]}
+    rows = {"user": [1, 1], "time": [1, 2], "item": [3, 4], "click": [0, 1], "sample_weight": [1.0, 2.0]}
     data = Impressions.read(rows, history="self", items=items)
     batch = data.batch(torch.tensor([1, 0]), device=device)
     for moved in (batch, data.batch(torch.tensor([1, 0])).to(device), data.to(device).batch(torch.tensor([1, 0]))):
@@ -390,8 +435,16 @@ def changed(**columns):
             {},
             "column 'request' .request., row 1: every row must name its request",
         ),
-        (changed(weight=[1.0, -1.0, 1.0, 1.0]), {}, "column 'weight' .weight., row 1: must be 0 or more, got -1"),
-        (changed(weight=["a"] * 4), {}, "column 'weight' .weight. of the impressions, row 0: must be a number"),
+        (
+            changed(heft=[1.0, -1.0, 1.0, 1.0]),
+            {"weight": "heft"},
+            "column 'heft' .weight., row 1: must be 0 or more, got -1",
+        ),
+        (
+            changed(heft=["a"] * 4),
+            {"weight": "heft"},
+            "column 'heft' .weight. of the impressions, row 0: must be a number",
+        ),
         (
             changed(item=[0.5, 1.0, 1.0, 1.0]),
             {},
@@ -414,6 +467,16 @@ def changed(**columns):
             "history='positives' needs labels, and the impressions have none",
         ),
         (ROWS, {"history": "gone.csv"}, "there is no file gone.csv"),
+        (
+            changed(user=None),
+            {"users": {"user": [1], "age": [2]}},
+            "a table of users needs the impressions' column of users; name it by user=",
+        ),
+        (
+            changed(time=[1_700_000_000] * 4),
+            {"history": {**EVENTS, "time": [1_700_000_000_000] * 5}},
+            "'time' .Time. must have one unit, but looks in the impressions like s, and in the history like ms since",
+        ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
         ({}, {}, "name the column of items by item=…; there are no columns"),

@@ -25,7 +25,7 @@ ROWS = {
     "sample_weight": [1.0] * 5,
 }
 HISTORY = {
-    "user": ["u", "v"], "item": [9, 8], "time": ["1970-01-01", "1970-01-02"], "rating": [5, 4], "dwell": [0.5, 0.7],
+    "user": ["u", "v"], "item": [9, 8], "time": ["1970-01-01", "1970-01-02"], "rating": [5, 4], "volume": [0.5, 0.7],
 }  # fmt: skip
 ITEMS = {
     "item_id": [7, 8, 9], "genres": [["a"], ["a", "b"], []], "released": ["1995-01-01", "1996-02-03", None],
@@ -55,7 +55,7 @@ def test_what_is_inferred():
     assert schema.left_out == {
         "user_id": "the history says who the user is", "click": "it says what happened",
         "embedding": "it holds lists of double", "version": "it has one value only", "nothing": "it has no values",
-        "dwell": "events alone have it; name it by action=… if it says what happened",
+        "volume": "events alone have it; name it by action=… if it says what happened",
     }  # fmt: skip
     assert schema.fields["item_id"].vocab == (7, 8, 9)
     assert list(schema.history) == ["item_id", "rating", "genres", "released", "pages"]
@@ -104,6 +104,28 @@ def test_numbers_of_many_values_are_amounts_and_ids_by_name_are_not():
     assert {field.side for name, field in fields.items() if name != "item_id"} == {"row"}
 
 
+def test_a_schema_is_inferred_by_itself():
+    assert Schema.infer(ROWS, history=HISTORY, items=ITEMS, users=USERS) == read().schema
+    assert Schema.infer(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
+
+
+def test_a_side_follows_from_most_rows():
+    # Item 1 is shown twice, both times to ann: her job could be the item's. More of her rows say that it is hers.
+    rows = {
+        "request": [1, 1, 2, 2, 3], "user": ["ann"] * 4 + ["bob"], "item": [1, 2, 1, 3, 4], "click": [0, 1, 0, 1, 1],
+        "job": ["nurse"] * 4 + ["cook"], "year": [5.5, 6.5, 5.5, 7.5, 8.5],
+    }  # fmt: skip
+    schema = Impressions.read(rows).schema
+    assert schema.fields["job"].side == "context"
+    assert schema.fields["year"].side == "item"
+
+
+def test_what_is_named_like_an_outcome_is_no_feature():
+    schema = Impressions.read({**ROWS, "dwell_time": [0.5, 0.0, 0.1, 9.0, 3.0], "liked": [0, 1, 0, 1, 1]}).schema
+    assert not {"dwell_time", "liked"} & set(schema.fields)
+    assert schema.left_out["dwell_time"] == "it says what happened, by its name"
+
+
 def test_json_there_and_back(tmp_path):
     schema = read().schema
     assert Schema.from_json(schema.to_json()) == schema
@@ -138,6 +160,10 @@ def test_json_there_and_back(tmp_path):
         (
             '{"roles": {"item": "a"}, "fields": {"a": {"kind": "Id", "hashrows": 3}}}',
             "field 'a': Id has no option 'hashrows'; did you mean 'hash_rows'",
+        ),
+        (
+            '{"roles": {"item": "a", "time": "t"}, "fields": {"a": {"kind": "Id", "side": "item"}, "t": "Time"}}',
+            r"the time 't' must have a field Time\(side='context'\), got Time",
         ),
         (
             '{"roles": {"item": "a", "action": ["b"]}, "fields": {"a": {"kind": "Id", "side": "item"}}}',

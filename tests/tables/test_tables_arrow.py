@@ -102,6 +102,7 @@ def test_numbers():
         (pa.array(["2023-11-14T22:13:20", None]), "s"),
         (pa.array(["2023-11-14 22:13:20", ""]), "s"),
         (pa.array(["2023-11-14T23:13:20+01:00", None]), "s"),
+        (pa.array(["2023-11-14T22:13:20Z", None]), "s"),
         (pa.array([datetime.datetime(2023, 11, 14, 22, 13, 20), None]), "s"),
         (pa.array([datetime.datetime(2023, 11, 14, 22, 13, 20), None], pa.timestamp("ns", "Europe/Paris")), "s"),
     ],
@@ -110,6 +111,11 @@ def test_times(column, unit):
     found, missing = times(column, unit)
     assert missing.tolist() == [False, True]
     assert found[0] == 1_700_000_000_000_000
+
+
+def test_times_with_and_without_a_zone_may_stand_together():
+    found, _ = times(pa.array(["2023-11-14T23:13:20+01:00", "2023-11-14T22:13:20", "2023-11-14"]), "s")
+    assert found.tolist() == [1_700_000_000_000_000, 1_700_000_000_000_000, 1_699_920_000_000_000]
 
 
 def hash_by_a_loop(text):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.rank.ragged import Ragged
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,26 +58,30 @@ class Batch:
         Args:
             device: such as "cuda".
         """
+
+        def there(value: Any) -> Any:
+            return value if value is None or isinstance(value, list) else move(value, device, pin=True)
+
+        sides = (self.context, self.items, self.history)
+        context, items, history = ({k: there(v) for k, v in side.items()} for side in sides)
+        labels = {name: there(value) for name, value in self.labels.items()}
         return Batch(
-            self.offsets,
-            self.history_offsets,
-            moved(self.context, device),
-            moved(self.items, device),
-            moved(self.history, device),
-            self.age.to(device, non_blocking=True),
-            moved(self.labels, device),
-            None if self.weights is None else self.weights.to(device, non_blocking=True),
-            self.rows.to(device, non_blocking=True),
-        )
+            self.offsets, self.history_offsets, context, items, history, there(self.age), labels, there(self.weights),
+            there(self.rows),
+        )  # fmt: skip
 
 
-def moved(values: dict[str, T], device: torch.device | str) -> dict[str, T]:
-    """Values of fields on a device; texts stay lists."""
-    return {name: value if isinstance(value, list) else move(value, device) for name, value in values.items()}
+def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
+    """Values of a field on a device.
 
-
-def move(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Ragged) else value.to(device, non_blocking=True)
+    pin: copy what goes to a GPU by way of pinned memory, so that the host does not wait. For batches: it takes memory
+    that nothing else can have.
+    """
+    if isinstance(value, Ragged):
+        return Ragged(move(value.values, device, pin), move(value.offsets, device, pin))
+    if pin and value.device.type == "cpu" and torch.device(device).type == "cuda":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def taken(value: Any, rows: Tensor, total: int | None = None) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.rank.batch import move, taken
-from tigon.rank.ragged import Ragged, ends_of
+from tigon.rank.ragged import Ragged, ends_of, spans
 from tigon.rank.schema import Schema
 
 
@@ -17,8 +17,8 @@ class Stored(NamedTuple):
     """The values of a field.
 
     Attributes:
-        values: tensor, `Ragged` or texts.
-        places: (n,) which of them each row has; None: they stand in the rows' order.
+        values: tensor, `Ragged` or texts; codes as int32, half of what batches have.
+        places: (n,) which of them each row has; None: they stand in the rows' order. Those of texts are on the CPU.
         sums: (n + 1,) int64 on the CPU, of `Ragged` values: how many values all rows before have. With them a batch
             of lists is drawn without waiting for the GPU.
     """
@@ -32,28 +32,37 @@ class Stored(NamedTuple):
 
         first, offsets: on the CPU, what rows are: runs from each `first` on, as many as `offsets` leave room for.
         """
+        if isinstance(self.values, list):
+            return taken(self.values, self._at(spans(first, offsets)))
         total = None
         if self.sums is not None:
             total = int((self.sums[first + offsets.diff()] - self.sums[first]).sum())
-        return taken(self.values, self._at(rows), total)
+        found = taken(self.values, self._at(rows), total)
+        if isinstance(found, Ragged):
+            return Ragged(found.values.long(), found.offsets)
+        return found.long() if found.dtype == torch.int32 else found
 
     def picked(self, rows: Tensor) -> Stored:
         """The values that rows have, in their order."""
         return Stored(taken(self.values, rows)) if self.places is None else Stored(self.values, self.places[rows])
 
-    def counted(self) -> Stored:
-        """With `sums`."""
-        if not isinstance(self.values, Ragged):
+    def kept(self, coded: bool) -> Stored:
+        """As it is kept: with `sums`, and codes as int32."""
+        if isinstance(self.values, Ragged):
+            lengths = self.values.lengths
+            sums = ends_of(lengths if self.places is None else lengths[self.places])
+            return Stored(Ragged(self.values.values.int(), self.values.offsets), self.places, sums)
+        return self._replace(values=self.values.int()) if coded else self
+
+    def to(self, device: torch.device | str) -> Stored:
+        if isinstance(self.values, list):
             return self
-        lengths = self.values.lengths
-        return self._replace(sums=ends_of(lengths if self.places is None else lengths[self.places]))
+        return self._replace(
+            values=move(self.values, device), places=None if self.places is None else move(self.places, device)
+        )
 
     def _at(self, rows: Tensor) -> Tensor:
         return rows if self.places is None else self.places[rows]
-
-    def to(self, device: torch.device | str) -> Stored:
-        values = self.values if isinstance(self.values, list) else move(self.values, device)
-        return self._replace(values=values, places=None if self.places is None else move(self.places, device))
 
 
 @dataclass(frozen=True)

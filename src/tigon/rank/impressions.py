@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
-from tigon.rank.infer import fitted, infer
+from tigon.rank.infer import fitted
+from tigon.rank.opening import opened
 from tigon.rank.ragged import ends_of, spans
 from tigon.rank.reading import hold
 from tigon.rank.schema import Schema
-from tigon.rank.tables import OWN, Tables, gather, load, roles_of, sides
+from tigon.rank.tables import Tables
 from tigon.tables.arrow import nearest
 
 By = Literal["time", "request"]
@@ -77,16 +78,7 @@ class Impressions:
         Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
             name), a label that is not 0 or 1, a history without times, and values that do not fit their field.
         """
-        if schema is not None and roles:
-            raise ValueError(f"rank.Impressions: schema= has the roles already, got {', '.join(roles)} besides.")
-        rows = load(data)
-        history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
-        near = sides(data)
-        items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
-        items, users = (None if side is None else load(side) for side in (items, users))
-        found = roles_of(rows, roles, history) if schema is None else schema.roles
-        tables = gather(rows, history, items, users, found)
-        schema = infer(tables, found) if schema is None else schema
+        tables, schema = opened(data, history, items, users, schema, roles)
         return cls(hold(tables, fitted(schema, tables), labelled), Source(tables, schema, labelled))
 
     def __len__(self) -> int:

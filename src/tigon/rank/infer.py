@@ -11,7 +11,7 @@ import numpy as np
 from tigon.rank.fields import Field, Id, Ids, Number, Side, Text, Time
 from tigon.rank.labels import Label
 from tigon.rank.schema import Roles, Schema
-from tigon.rank.tables import Tables
+from tigon.rank.tables import ACTIONS, NAME, SPOKEN, Tables
 from tigon.tables.arrow import keys
 from tigon.tables.values import BadValue, Ints
 
@@ -36,15 +36,25 @@ def fitted(schema: Schema, tables: Tables) -> Schema:
     for name, field in schema.fields.items():
         if not field.is_open:
             continue
-        found = []
+        found = {}
         for table in _homes(name, field, schema.roles):
             if name in tables.of(table):
                 try:
-                    found.append(field.values(tables.of(table)[name]))
+                    found[table] = field.values(tables.of(table)[name])
                 except BadValue as error:
                     raise tables.bad(table, name, field.kind, error) from None
-        made[name] = field.fit(found)
+        made[name] = field.fit([*found.values()])
+        if isinstance(field, Time):
+            _one_unit(name, field, found)
     return schema.replace(made) if made else schema
+
+
+def _one_unit(name: str, field: Time, largest: dict[str, float]) -> None:
+    """Raise if numbers of two tables look like times of different units."""
+    units = {table: field.fit([x]).options()["unit"] for table, x in largest.items() if x}
+    if len(set(units.values())) > 1:
+        said = ", and ".join(f"in {SPOKEN[table]} like {unit}" for table, unit in units.items())
+        raise ValueError(f"{NAME}: column {name!r} (Time) must have one unit, but looks {said} since 1970.")
 
 
 def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
@@ -62,8 +72,7 @@ def infer(tables: Tables, roles: Roles) -> Schema:
     for name in roles.action:
         column = tables.column("history", name, "an action")
         guess = kind_of(name, column)
-        numeric = isinstance(guess, Number)
-        fields[name] = Number(side="action") if numeric else Id(side="action")
+        fields[name] = Id(side="action") if isinstance(guess, str) else dataclasses.replace(guess, side="action")
     if roles.user is not None:
         if tables.history is None and roles.user in tables.rows:
             fields[roles.user] = Id(side="context")
@@ -77,8 +86,8 @@ def infer(tables: Tables, roles: Roles) -> Schema:
         for name, column in tables.of(table).items():
             if name in fields or name in (roles.request, roles.user, roles.weight) or name in left_out:
                 continue
-            if name in happened:
-                left_out.setdefault(name, "it says what happened")
+            if name in happened or (table == "rows" and name in ACTIONS):
+                left_out[name] = "it says what happened" + ("" if name in happened else ", by its name")
                 continue
             guess = kind_of(name, column)
             if isinstance(guess, str):
@@ -158,12 +167,18 @@ class _Groups:
             self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
+        """The side of the groups that the column is constant in. Of several, those with most rows beyond the first
+        count: in few rows, an item is shown to one kind of user by accident.
+        """
         codes = _codes(column)
-        if _follows(codes, self.item):
-            return "item"
-        if _follows(codes, self.request) or (_follows(codes, self.user) and _constant(codes, self.request)):
-            return "context"
-        return "row"
+        found: tuple[int, Side] = (0, "row")
+        sides: tuple[tuple[Ints | None, Side], ...] = (
+            (self.item, "item"), (self.request, "context"), (self.user, "context"),
+        )  # fmt: skip
+        for group, side in sides:
+            if group is not None and _constant(codes, group) and (side == "item" or _constant(codes, self.request)):
+                found = max(found, (len(group) - int(group.max(initial=0)), side), key=lambda one: one[0])
+        return found[1]
 
 
 def _codes(column: Any) -> Ints:
@@ -187,8 +202,3 @@ def _constant(codes: Ints, group: Ints | None) -> bool:
     first = np.zeros(int(group.max(initial=0)) + 1, dtype=np.int64)
     first[group] = codes
     return bool((first[group] == codes).all())
-
-
-def _follows(codes: Ints, group: Ints | None) -> bool:
-    """Whether each group has one code, and that is no accident of groups of one row."""
-    return group is not None and int(group.max(initial=0)) < len(group) and _constant(codes, group)

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.tables.arrow import keys, numbers
+from tigon.tables.arrow import is_numeric, keys, numbers
 from tigon.tables.values import BadValue
 
 COMPARED = re.compile(r"^\s*(?:([\w.-]+)\s*=\s*(?!=))?\s*([\w.-]+)\s*(>=|<=|==|!=|>|<)\s*(\S.*?)\s*$")
 RENAMED = re.compile(r"^\s*([\w.-]+)\s*=\s*([\w.-]+)\s*$")
-COMPARE = {">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less}
+COMPARE = {
+    ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less, "==": np.equal, "!=": np.not_equal,
+}  # fmt: skip
 
 
 class Label(NamedTuple):
@@ -41,7 +43,7 @@ class Label(NamedTuple):
 
         Raises: BadValue for another value.
         """
-        if self.operation in ("==", "!="):
+        if self.operation in ("==", "!=") and not (_is_number(self.value) and is_numeric(column)):
             named = keys(column)
             missing = np.array(named.is_null())
             equal = np.array(named.cast("large_string").fill_null("")) == self.value
@@ -58,12 +60,17 @@ class Label(NamedTuple):
                     )
                 values = x == 1
             else:
-                try:
-                    bound = float(self.value)
-                except ValueError:
-                    raise BadValue(0, f"{self.operation} compares with a number, got {self.value!r}") from None
+                if not _is_number(self.value):
+                    raise BadValue(0, f"{self.operation} compares with a number, got {self.value!r}")
                 with np.errstate(invalid="ignore"):
-                    values = COMPARE[self.operation](x, bound)
+                    values = COMPARE[self.operation](x, float(self.value))
         if missing.any():
             raise BadValue(int(missing.argmax()), "must be 0 or 1, got a missing value")
         return torch.from_numpy(values.astype(np.float32))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not np.isnan(float(text))
+    except ValueError:
+        return False

@@ -53,7 +53,7 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     weights = None
     if roles.weight is not None and (labelled or roles.weight in tables.rows):
         weights = _weights(tables, roles.weight)[order]
-    context, items = ({k: v.counted() for k, v in side.items()} for side in (context, items))
+    context, items = ({k: v.kept(schema.fields[k].kind == "Id") for k, v in side.items()} for side in (context, items))
     held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes)
     _note(held, places)
     return held
@@ -77,6 +77,7 @@ def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     times = tables.rows[roles.time].dictionary_encode()
     codes = [np.array(one.indices.cast("int64").fill_null(-1)) + 1 for one in (users, times)]
     both = codes[0] * (len(times.dictionary) + 1) + codes[1]
+    both = np.where(codes[0] == 0, -1 - np.arange(count), both)  # of users who are not named, each is one by itself
     coded = pa.array(both).dictionary_encode()
     return np.array(coded.indices.cast("int64")), None
 
@@ -165,7 +166,10 @@ class Places:
         none = torch.zeros(len(self.ones), dtype=torch.int64)
         fields = self.schema.history
         if tables.history is None:
-            return none, none, {k: Stored(v.encode(_nothing(v))).counted() for k, v in fields.items()}, none[:0]
+            if fields:
+                notes.append("The schema reads histories, and no history was given: all are empty.")
+            empty = {k: Stored(v.encode(_nothing(v))).kept(v.kind == "Id") for k, v in fields.items()}
+            return none, none, empty, none[:0]
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
@@ -184,9 +188,9 @@ class Places:
         if (same := int(found.same.sum())) and not tables.own:
             events = "event" if same == 1 else "events"
             notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
-        history = {
-            name: self._of_events(name, field).picked(order).counted() for name, field in self.schema.history.items()
-        }
+        if len(order) and not (found.end > found.start).any() and not tables.own:
+            notes.append("No request has a history: do both tables name users alike, and are there events before?")
+        history = {k: self._of_events(k, v).picked(order).kept(v.kind == "Id") for k, v in fields.items()}
         return found.start, found.end, history, when[order]
 
     def _one_user(self, user: Tensor) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.rank.fields import KINDS, Field, Id
+from tigon.rank.fields import KINDS, Field, Id, Time
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
 
@@ -23,7 +23,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "user": ("user_id", "user", "userId", "userid", "member_id", "visitor_id", "uid"),
     "time": ("timestamp", "time", "datetime", "date", "time_stamp", "event_time", "created_at", "ts"),
     "labels": ("label", "click", "clicked", "is_click", "clk", "target", "y"),
-    "weight": ("weight", "sample_weight"),
+    "weight": ("sample_weight",),
 }  # fmt: skip
 
 
@@ -83,6 +83,11 @@ class Schema:
         item = self.fields.get(self.roles.item)
         if not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
+        time = self.fields.get(self.roles.time or "")
+        if time is not None and (not isinstance(time, Time) or time.side != "context"):
+            raise ValueError(
+                f"Schema: the time {self.roles.time!r} must have a field Time(side='context'), got {time!r}."
+            )
         for name in self.roles.action:
             action = self.fields.get(name)
             if action is None or action.side != "action":
@@ -140,6 +145,21 @@ class Schema:
 
     def __repr__(self) -> str:
         return f"Schema({self.roles!r}, {', '.join(self.fields)})"
+
+    @classmethod
+    def infer(cls, data: Any, *, history: Any = None, items: Any = None, users: Any = None, **roles: Any) -> Schema:
+        """The schema that tables suggest by the names, types and values of their columns, fitted on them.
+
+        Args:
+            data, history, items, users, roles: as `Impressions.read` takes them.
+
+        Raises: ValueError as `Impressions.read`.
+        """
+        from tigon.rank.infer import fitted
+        from tigon.rank.opening import opened
+
+        tables, schema = opened(data, history, items, users, None, roles)
+        return fitted(schema, tables)
 
     # ---------------------------------------------------------------------------------------------------------- JSON
 

@@ -87,9 +87,11 @@ class Tables:
 
 # Histories that are made of the impressions themselves.
 OWN = ("self", "positives")
-# What columns of a history that say what happened are usually called.
+# What columns that say what happened are usually called: actions of a history, and no features of an impression.
 ACTIONS = (
-    "action", "event", "event_type", "behavior", "behaviour", "rating", "click", "clicked", "clk", "like", "purchase",
+    "action", "event", "event_type", "behavior", "behaviour", "rating", "click", "clicked", "is_click", "clk", "like",
+    "liked", "is_like", "purchase", "purchased", "buy", "conversion", "converted", "share", "comment", "follow",
+    "dwell", "dwell_time", "watch_time", "play_time", "long_view", "finished", "label", "target",
 )  # fmt: skip
 SPOKEN = {"rows": "the impressions", "history": "the history", "items": "the items", "users": "the users"}
 
@@ -155,7 +157,7 @@ def renamed(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) 
         wanted = getattr(roles, name)
         if wanted is None or wanted in found:
             continue
-        there = role(found, name, None, table)
+        there = role(found, name, None, table) or ("id" if "id" in found and len(names) == 1 else None)
         if there is None:
             there_are = ", ".join(map(repr, columns))
             raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); there are {there_are}.")
@@ -201,5 +203,7 @@ def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) ->
     if items is not None:
         items = renamed(items, roles, ("item",), SPOKEN["items"])
     if users is not None:
+        if roles.user is None:
+            raise ValueError(f"{NAME}: a table of users needs the impressions' column of users; name it by user=….")
         users = renamed(users, roles, ("user",), SPOKEN["users"])
     return Tables(rows, history, items, users, own)

@@ -114,6 +114,14 @@ def kinds_agree(columns: Sequence[Any]) -> list[Any]:
     return [pa.nulls(len(c), kind) if none else c.cast(kind) for c, none in zip(columns, empty, strict=True)]
 
 
+def is_numeric(column: Any) -> bool:
+    """Whether `numbers` reads a column's type."""
+    import pyarrow.types as types
+
+    kind = column.type
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
 def numbers(column: Any) -> npt.NDArray[np.float64]:
     """Numbers as float64, NaN where one is missing.
 
@@ -127,7 +135,7 @@ def numbers(column: Any) -> npt.NDArray[np.float64]:
         return np.full(len(column), np.nan)
     if types.is_boolean(kind):
         column = column.cast(pa.int8())
-    elif not (types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)):
+    elif not is_numeric(column):
         first = next((value for value in column.to_pylist() if value is not None), None)
         raise BadValue(0, f"must be a number, got {kind} {first!r}")
     values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan))
@@ -170,9 +178,13 @@ def _texts(column: Any) -> tuple[Ints, Bools]:
     import pyarrow.compute as pc
 
     column = pc.if_else(pc.equal(column, ""), None, column)
-    try:
-        found = column.cast(pa.timestamp("us"))
-    except pa.ArrowInvalid:
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # of texts without and with a zone
+        try:
+            found = column.cast(kind)
+            break
+        except pa.ArrowInvalid:
+            continue
+    else:
         return read_times(column.to_pylist())
     stamps = np.array(found.to_numpy(zero_copy_only=False))
     missing = np.isnat(stamps)
