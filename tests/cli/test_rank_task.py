@@ -160,3 +160,15 @@ def test_a_task_of_one_class(tigon, checkpoint, tables, tmp_path):
 def test_options_that_do_not_go_together(given, sentence):
     with pytest.raises(Problem, match=sentence):
         TrainOptions(model="x", data="x", **given).check()
+
+
+def test_two_processes(together, checkpoint, tables, tmp_path):
+    """The same requests a step, by halves, and metrics of all held-out requests."""
+    output = tmp_path / "run"
+    own = ("--model", checkpoint, "--batch-size", 2, "--eval-fraction", 0.25, "--steps", 2)
+    done = together(2, *arguments(tables, output, *own)).ok()
+    assert list(losses(output)) == [1, 2]
+    assert "18 requests, 6 held out" in done.out
+    told = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_auc_like" in row for row in told) == 1
+    assert (output / "ranker.json").exists()

@@ -41,7 +41,7 @@ def test_a_server_would_compute_the_trained_scores(tmp_path):
     from transformers import AutoModelForCausalLM
 
     own = PromptRanker(model().double().eval(), tokenizer(), prompt())
-    own.export_sglang(requests(), tmp_path)
+    assert {file.name for file in own.export_sglang(requests(), tmp_path)} == {"sglang.json", "requests.jsonl"}
     told = json.loads((tmp_path / "sglang.json").read_text())
     assert told["delimiter_token"] == "<|unused|>"
     assert str(told["delimiter_token_id"]) in told["serve"]

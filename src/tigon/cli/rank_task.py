@@ -182,7 +182,8 @@ class PromptTrainer(Checkpointed, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        self.ranker.save_settings(str(output_dir or self.args.output_dir))
+        if self.args.should_save:  # one process writes, where each is asked
+            self.ranker.save_settings(str(output_dir or self.args.output_dir))
 
 
 @dataclass

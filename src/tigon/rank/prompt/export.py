@@ -26,7 +26,7 @@ REQUESTS, SERVE = "requests.jsonl", "sglang.json"
 EXAMPLES = 100
 
 
-def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike[str]) -> None:
+def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
     """Write weights, tokenizer, how to serve them, and example requests.
 
     Args:
@@ -34,6 +34,7 @@ def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike
         requests: a list of `Request`, or `rank.Impressions`, of which the first 100 become examples: a line of
             requests.jsonl for each request and task, the body of POST /v1/score.
         folder: is made if it is not there.
+    Returns: the files that it wrote beside the model's.
     Raises: ValueError if the tokenizer has no token left for the delimiter.
 
     sglang.json holds the delimiter's id, the ids and values of each task's answers, and the calibration. A score is
@@ -76,6 +77,7 @@ def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike
     (place / SERVE).write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     lines = "".join(json.dumps(body) + "\n" for body in bodies)
     (place / REQUESTS).write_text(lines, encoding="utf-8")
+    return [place / SERVE, place / REQUESTS]
 
 
 def _delimiter(ranker: PromptRanker, used: set[int]) -> int:

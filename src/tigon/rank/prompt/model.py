@@ -279,7 +279,7 @@ class PromptRanker(nn.Module):
         self.prompt.save(Path(folder) / FILE)
         (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
-    def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> None:
+    def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
         """Write a folder for SGLang's multi-item scoring: `tigon.rank.prompt.export_sglang`.
 
         Args:
@@ -288,7 +288,7 @@ class PromptRanker(nn.Module):
         """
         from tigon.rank.prompt.export import export_sglang
 
-        export_sglang(self, requests, folder)
+        return export_sglang(self, requests, folder)
 
     @classmethod
     def from_pretrained(
