@@ -89,7 +89,7 @@ def test_values_are_said_on_one_line():
     assert spoken(0.123456789) == "0.123457"
     assert spoken(float("nan")) == spoken(None) == spoken("") == "unknown"
     assert spoken("a\n  b") == "a b"
-    assert spoken(["x", 2.0]) == "x, 2"
+    assert spoken(["x", 2.0]) == "x 2"
     assert prompt().say("profile", {"age": 30.0, "occupation": "cook"}) == "Age 30, cook."
     said = [ago(seconds) for seconds in (3, 61, 7200, 90_000, 2.7e6, 7e7)]
     assert said == ["moments", "1 minute", "2 hours", "1 day", "1 month", "2 years"]

@@ -17,7 +17,7 @@ from tigon.rank.prompt.pack import Request
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import AGO, Prompt, ago
 from tigon.rank.schema import Roles, Schema
-from tigon.rank.tables import OWN, Tables, gather, load, roles_of
+from tigon.rank.tables import OWN, Tables, gather, load, roles_of, sides
 from tigon.tables.values import BadValue
 
 # A column of this name with a task's behind it holds a teacher's score of each row.
@@ -41,6 +41,8 @@ def read(
     """
     rows = load(data)
     history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+    near = sides(data)  # RecBole's items and users lie beside its impressions
+    items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load(side) for side in (items, users))
     labels = _labels(prompt)
     try:

@@ -269,7 +269,7 @@ def spoken(value: Any) -> Any:
     if isinstance(value, str):
         return " ".join(value.split())  # a line break in a title would begin an event of its own
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(spoken(one)) for one in value) or "none"
+        return " ".join(str(spoken(one)) for one in value) or "none"  # the words of a title too are a list in RecBole
     if isinstance(value, datetime.datetime):
         return value.strftime("%Y-%m-%d")
     return value
