@@ -166,7 +166,7 @@ def test_histories_that_are_empty_are_told():
     data = Impressions.read(ROWS, history=EVENTS)
     assert said not in data.notes
     bare = Impressions.read(ROWS, schema=data.schema)
-    assert bare.notes == ["The schema reads histories, and no history was given: all are empty."]
+    assert bare.notes == ["The schema reads histories, and there is none: all are empty."]
     assert bare.batch(torch.arange(3)).history["item"].tolist() == []
 
 
@@ -234,6 +234,26 @@ def test_ones_own_events_and_ones_own_positives():
         assert data.notes == []
     assert batch.history["click"].tolist() == [1]
     assert data.schema.fields["click"].vocab == (1,)
+
+
+@pytest.mark.parametrize("word", ["self", "positives"])
+def test_what_follows_knows_of_what_was_before(tmp_path, word):
+    pa.parquet = pytest.importorskip("pyarrow.parquet")
+    whole = {"user": [1, 2, 1, 2, 1], "time": [1, 2, 3, 4, 5], "item": list("abcab"), "click": [1, 0, 0, 1, 1]}
+    before, after = ({k: v[part] for k, v in whole.items()} for part in (slice(0, 3), slice(3, 5)))
+    pa.parquet.write_table(pa.table(before), tmp_path / "train.parquet")
+    schema = Impressions.read(whole, history=word).schema
+    expected = Impressions.read(whole, history=word, schema=schema).batch(torch.tensor([3, 4]))
+    unlabelled = {name: column for name, column in after.items() if name != "click"}
+    for rows, labelled in ((after, True), (unlabelled, False)):
+        data = Impressions.read(rows, history=[word, tmp_path / "train.parquet"], schema=schema, labelled=labelled)
+        batch = data.batch(torch.arange(2))
+        assert batch.history["item"].tolist() == expected.history["item"].tolist()
+        assert batch.history["click"].tolist() == expected.history["click"].tolist()
+        assert batch.age.tolist() == expected.age.tolist()
+    # What is to be scored tells of no events by itself.
+    alone = Impressions.read(unlabelled, history=word, schema=schema, labelled=False)
+    assert alone.batch(torch.arange(2)).events == 0
 
 
 def test_unsorted_events_are_sorted_and_those_of_one_time_stay_in_order():
@@ -467,6 +487,8 @@ def changed(**columns):
             "history='positives' needs labels, and the impressions have none",
         ),
         (ROWS, {"history": "gone.csv"}, "there is no file gone.csv"),
+        (ROWS, {"history": ["self", "gone.csv"]}, "there is no file gone.csv"),
+        (ROWS, {"history": ["self", "positives"]}, "a history must name one of 'self' and 'positives', got both"),
         (
             changed(user=None),
             {"users": {"user": [1], "age": [2]}},

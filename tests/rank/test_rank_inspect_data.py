@@ -65,6 +65,15 @@ def test_a_table_is_shown(folder, capsys, monkeypatch):
     assert [one["name"] for one in found["fields"]] == list(schema.fields)
 
 
+def test_tables_beside_listed_files_are_found(folder):
+    for paths in (folder, [folder], [str(folder / "films.inter")]):
+        data = Impressions.read(paths, history="self")
+        assert "title" in data.schema.items
+        # Without labels, what is named like an outcome says what happened in events.
+        assert data.schema.roles.action == ("rating",)
+    assert "title" not in Impressions.read(folder / "films.inter", items={"item_id": ["a"]}).schema.items
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -87,6 +87,15 @@ def test_atomic_files_have_the_types_of_their_header(tmp_path):
     assert items[1] == {"item_id": "7", "title": [], "vector": []}
     assert recbole.beside(tmp_path) == recbole.beside(tmp_path / "ml.inter") == {"items": tmp_path / "ml.item"}
     assert recbole.beside(tmp_path / "ml.item") == {}
+    # Of several files of interactions, the only one of items is that of all of them.
+    (tmp_path / "ml.test.inter").write_text("user_id:token\titem_id:token\n3\t7\n")
+    assert tables.read("x", tmp_path).num_rows == 3
+    for path in (tmp_path, tmp_path / "ml.test.inter"):
+        assert recbole.beside(path) == {"items": tmp_path / "ml.item"}
+    (tmp_path / "other.item").write_text("item_id:token\n1\n")
+    assert recbole.beside(tmp_path / "ml.test.inter") == {}
+    assert recbole.beside(tmp_path / "ml.inter") == {"items": tmp_path / "ml.item"}
+    assert recbole.beside(tmp_path / "gone") == {}
 
 
 # ----------------------------------------------------------------------------------------------------------- FuxiCTR

@@ -68,7 +68,8 @@ class Impressions:
             data: a file or files (parquet, csv, JSON lines, arrow), a pyarrow.Table, a pandas or polars DataFrame, or a
                 dict of arrays.
             history: events in the same forms, with user, item and time; "self" for the impressions themselves,
-                "positives" for those with a positive label; None for no history.
+                "positives" for those with a positive label, and a list such as ["self", "train.parquet"] for those and
+                earlier ones; None for no history.
             items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
                 file, and are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.

@@ -6,7 +6,7 @@ from typing import Any
 
 from tigon.rank.infer import infer
 from tigon.rank.schema import Schema
-from tigon.rank.tables import NAME, OWN, Tables, gather, load, roles_of, sides
+from tigon.rank.tables import NAME, Tables, gather, load, own_or_loaded, roles_of, sides
 
 
 def opened(
@@ -19,7 +19,7 @@ def opened(
     if schema is not None and roles:
         raise ValueError(f"{NAME}: schema= has the roles already, got {', '.join(roles)} besides.")
     rows = load(data)
-    history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+    history = own_or_loaded(history)
     near = sides(data)
     items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load(side) for side in (items, users))

@@ -167,7 +167,7 @@ class Places:
         fields = self.schema.history
         if tables.history is None:
             if fields:
-                notes.append("The schema reads histories, and no history was given: all are empty.")
+                notes.append("The schema reads histories, and there is none: all are empty.")
             empty = {k: Stored(v.encode(_nothing(v))).kept(v.kind == "Id") for k, v in fields.items()}
             return none, none, empty, none[:0]
         if roles.user is None:

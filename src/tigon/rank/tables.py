@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from tigon.rank.fields import Field
 from tigon.rank.labels import Label
@@ -85,8 +87,19 @@ class Tables:
         return ValueError(f"{NAME}: column {name!r} ({kind}) of {SPOKEN[table]}, row {error.position}: {error}.")
 
 
+# The roles that columns of a history have under the names of the impressions.
+EVENT = ("user", "item", "time")
 # Histories that are made of the impressions themselves.
 OWN = ("self", "positives")
+
+
+class Own(NamedTuple):
+    """A history of that kind. word: one of OWN. more: earlier impressions, whose events come before."""
+
+    word: str
+    more: Columns | None
+
+
 # What columns that say what happened are usually called: actions of a history, and no features of an impression.
 ACTIONS = (
     "action", "event", "event_type", "behavior", "behaviour", "rating", "click", "clicked", "is_click", "clk", "like",
@@ -122,7 +135,7 @@ def role(columns: Columns, name: str, given: str | None, table: str) -> str | No
 def roles_of(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
     """The roles of columns: those that were named, and of the others what is usual.
 
-    history: its columns, "self", "positives" or None.
+    history: its columns, an `Own` or None.
     Raises: ValueError for a role that does not exist, and for an item that no column is.
     """
     known = [one.name for one in fields(Roles)]
@@ -143,10 +156,9 @@ def roles_of(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
     labels = [labels] if isinstance(labels, str) else list(labels)
     columns = [Label.of(text).column for text in labels]
     action = given.get("action")
-    if action is None and isinstance(history, str):
-        action = [name for name in columns if name in rows]
-    elif action is None:
-        action = [name for name in dict.fromkeys((*columns, *ACTIONS)) if name in (history or {})]
+    if action is None:
+        there = {*rows, *(history.more or ())} if isinstance(history, Own) else {*(history or ())}
+        action = [name for name in dict.fromkeys((*columns, *ACTIONS)) if name in there]
     return Roles(**found, labels=tuple(labels), action=(action,) if isinstance(action, str) else tuple(action))
 
 
@@ -165,41 +177,77 @@ def renamed(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) 
     return found
 
 
-def own_history(rows: Columns, roles: Roles, positives: bool) -> Columns:
-    """The impressions as events: all of them, or those with a positive label."""
+def own_or_loaded(history: Any) -> Own | Columns | None:
+    """What a history names: the impressions themselves, perhaps after earlier ones, or a table of events."""
+    if isinstance(history, str) and history in OWN:
+        return Own(history, None)
+    if isinstance(history, (list, tuple)) and (words := [w for w in history if isinstance(w, str) and w in OWN]):
+        rest = [path for path in history if path not in words]
+        if len(words) > 1:
+            raise ValueError(f"{NAME}: a history must name one of 'self' and 'positives', got both or one twice.")
+        return Own(words[0], load(rest) if rest else None)
+    return None if history is None else load(history)
+
+
+def own_history(rows: Columns, own: Own, roles: Roles) -> Columns | None:
+    """Impressions as events: all of them, or those with a positive label, and earlier ones before them.
+
+    Impressions without labels, as those to score are, tell of no events unless there are no labels at all. None where
+    nothing tells of any.
+    """
     import pyarrow as pa
 
-    if not positives:
-        return rows
-    kept = None
-    for label in map(Label.of, roles.labels):
-        if label.column not in rows:
-            continue
+    labels = list(map(Label.of, roles.labels))
+    if own.word == "positives" and not labels:
+        raise ValueError(f"{NAME}: history='positives' needs labels, and the impressions have none.")
+    parts = []
+    for part in (own.more, rows):
+        there = [label for label in labels if label.column in (part or {})]
+        if part and (there or not labels):
+            table = pa.table(part)
+            parts.append(table.filter(_positive(part, there)) if own.word == "positives" else table)
+    if not parts:
+        return None
+    try:
+        return load(parts[0] if len(parts) == 1 else pa.concat_tables(parts, promote_options="permissive"))
+    except pa.ArrowException as error:
+        said = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"{NAME}: the impressions and the earlier ones differ in their columns: {said}.") from None
+
+
+def _positive(part: Columns, labels: list[Label]) -> Any:
+    """Which rows have a positive label, as a pyarrow array."""
+    import pyarrow as pa
+
+    kept = torch.zeros(len(next(iter(part.values()))), dtype=torch.bool)
+    for label in labels:
         try:
-            here = label.read(rows[label.column]) > 0
+            kept |= label.read(part[label.column]) > 0
         except BadValue as error:
             raise ValueError(
                 f"{NAME}: column {label.column!r} (label) of the impressions, row {error.position}: {error}."
             ) from None
-        kept = here if kept is None else kept | here
-    if kept is None:
-        raise ValueError(f"{NAME}: history='positives' needs labels, and the impressions have none.")
-    mask = pa.array(kept.numpy())
-    return {name: column.filter(mask) for name, column in rows.items()}
+    return pa.array(kept.numpy())
 
 
 def sides(data: Any) -> dict[str, Any]:
-    """The tables of items and users that lie beside a file of impressions, by format."""
-    return dict(beside(Path(data))) if isinstance(data, (str, os.PathLike)) else {}
+    """The tables of items and users that lie beside files of impressions, by format."""
+    found: dict[str, Any] = {}
+    paths = [data] if isinstance(data, (str, os.PathLike)) else data if isinstance(data, (list, tuple)) else []
+    for path in paths:
+        if isinstance(path, (str, os.PathLike)):
+            found = {**beside(Path(path)), **found}
+    return found
 
 
 def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:
     """All tables, with one name for each role."""
-    own = isinstance(history, str)
-    if own:
-        history = own_history(rows, roles, history == "positives")
+    own = isinstance(history, Own)
+    if isinstance(history, Own):
+        more = None if history.more is None else renamed(history.more, roles, EVENT, SPOKEN["history"])
+        history = own_history(rows, history._replace(more=more), roles)
     elif history is not None:
-        history = renamed(history, roles, ("user", "item", "time"), SPOKEN["history"])
+        history = renamed(history, roles, EVENT, SPOKEN["history"])
     if items is not None:
         items = renamed(items, roles, ("item",), SPOKEN["items"])
     if users is not None:

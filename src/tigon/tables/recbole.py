@@ -48,13 +48,16 @@ def atomic(path: Path, delimited: Callable[..., Any]) -> Any:
 
 
 def beside(path: Path) -> dict[str, Path]:
-    """The files of items and of users that belong to a folder or a .inter file of RecBole: {"items": …, "users": …}."""
-    if path.is_dir():
-        found = sorted(path.glob("*.inter"))
-        if len(found) != 1:
-            return {}
-        path = found[0]
-    if path.suffix != ".inter":
+    """The files of items and of users that belong to a folder or a .inter file of RecBole: {"items": …, "users": …}.
+
+    That of the same name, or the only one of the folder, where interactions are in several files.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.suffix != ".inter" and not (path.is_dir() and any(path.glob("*.inter"))):
         return {}
-    sides = {"items": path.with_suffix(".item"), "users": path.with_suffix(".user")}
-    return {side: file for side, file in sides.items() if file.exists()}
+    found = {}
+    for side, end in (("items", ".item"), ("users", ".user")):
+        named, files = path.with_suffix(end), sorted(folder.glob(f"*{end}"))
+        if named in files or len(files) == 1:
+            found[side] = named if named in files else files[0]
+    return found
