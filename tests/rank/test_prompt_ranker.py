@@ -103,6 +103,21 @@ def test_it_learns_and_is_saved(tmp_path):
         PromptRanker.from_pretrained(tmp_path / "none")
 
 
+@pytest.mark.parametrize("pure", [True, False])
+def test_in_bf16(pure):
+    """Pure or by autocast over fp32 weights: near the scores in fp32, and a loss in fp32 with all gradients."""
+    own = ranker(torch.float32)
+    want = own.score(requests())["like"]
+    own.model.to(torch.bfloat16 if pure else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not pure):
+        assert (own.score(requests())["like"] - want).abs().max() < 0.03
+        (batch,) = own.batches(requests(), labelled=True)
+        loss = own.loss(batch)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in own.model.parameters())
+
+
 def test_the_prefix_is_cut_as_in_training():
     own = ranker()
     room = len(own.encoder.encode(requests()[0]).prefix) - 1

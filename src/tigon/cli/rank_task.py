@@ -248,7 +248,7 @@ class RankTask(TaskTrainer):
 
 def rank_task(options: TrainOptions) -> RankTask:
     """The task of --task rank."""
-    names = ("eval_loss",)
+    names = tuple(f"eval_auc_{name}" for name in Prompt.load(str(options.prompt)).tasks)
     return RankTask(
         "rank", TrainingArguments, {}, Trainer, "requests", "candidates", names,
         lambda inputs: len(inputs["batch"].labels), run=options,
