@@ -323,6 +323,7 @@ def main() -> None:
     parser.add_argument("--train-requests", type=int, default=2000)
     parser.add_argument("--test-requests", type=int, default=600)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--student-requests", type=int, default=1 << 30, help="of all early requests")
     parser.add_argument("--student-epochs", type=int, default=2)
     parser.add_argument("--shape", default="4096,32,128,28", help="of speed: prefix, candidates, tokens, layers")
     given = parser.parse_args()
@@ -373,9 +374,10 @@ def students(
     given: Any, split: Split, teacher: PromptRanker, tokenizer: Any, device: str, seed: int, note: Any, ranker_of: Any
 ) -> None:
     """Small models on all early requests: by their labels, and by the teacher that was tuned on fewer."""
+    early = split.all_train[: given.student_requests]
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        listed = taught(split.all_train, teacher, tokens=65536 if device == "cuda" else 4096)
-    for way, requests, share in (("student alone", split.all_train, 0.0), ("student taught", listed, 0.8)):
+        listed = taught(early, teacher, tokens=65536 if device == "cuda" else 4096)
+    for way, requests, share in (("student alone", early, 0.0), ("student taught", listed, 0.8)):
         ranker = ranker_of(small(tokenizer, device, seed), tokenizer, share)
         cost = tune(ranker, requests, separate=False, epochs=given.student_epochs, rate=1e-3, seed=seed)
         weights = sum(p.numel() for p in ranker.model.parameters())
