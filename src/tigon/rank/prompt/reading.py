@@ -17,7 +17,7 @@ from tigon.rank.prompt.pack import Request
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import AGO, Prompt, ago
 from tigon.rank.schema import Roles, Schema
-from tigon.rank.tables import OWN, Tables, gather, load, roles_of, sides
+from tigon.rank.tables import Own, Tables, gather, load, own_or_loaded, roles_of, sides
 from tigon.tables.values import BadValue
 
 # A column of this name with a task's behind it holds a teacher's score of each row.
@@ -40,18 +40,20 @@ def read(
         `rank.Impressions.read`.
     """
     rows = load(data)
-    history = history if history is None or (isinstance(history, str) and history in OWN) else load(history)
+    events = own_or_loaded(history)
     near = sides(data)  # RecBole's items and users lie beside its impressions
     items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load(side) for side in (items, users))
     labels = _labels(prompt)
     try:
-        roles = roles_of(rows, {**prompt.columns, "labels": labels, "action": ()}, history)
+        roles = roles_of(rows, {**prompt.columns, "labels": labels, "action": ()}, events)
     except ValueError as error:
         raise ValueError(f"{error} Name it in the prompt's columns.") from None
-    tables = gather(rows, history, items, users, roles)
+    tables = gather(rows, events, items, users, roles)
     schema = _schema(prompt, tables, roles, labelled)
-    return Impressions.read(rows, history=history, items=items, users=users, schema=schema, labelled=labelled)
+    # Of the impressions' own history the words go on, so that a split knows of it.
+    past = history if isinstance(events, Own) else events
+    return Impressions.read(rows, history=past, items=items, users=users, schema=schema, labelled=labelled)
 
 
 def _labels(prompt: Prompt) -> list[str]:
