@@ -11,7 +11,15 @@ from tigon.graph import __all__ as graphs
 from tigon.lazy import homes_of
 from tigon.optim import __all__ as optimizers
 
-PUBLIC = ("tigon", "tigon.losses", "tigon.distributed", "tigon.retrieve", "tigon.rank", "tigon.tables")
+PUBLIC = (
+    "tigon",
+    "tigon.losses",
+    "tigon.distributed",
+    "tigon.retrieve",
+    "tigon.rank",
+    "tigon.tables",
+    "tigon.rank.prompt",
+)
 PACKAGES = {package: homes_of(package) for package in PUBLIC}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
 PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")

@@ -24,3 +24,10 @@ def test_it_learns_which_continuation_is_right(example):
     assert losses[-1] < 0.5 * losses[0]
     assert "rows in place of" in said
     assert "prefix 2" in said
+
+
+def test_it_learns_which_films_members_like(example):
+    pytest.importorskip("pyarrow")
+    said = example(EXAMPLES / "rank_movies_prompt.py")
+    assert "rows in place of" in said
+    assert float(re.search(r"AUC (\d\.\d+)", said)[1]) > 0.65

@@ -132,6 +132,19 @@ def test_continuations(run):
     assert float(re.search(r"apart by ([\d.e-]+)", said)[1]) < 1e-5
 
 
+def test_ranking_by_prompts(run):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("jinja2")
+    ranker, tables, served = blocks("rank-by-prompts")
+    spare = "tokenizer.add_special_tokens({'additional_special_tokens': ['<|item|>']})"  # the small one has none
+    more = f"{spare}\nmodel.resize_token_embeddings(len(tokenizer))\nprompt = "
+    said = run("\n".join((ranker.replace("prompt = ", more), tables, served)))
+    assert re.search(r"\d+ rows in place of \d+, \d+% saved", said)
+    assert "[{'item': 9" not in said
+    assert "'title': 'Alien'" in said
+    assert (PAGES / "rank-by-prompts.md").read_text().count("label: rating >= 4") == 1
+
+
 class Recorded:
     """A trainer that does nothing but take callbacks."""
 

@@ -161,8 +161,8 @@ TYPES = (
 )  # fmt: skip
 # Losses of one formula, which have no types: the page that has them in a table.
 SINGLE = {"orpo": "preference.md", "rloo": "policy.md"}
-# Losses of vectors, without a head: the page that has their entry. Their formulas are written out in their own tests.
-WITHOUT_A_HEAD = {"coding_rate": "coding-rate.md"}
+# Losses of one formula that their own tests write out: the page that has their entry.
+OWN_TESTS = {"coding_rate": "coding-rate.md", "choice": "choice.md", "choice_logits": "choice.md"}
 
 
 def tables(text: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
@@ -223,14 +223,14 @@ def test_every_option_that_is_a_loss_type_is_among_them():
 
 def test_every_public_loss_has_a_reference():
     functions = {name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))}
-    assert functions == {of.name for of in TYPES} | set(SINGLE) | set(WITHOUT_A_HEAD)
+    assert functions == {of.name for of in TYPES} | set(SINGLE) | set(OWN_TESTS)
     assert {
         name for name, _ in values(test_preference.test_every_type_is_its_formula_of_whole_logits, "name", "options")
     } == set(test_preference.REFERENCES)
     for name, page in SINGLE.items():
         first = [cells[0] for _, rows in tables((DOCS / page).read_text(encoding="utf-8")) for cells in rows]
         assert f"`{name}`" in first
-    for name, page in WITHOUT_A_HEAD.items():
+    for name, page in OWN_TESTS.items():
         assert f"\n::: tigon.losses.{name}\n" in (DOCS / page).read_text(encoding="utf-8")
 
 

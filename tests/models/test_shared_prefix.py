@@ -188,3 +188,21 @@ def test_lists_tensors_and_devices(device):
     assert lists.to("cpu") is lists
     assert lists.position_ids[0, :17].tolist() == list(range(17))
     assert lists.position_ids[0, 23:28].tolist() == list(range(17, 22))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])  # plain, softcap, scaled logits
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # real logits, and none
+def test_logits_of_a_few_tokens_after_each_suffix(name, dtype, device):
+    model, (prefixes, suffixes) = family(name, device).to(dtype), ids(device)
+    tokens = torch.tensor([7, 80, 3], device=device)
+    sequences = [torch.cat([p, s])[None] for p, own in zip(prefixes, suffixes, strict=True) for s in own]
+    want = torch.cat([model(s, use_cache=False).logits[0, -1:, tokens] for s in sequences])
+    weights = torch.randn(want.shape, dtype=dtype, device=device)
+    want_grads = gradients(model, (want * weights).sum())
+    batch = tigon.SharedPrefixBatch(prefixes, suffixes)
+    with tigon.fuse(model, shared_prefix=True):
+        got = batch.next_logits(model, tokens.tolist())
+        assert_close(gradients(model, (got * weights).sum()), want_grads, 1e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5 if dtype == torch.float32 else 3e-7)
+    with pytest.raises(ValueError, match="must be fused"):
+        batch.next_logits(model, tokens)

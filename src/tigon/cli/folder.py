@@ -23,7 +23,7 @@ ALWAYS = (RECORD, METRICS, PICTURE, LOCK)
 # The files by which from_pretrained recognises a model, adapters and a tokenizer.
 PRETRAINED = (
     "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model",
+    "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
 )  # fmt: skip
 # The files that a run could write, and so must not find in a folder where no run wrote them.
 POSSIBLE = (*ALWAYS, BOARD, MERGED, STAGING, "checkpoint-[0-9]*", *PRETRAINED)

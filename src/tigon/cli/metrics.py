@@ -93,7 +93,10 @@ class Metrics(TrainerCallback):
             self.last["eval_loss"] = logs["eval_loss"]
             self.append({"step": state.global_step, **numbers})
             self.scalars(state.global_step, **numbers)
-            self.say(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}")
+            shown = {name: numbers[name] for name in self.further if name in numbers}
+            self.last.update(shown)
+            worth = "".join(f", {name.removeprefix('eval_')} {value:.4f}" for name, value in shown.items())
+            self.say(f"step {state.global_step}: evaluation loss {logs['eval_loss']:.4f}{worth}")
             self.mark = time.perf_counter()
         elif "loss" in logs:
             self.flush(numbers)

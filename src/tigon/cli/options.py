@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "bf16", "bf16-pure", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
-TASKS = ("sft", "dpo", "grpo")
+TASKS = ("sft", "dpo", "grpo", "rank")
+CALIBRATE = ("platt", "isotonic", "none")
 QUANTIZE = ("nf4", "fp4", "int8")
 # Repeats tigon.memory.recompute.LEVELS, whose import needs torch.
 RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")
@@ -29,7 +30,9 @@ TASK_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"lr": 1e-6}, "grpo": {"lr": 
 # NumPy accepts no larger seed, and the libraries no larger number of steps, sequences or tokens.
 SEEDS, COUNTS = 2**32 - 1, 2**31 - 1
 # The options whose values may be paths.
-PATHS = ("model", "data", "eval_data", "output", "tokenizer", "reward")
+PATHS = (
+    "model", "data", "eval_data", "output", "tokenizer", "reward", "prompt", "history", "items", "users", "teacher",
+)  # fmt: skip
 # A resumed run may change these options: they do not change what any step before the end computes.
 FREE = {
     "output", "resume", "overwrite", "save_every", "keep", "log_every", "tensorboard", "steps", "epochs", "merge",
@@ -46,6 +49,14 @@ class TrainOptions:
     output: str = "tigon-run"
     task: str = "sft"
     reward: str | None = None
+    prompt: str | None = None
+    history: str | None = None
+    items: str | None = None
+    users: str | None = None
+    prefix_len: int | None = None
+    teacher: str | None = None
+    distil: float = 0.5
+    calibrate: str = "platt"
     beta: float | None = None
     num_generations: int = 8
     max_completion_length: int = 256
@@ -92,7 +103,7 @@ class TrainOptions:
         """Raise a Problem for the first option that is out of range."""
         one_of = (
             ("task", TASKS), ("schedule", SCHEDULES), ("precision", PRECISIONS), ("device", DEVICES),
-            ("recompute", RECOMPUTE),
+            ("recompute", RECOMPUTE), ("calibrate", CALIBRATE),
         )  # fmt: skip
         for name, known in one_of:
             if getattr(self, name) not in known:
@@ -100,7 +111,7 @@ class TrainOptions:
         if self.quantize is not None and self.quantize not in QUANTIZE:
             raise Problem(f"--quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize}")
         above_0 = ("steps", "batch_size", "grad_accum", "lora", "save_every", "keep", "log_every", "epochs", "lr")
-        for name in (*above_0, "max_completion_length", "lora_alpha"):
+        for name in (*above_0, "max_completion_length", "lora_alpha", "prefix_len"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise Problem(f"{flag(name)} must be above 0, got {value}")
@@ -156,12 +167,19 @@ class TrainOptions:
     def _check_task(self) -> None:
         if self.task != "grpo" and self.reward:
             raise Problem(f"--reward goes with --task grpo, got --task {self.task}")
-        if self.task == "sft" and self.shared_prefix is not None:
-            raise Problem(f"{_switch(self)} goes with --task dpo and --task grpo, got --task sft")
+        for name in ("prompt", "history", "items", "users", "prefix_len", "teacher", "distil", "calibrate"):
+            if self.task != "rank" and getattr(self, name) != getattr(TrainOptions, name):
+                raise Problem(f"{flag(name)} goes with --task rank, got --task {self.task}")
+        if self.task == "rank" and not self.prompt:
+            raise Problem("--task rank needs --prompt, a prompt.yaml: docs/how-to/rank-by-prompts.md")
+        if not 0 <= self.distil <= 1:
+            raise Problem(f"--distil must be from 0 to 1, got {self.distil}")
+        if self.task in ("sft", "rank") and self.shared_prefix is not None:
+            raise Problem(f"{_switch(self)} goes with --task dpo and --task grpo, got --task {self.task}")
         if self.plain and self.shared_prefix:
             raise Problem("--shared-prefix is a part of tigon.fuse, and --plain trains without it")
-        if self.task == "sft" and self.beta is not None:
-            raise Problem("--beta goes with --task dpo and --task grpo, got --task sft")
+        if self.task in ("sft", "rank") and self.beta is not None:
+            raise Problem(f"--beta goes with --task dpo and --task grpo, got --task {self.task}")
         if self.beta is not None and not 0 <= self.beta < float("inf"):
             raise Problem(f"--beta must be 0 or more, got {self.beta}")
         if self.task == "dpo" and self.beta == 0:

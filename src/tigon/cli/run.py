@@ -85,14 +85,14 @@ def run(
     layout = Layout.of(options, state.num_processes)
     started = time.perf_counter()
     tokenizer = _tokenizer(options, source, corpus, checkpoint, state, console)
-    dataset = _tokenize(corpus, tokenizer, options, console)
+    dataset = _tokenize(corpus, tokenizer, options, source, console)
     agree({"what the tokenizer made of --data": f"{dataset.digest}"})
     if checkpoint and facts.get("data") != dataset.digest:
         raise Problem(f"--data {options.data} is not what the run in {output} was trained on, so it cannot be resumed")
     if held is None:
         train_set, eval_set = _split(dataset, options)
     else:
-        train_set, eval_set = dataset, _tokenize(held, tokenizer, options, console)
+        train_set, eval_set = dataset, _tokenize(held, tokenizer, options, source, console)
 
     if not options.no_memory_check:
         warning = check_memory(options, source, use_cpu, state.num_processes)
@@ -191,7 +191,7 @@ def run(
             for p in trainer.model.parameters():
                 if p.requires_grad:
                     p.data = p.data.float()
-        if not options.plain:
+        if not options.plain or options.task == "rank":
             fusion = task.fuse(trainer, options.shared_prefix, recompute=options.recompute, offload=options.offload)
     else:
         if not options.plain:
@@ -235,6 +235,8 @@ def run(
         weights = None if layout.kind == "ddp" else trainer.whole_weights()
         if state.is_main_process:
             save(trainer.model, tokenizer, output, weights)
+            if task is not None:
+                task.finish(trainer, eval_set, output, console)
             if options.merge:
                 save_merged(trainer.model, tokenizer, output)
             conclude(console, output, total, time.perf_counter() - started, label=label, metrics=metrics)
@@ -289,7 +291,12 @@ def _tokenizer(
     return tokenizer
 
 
-def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Console) -> Any:
+def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, source: Source, console: Console) -> Any:
+    if options.task == "rank":
+        shown: Any = corpus
+        with _spinner(console) as bar:
+            bar.add_task("reading the tables", total=None)
+            return shown.tokenize(tokenizer, options, source)
     if corpus.rows:
         return Rows(corpus.rows, corpus.name)  # TRL's trainers tokenize them
     with _spinner(console) as bar:
@@ -306,7 +313,9 @@ def _tokenize(corpus: Corpus, tokenizer: Any, options: TrainOptions, console: Co
 
 
 def _split(dataset: Any, options: TrainOptions) -> tuple[Any, Any]:
-    """Hold out a share at random, by the seed; none where it would be less than one sequence."""
+    """Hold out a share at random, by the seed, or the latest requests; none where it would be less than one."""
+    if options.task == "rank":
+        return dataset.split(options.eval_fraction, options.seed)  # type: ignore[no-any-return]
     held = int(options.eval_fraction * len(dataset))
     if held == 0:
         return dataset, None

@@ -40,7 +40,7 @@ def start_line(
     per_step = options.batch_size * options.grad_accum * readers
     factors = [str(options.batch_size), f"{options.grad_accum} micro-batches" if options.grad_accum > 1 else "",
                f"{readers} processes" if readers > 1 else ""]  # fmt: skip
-    parts = [f"{per_step} sequences a step"]
+    parts = [f"{per_step} {'requests' if options.task == 'rank' else 'sequences'} a step"]
     if per_step != options.batch_size:
         parts[0] += f" ({' × '.join(f for f in factors if f)})"
     return (
@@ -52,7 +52,7 @@ def start_line(
 def backend(options: TrainOptions, device: torch.device) -> str:
     """The name of the backend that runs the model's layers."""
     if options.plain:
-        return "plain, without Tigon"
+        return "plain, without Tigon" if options.task != "rank" else "plain, but with shared prefixes"
     reason = why_not_triton(torch.empty(0, dtype=torch.float32, device=device))
     return "fused, Triton kernels" if reason is None else "fused, PyTorch reference"
 

@@ -1,4 +1,4 @@
-"""The tasks of `tigon train` that TRL's trainers run: preferences (dpo) and rewards (grpo)."""
+"""The tasks of `tigon train` beside text: preferences (dpo) and rewards (grpo) by TRL's trainers; ranking (rank)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 @dataclass
 class TaskTrainer:
-    """One of TRL's trainers: its classes, its own options, and the words in which a run reports on it.
+    """The trainer of a task, as one of TRL's: its classes, its own options, and the words in which a run reports on it.
 
     count: how many of `unit` a micro-batch has.
     sequences_per_example: how many of a step's sequences come from one row of the data.
@@ -92,6 +92,9 @@ class TaskTrainer:
             peft_config=adapters, **further, **common,
         )  # fmt: skip
 
+    def finish(self, trainer: Any, eval_set: Any, output: Path, console: Any) -> None:
+        """What a task does once its model is trained and saved."""
+
     def fuse(self, trainer: Any, shared_prefix: bool | None, **options: Any) -> Any:
         """shared_prefix: None shares prompts where that pays. Raises Problem where it is asked for and cannot be."""
         from tigon.integrations.trl import fuse
@@ -105,7 +108,11 @@ class TaskTrainer:
 
 
 def task_of(options: TrainOptions) -> TaskTrainer:
-    """TRL's trainer for --task. Raises Problem for a reward that cannot be loaded."""
+    """The trainer for --task. Raises Problem for a reward that cannot be loaded."""
+    if options.task == "rank":
+        from tigon.cli.rank_task import rank_task
+
+        return rank_task(options)
     trl: Any = importlib.import_module("trl")
     if options.task == "dpo":
         beta = 0.1 if options.beta is None else options.beta

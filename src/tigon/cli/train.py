@@ -18,7 +18,18 @@ from tigon.cli.config import with_config
 from tigon.cli.data import Corpus, read_corpus
 from tigon.cli.folder import Claim, from_here, is_closed, located
 from tigon.cli.model import Source, find_model
-from tigon.cli.options import DEVICES, PRECISIONS, QUANTIZE, RECOMPUTE, SCHEDULES, TASKS, TrainOptions, flag, settle
+from tigon.cli.options import (
+    CALIBRATE,
+    DEVICES,
+    PRECISIONS,
+    QUANTIZE,
+    RECOMPUTE,
+    SCHEDULES,
+    TASKS,
+    TrainOptions,
+    flag,
+    settle,
+)
 from tigon.cli.problem import Problem, needs
 
 _DEFAULT = TrainOptions()
@@ -42,8 +53,12 @@ def train(
     data: Annotated[str | None, _option("data", "A file, directory, pattern or data set: plain text, JSON lines (text, messages, prompt and completion, Alpaca, ShareGPT), or the rows of --task.", _RUN)] = None,
     eval_data: Annotated[str | None, _option("eval_data", "Data to evaluate on, in the forms of --data; replaces --eval-fraction.", _RUN)] = None,
     config: Annotated[str | None, typer.Option("--config", help="A YAML file of these options by their names; the command line wins.", rich_help_panel=_RUN)] = None,
-    task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: train on text, on preferences, or by a reward; dpo and grpo use TRL's trainers.", _RUN)] = None,
+    task: Annotated[str | None, _option("task", f"{', '.join(TASKS)}: train on text, on preferences, by a reward, or to rank; dpo and grpo use TRL's trainers.", _RUN)] = None,
     reward: Annotated[str | None, _option("reward", "For grpo: module:function, file.py:function, or regex:PATTERN (1 for completions that match).", _RUN)] = None,
+    prompt: Annotated[str | None, _option("prompt", "For rank: a prompt.yaml, the templates and questions of a prompt.", _RUN)] = None,
+    history: Annotated[str | None, _option("history", "For rank: a table of events, of user, item and time; or self or positives, the impressions themselves.", _RUN)] = None,
+    items: Annotated[str | None, _option("items", "For rank: a table of items' features.", _RUN)] = None,
+    users: Annotated[str | None, _option("users", "For rank: a table of users' features.", _RUN)] = None,
     output: Annotated[str | None, _option("output", "Folder for checkpoints, metrics and the model.", _RUN)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.", rich_help_panel=_RUN)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.", rich_help_panel=_RUN)] = False,
@@ -62,6 +77,10 @@ def train(
     beta: Annotated[float | None, _option("beta", "How near the model stays to where it began: 0.1 for dpo, 0 for grpo.", _STEP)] = None,
     num_generations: Annotated[int | None, _option("num_generations", "For grpo: completions per prompt.", _STEP)] = None,
     max_completion_length: Annotated[int | None, _option("max_completion_length", "For grpo: largest number of tokens in a completion.", _STEP)] = None,
+    prefix_len: Annotated[int | None, _option("prefix_len", "For rank: most tokens before the candidates; the oldest events are left out. \\[default: 1024]", _STEP)] = None,
+    teacher: Annotated[str | None, _option("teacher", "For rank: the folder of a larger ranker, whose probabilities become part of the target.", _STEP)] = None,
+    distil: Annotated[float | None, _option("distil", "For rank: the teacher's part of the target.", _STEP)] = None,
+    calibrate: Annotated[str | None, _option("calibrate", f"For rank: {', '.join(CALIBRATE)}; how scores are calibrated on held-out requests at the end.", _STEP)] = None,
     shared_prefix: Annotated[bool | None, _option("shared_prefix", "For dpo and grpo: compute a prompt once for all its answers or completions. \\[default: where prompts are a quarter of the tokens]", _STEP, "--shared-prefix/--no-shared-prefix")] = None,
     lr: Annotated[float | None, _option("lr", "Peak learning rate. By default 2e-5 for a trained model, 3e-4 from scratch and for adapters, 1e-6 for dpo and grpo.", _STEP)] = None,
     warmup: Annotated[float | None, _option("warmup", "Warm-up: a share of all steps when below 1, else steps.", _STEP)] = None,
@@ -88,7 +107,7 @@ def train(
     parallel: Annotated[str | None, _option("parallel", "How several processes share the model: ddp, fsdp, hsdp, hpz, tp=N or zero3.", _MACHINE)] = None,
     deterministic: Annotated[bool | None, _option("deterministic", "Use deterministic GPU algorithms only.", _MACHINE, "--deterministic")] = None,
 ) -> None:
-    """Fine-tune a model, or train one from scratch, on text, conversations, preferences or rewards.
+    """Fine-tune a model, or train one from scratch, on text, conversations, preferences, rewards or impressions.
 
     Ctrl-C leaves a checkpoint; --resume goes on from it, and gives the same losses as a run that was not stopped.
     On several GPUs: `torchrun --nproc-per-node 4 -m tigon train --parallel fsdp …`.
@@ -147,7 +166,9 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
         needs("--lora", "train", "peft")
     if options.quantize:
         needs("--quantize", "quantize", "bitsandbytes")
-    if options.task != "sft":
+    if options.task == "rank":
+        needs("--task rank", "rank", "jinja2", "yaml", "pyarrow")
+    elif options.task != "sft":
         needs(f"--task {options.task}", "train", "trl", "datasets")
     folder = Path(options.output)
     checkpoint, notes = newest_whole(folder) if resume else (None, [])
@@ -155,7 +176,7 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
         typer.echo(f"tigon: {note}; going back to {checkpoint}", err=True)
     if checkpoint and options.steps and step_of(checkpoint) >= options.steps and is_closed(folder, step_of(checkpoint)):
         raise Problem(f"the run in {folder} is at its end, step {step_of(checkpoint)}; --steps above it goes on")
-    corpus = read_corpus(options.data, options.task)
+    corpus = _corpus(options, options.data, "--data")
     if options.device == "cuda":
         import torch
 
@@ -168,10 +189,19 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
     return Prepared(options, source, corpus, checkpoint, held)
 
 
+def _corpus(options: TrainOptions, data: str, option: str) -> Any:
+    """What a run reads: texts and rows, or for --task rank tables that are read when it begins."""
+    if options.task == "rank":
+        from tigon.cli.prompts import Shown
+
+        return Shown(options, data, option)
+    return read_corpus(data, options.task)
+
+
 def _held(options: TrainOptions, corpus: Corpus) -> Corpus:
     """The corpus that --eval-data names, which must have the form of --data."""
     try:
-        held = read_corpus(str(options.eval_data), options.task)
+        held: Corpus = _corpus(options, str(options.eval_data), "--eval-data")
     except Problem as problem:
         raise Problem(str(problem).replace("--data", "--eval-data", 1), problem.code) from problem
     for form in ("texts", "rows"):

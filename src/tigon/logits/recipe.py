@@ -16,6 +16,7 @@ from tigon.linear.walk import Walk
 from tigon.logits.freed import Regather, is_released
 from tigon.logits.labels import plain, valid_count
 from tigon.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
+from tigon.losses.choices import choice_logits
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.ops.logprob import LogProb
@@ -244,6 +245,19 @@ class Recipe:
         self.ledger.count("head")
         self.waiting.in_vain = True
         return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
+
+    def choices(self, tokens: Any) -> Tensor:
+        """The logits of a few classes, (…, K), of a weight that stays."""
+        form = self.scale_and_softcap()
+        assert form is not None  # callers check `scale_and_softcap` first
+        scale, softcap = form
+        with autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
+            found = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
+        self.ledger.count("head")
+        self.waiting.in_vain = True
+        return self.hand_on(found)
 
     def _whole_bias(self) -> Tensor | None:
         """The bias, with the vector that was added to the logits."""

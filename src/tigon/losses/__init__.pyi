@@ -3,6 +3,8 @@ from tigon.linear.chunks import ValidCount as ValidCount
 from tigon.linear.chunks import ValidLengths as ValidLengths
 from tigon.linear.head import Hidden as Hidden
 from tigon.linear.walk import Walk as Walk
+from tigon.losses.choices import choice as choice
+from tigon.losses.choices import choice_logits as choice_logits
 from tigon.losses.coding import RowGroups as RowGroups
 from tigon.losses.coding import coding_rate as coding_rate
 from tigon.losses.distillation import Distill as Distill

@@ -38,6 +38,7 @@ class SharedPrefixBatch:
         predictor, target: (S,), for each token of the suffixes the row whose output predicts it, and its id. The last
             row of a prefix predicts the first token of all its suffixes.
         inputs: the keyword arguments of the model's forward.
+        last: (C,), the last row of each of the C suffixes, whose output predicts what would come next.
         rows, separate_rows: N, and the tokens that one sequence for each suffix would have.
 
         batch = tigon.SharedPrefixBatch([prompt], [[answer, other_answer]])
@@ -102,6 +103,11 @@ class SharedPrefixBatch:
         return sum(prefix * len(own) + sum(own) for prefix, own in lengths)
 
     @property
+    def last(self) -> Tensor:
+        lengths = torch.tensor([n for own in self.layout.suffix_lengths for n in own])
+        return (lengths.cumsum(0) + (self.layout.prefix_rows - 1)).to(self.device, non_blocking=True)
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for the forward of a model that was fused with shared_prefix=True."""
         return {
@@ -149,6 +155,25 @@ class SharedPrefixBatch:
             return logits.cross_entropy(batch.target, -100, "mean", 0.0)
         return cross_entropy(logits, batch.target)
 
+    def next_logits(self, model: nn.Module, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Logits of a few tokens right after each suffix, (C, K), as `tigon.losses.choice_logits` has them.
+
+        Only the last row of a suffix reaches the head, and of the head only the rows of these tokens. A softmax over
+        them is the probability of each answer to a question that all suffixes end with.
+
+        Args:
+            model: as for `logprob`.
+            tokens: (K,) ids, each once.
+        Raises: ValueError for a model that was not fused so, and for ids that the model does not have.
+        """
+        logits = self._logits(model, self.last)[1]
+        if isinstance(logits, Recipe) and logits.regather is None:
+            return logits.choices(tokens)
+        if isinstance(logits, Recipe):  # as in `logprob`
+            logits = logits.hand_on(logits.logits())
+        chosen = torch.as_tensor(tokens, device=logits.device)
+        return logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
+
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).
 
@@ -165,14 +190,14 @@ class SharedPrefixBatch:
         saved = 1 - self.rows / self.separate_rows
         return f"<{NAME} of {self.layout}: {self.rows} rows in place of {self.separate_rows}, {saved:.0%} saved>"
 
-    def _logits(self, model: nn.Module) -> tuple[SharedPrefixBatch, Recipe | Tensor]:
-        """This batch where the model lies, and the logits of its predictors: a recipe of them, or real ones."""
+    def _logits(self, model: nn.Module, rows: Tensor | None = None) -> tuple[SharedPrefixBatch, Recipe | Tensor]:
+        """This batch where the model lies, and the logits of its predictors, or of rows: a recipe, or real ones."""
         fusion = fusion_of(model)
         batch = self.to(next(model.parameters()).device)
-        rows = batch.predictor
+        rows = batch.predictor if rows is None else rows.to(batch.device)
         inputs = batch.inputs
         chosen = _takes_rows(model)
-        if chosen:  # a head that has to build its logits then builds those of the predictors
+        if chosen:  # a head that has to build its logits then builds those of these rows
             inputs["logits_to_keep"] = rows
         with contextlib.nullcontext() if _is_compiled(model) else fusion._ledger.lazily():
             outputs = model(**inputs)

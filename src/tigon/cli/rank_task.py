@@ -1,0 +1,255 @@
+"""`tigon train --task rank`: a language model that answers questions about what requests show (tigon.rank.prompt)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from tigon.cli.model import Source, with_adapters
+from tigon.cli.options import TrainOptions
+from tigon.cli.problem import Problem, one_line
+from tigon.cli.tasks import TaskTrainer
+from tigon.cli.trainer import Checkpointed
+from tigon.rank.metrics import auc, log_loss
+from tigon.rank.prompt.distil import check_teacher
+from tigon.rank.prompt.model import PromptRanker, default_prefix_len
+from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, joined
+from tigon.rank.prompt.reading import Requests, read
+from tigon.rank.prompt.verbalise import Prompt
+
+if TYPE_CHECKING:
+    from tigon.cli.prompts import Shown
+
+# Requests whose text a tokenizer is trained on, where the model has none.
+SPOKEN = 2000
+
+
+def spoken(shown: Shown) -> list[str]:
+    """The text of some requests."""
+    prompt, requests = shown.prompt, shown.requests
+    texts = [prompt.say("instruction", {})]
+    for request in requests[:SPOKEN]:
+        texts += [prompt.say("profile", request.profile)] if prompt.profile is not None else []
+        texts += [prompt.say("event", row) for row in request.events] if prompt.event is not None else []
+        texts += [prompt.say(part, row) for row in request.candidates for part in ("candidate", *prompt.tasks)]
+    return texts + [answer for task in prompt.tasks.values() for answer in task.answers]
+
+
+def requests_of(options: TrainOptions, prompt: Prompt, data: str, option: str) -> Requests:
+    """The requests of a table. Raises Problem for what cannot be read, and for a task of one class."""
+    try:
+        found = read(prompt, data, history=options.history, items=options.items, users=options.users)
+        requests = Requests(found, prompt)
+        counts = requests.counts()
+    except (ValueError, OSError) as error:
+        raise Problem(f"{option} {data}: {one_line(error)}") from error
+    if not len(requests):
+        raise Problem(f"{option} {data}: the data set is empty")
+    for name, own in counts.items() if option == "--data" else ():
+        if sum(n > 0 for n in own) < 2:
+            answers = list(prompt.tasks[name].answers)
+            what = (
+                f"all {sum(own):,} labels are {answers[own.index(max(own))]!r}" if any(own) else "there are no labels"
+            )
+            raise Problem(f"{option} {data}: task {name}: {what}, so that there is nothing to learn")
+    return requests
+
+
+class PromptRows(torch.utils.data.Dataset[Encoded]):
+    """Requests as token ids, made when a batch asks for them."""
+
+    def __init__(self, requests: Requests, encoder: Encoder) -> None:
+        self.requests, self.encoder = requests, encoder
+        self.teacher: dict[str, list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, i: int) -> Encoded:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Encoded]:
+        found = []
+        for i, request in zip(indices, self.requests.__getitems__(indices), strict=True):
+            taught = {name: own[i].tolist() for name, own in self.teacher.items()}
+            try:
+                found.append(self.encoder.encode(replace(request, teacher={**taught, **request.teacher})))
+            except ValueError as error:
+                raise Problem(f"--prompt: {one_line(error)}") from error
+        return found
+
+    def split(self, fraction: float, seed: int) -> tuple[PromptRows, PromptRows | None]:
+        """The latest requests are held out; any are, by the seed, where there are no times or only one."""
+        data = self.requests.data
+        if not int(fraction * len(self)):
+            return self, None
+        ways: list[Any] = ["time"] if data.schema.roles.time is not None else []
+        for by in (*ways, "request"):
+            try:
+                parts = data.split(by=by, fraction=fraction, seed=seed)
+            except ValueError as error:
+                raise Problem(f"--eval-fraction {fraction}: {one_line(error)}; 0 holds out none") from error
+            if all(map(len, parts)):
+                train, held = (PromptRows(Requests(part, self.encoder.prompt), self.encoder) for part in parts)
+                return train, held
+        return self, None
+
+    def teach(self, teacher: PromptRanker) -> None:
+        """Ask a teacher once, about all requests."""
+        sizes = [len(request.candidates) for request in self.requests]
+        self.teacher = {name: list(p.split(sizes)) for name, p in teacher.probabilities(self.requests).items()}
+
+    @property
+    def digest(self) -> str:
+        told = json.dumps([self.requests.digest, self.encoder.prompt.to_dict(), self.encoder.prefix_len], default=str)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def rows_of(shown: Shown, tokenizer: Any, options: TrainOptions, source: Source) -> PromptRows:
+    """The data set of a run. Raises Problem for a prompt that does not fit tokenizer or model."""
+    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    length = default_prefix_len(positions) if options.prefix_len is None else options.prefix_len
+    try:
+        rows = PromptRows(shown.requests, Encoder(shown.prompt, tokenizer, length, positions))
+        rows.__getitems__(list(range(min(len(rows), 8))))  # what would fail on every request fails here
+    except ValueError as error:
+        raise Problem(f"--prompt {options.prompt}: {one_line(error)}") from error
+    return rows
+
+
+class PromptTrainer(Checkpointed, Trainer):
+    """The Trainer of prompt rankers: the loss of the answers, and on held-out requests what they are worth."""
+
+    ranker: PromptRanker
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = self.ranker.loss(inputs["batch"], model)
+        return (loss, {}) if return_outputs else loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # the batch follows the model by itself
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        batch: PromptBatch = inputs["batch"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            z = self.ranker.logits(batch, model)
+            loss = self.ranker.loss_of(z, batch)
+        self.seen.append((z.float().cpu(), batch.task.cpu(), batch.labels.cpu()))
+        return loss.detach(), None, None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "eval_loss" in logs:
+            logs = {**logs, **self.worth()}
+        super().log(logs, *args, **kwargs)
+
+    def worth(self) -> dict[str, float]:
+        """AUC and log loss of each task's score on what was evaluated last."""
+        seen = self.seen
+        if self.args.world_size > 1:
+            from accelerate.utils import gather_object
+
+            seen = gather_object(seen)
+        found: dict[str, float] = {}
+        if not seen:
+            return found
+        z, task, labels = (torch.cat(part) for part in zip(*seen, strict=True))
+        for t, (name, one) in enumerate(self.ranker.prompt.tasks.items()):
+            mine = (task == t) & (labels >= 0)
+            p = z[mine][:, self.ranker.columns[t]].softmax(-1)
+            right = torch.tensor(one.values)[labels[mine]]
+            if set(one.values) != {0.0, 1.0} or not 0 < float(right.sum()) < len(right):
+                continue
+            score = p @ torch.tensor(one.values)
+            found[f"eval_auc_{name}"] = float(auc(score, right))
+            found[f"eval_log_loss_{name}"] = float(log_loss(score.clamp(1e-7, 1 - 1e-7), right))
+        return found
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:  # one process writes, where each is asked
+            self.ranker.save_settings(str(output_dir or self.args.output_dir))
+
+
+@dataclass
+class RankTask(TaskTrainer):
+    """Prompt rankers, as a task of a run."""
+
+    run: TrainOptions = field(default_factory=TrainOptions)
+
+    def arguments(self, settings: dict[str, Any]) -> Any:
+        return TrainingArguments(**settings, remove_unused_columns=False)
+
+    def trainer(
+        self, model: Any, tokenizer: Any, train_set: Any, eval_set: Any, adapters: Any, common: dict[str, Any]
+    ) -> Any:
+        options, rows = self.run, train_set
+        if adapters is not None:
+            model = with_adapters(model, adapters)
+        try:
+            ranker = PromptRanker(
+                model, tokenizer, rows.encoder.prompt, prefix_len=rows.encoder.prefix_len, distil=options.distil
+            )
+            if options.teacher:
+                device = common["args"].device
+                teacher = PromptRanker.from_pretrained(options.teacher, device=device)
+                check_teacher(ranker, teacher)
+                rows.teach(teacher)
+                del teacher
+        except (ValueError, OSError) as error:
+            where = f"--teacher {options.teacher}: " if options.teacher else "--prompt: "
+            raise Problem(where + one_line(error)) from error
+        trainer = PromptTrainer(
+            model=model, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer,
+            data_collator=lambda encoded: {"batch": joined(encoded)}, **common,
+        )  # fmt: skip
+        # An attribute that is no module of the trainer's model: tokens lie where the model does.
+        trainer.ranker = ranker.to(trainer.args.device)
+        return trainer
+
+    def fuse(self, trainer: Any, shared_prefix: bool | None, **options: Any) -> Any:
+        from tigon.fusion.model import fuse
+
+        if self.run.plain:  # which leaves out all of Tigon but what a batch of shared prefixes needs
+            parts = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")
+            options = dict.fromkeys(parts, False)
+        try:
+            return fuse(trainer.model, shared_prefix=True, **options)
+        except ValueError as error:
+            raise Problem(f"--task rank: {one_line(error)}") from error
+
+    def finish(self, trainer: Any, eval_set: Any, output: Path, console: Console) -> None:
+        """Calibrate on the held-out requests, and write what the folder needs beside its model."""
+        ranker: PromptRanker = trainer.ranker
+        kind: Any = self.run.calibrate  # TrainOptions.check has checked the word
+        if kind != "none" and eval_set is not None:
+            try:
+                ranker.calibrate(eval_set.requests, kind)
+            except ValueError as error:
+                ranker.calibration.clear()
+                console.print(f"not calibrated: {one_line(error)}", style="yellow", highlight=False, soft_wrap=True)
+        ranker.save_settings(output)
+
+
+def rank_task(options: TrainOptions) -> RankTask:
+    """The task of --task rank."""
+    names = tuple(f"eval_auc_{name}" for name in Prompt.load(str(options.prompt)).tasks)
+    return RankTask(
+        "rank", TrainingArguments, {}, Trainer, "requests", "candidates", names,
+        lambda inputs: len(inputs["batch"].labels), run=options,
+    )  # fmt: skip

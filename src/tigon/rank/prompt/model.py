@@ -1,0 +1,343 @@
+"""A language model that ranks: it reads what is known of a request once, and answers questions about each candidate.
+
+Source: Firooz et al. 2025, 360Brew, https://arxiv.org/abs/2501.16450
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.rank.prompt.calibrate import Calibration, Kind, calibration
+from tigon.rank.prompt.distil import soft_target
+from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joined, pieces
+from tigon.rank.prompt.task import NAME
+from tigon.rank.prompt.verbalise import FILE, Prompt
+from tigon.shared_prefix.batch import fusion_of
+
+if TYPE_CHECKING:
+    from tigon.rank.impressions import Impressions
+
+SETTINGS = "ranker.json"
+
+
+class PromptRanker(nn.Module):
+    """Ranks by the probabilities of answers to questions about each candidate, with the prefix computed once.
+
+    Args:
+        model: a causal language model of transformers, also under PEFT. It is fused with shared_prefix=True when it is
+            first run, unless it is already.
+        tokenizer: the model's.
+        prompt: a `Prompt`, the dict of its arguments, or the path of a prompt.yaml.
+        prefix_len: most tokens of a prefix; the oldest events are left out first. None: 1024, or three quarters of the
+            model's positions where these are fewer.
+        distil: the teacher's part of the target, where requests have a teacher, from 0 to 1.
+
+    Attributes:
+        calibration: task → the function that its scores go through; empty until `calibrate` or a saved one.
+
+    Raises: ValueError as `Prompt`, for answers that begin with the same token, and for a prefix_len that the model has
+        no positions for.
+
+        ranker = PromptRanker(model, tokenizer, "prompt.yaml")
+        request = Request(candidates=[{"title": "Heat"}, {"title": "Fargo"}], profile={"age": 30})
+        scores = ranker.score([request])["like"]
+    """
+
+    tokens: Tensor
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, prompt: Prompt | Mapping[str, Any] | str | os.PathLike[str], *,
+        prefix_len: int | None = None, distil: float = 0.5,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if isinstance(prompt, (str, os.PathLike)):
+            prompt = Prompt.load(prompt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt.of(prompt)
+        if not 0 <= distil <= 1:
+            raise ValueError(f"{NAME}: distil must lie between 0 and 1, got {distil}.")
+        self.model, self.tokenizer, self.prompt, self.distil = model, tokenizer, prompt, distil
+        positions = positions_of(model)
+        self.prefix_len = default_prefix_len(positions) if prefix_len is None else prefix_len
+        self.encoder = Encoder(prompt, tokenizer, self.prefix_len, positions)
+        self.calibration: dict[str, Calibration] = {}
+        # All answers of all tasks at once, each token once: one product, and one gradient of the head.
+        tokens = sorted({token for own in self.encoder.answers.values() for token in own})
+        width = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        if tokens[-1] >= width:
+            raise ValueError(f"{NAME}: the head has {width} classes, and an answer begins with token {tokens[-1]}.")
+        self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
+        self.columns = [[tokens.index(token) for token in own] for own in self.encoder.answers.values()]
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def batches(
+        self, requests: Iterable[Request], *, tokens: int = 16384, labelled: bool = False
+    ) -> Iterable[PromptBatch]:
+        """The requests in their order, in batches of at most about `tokens` tokens.
+
+        Args:
+            requests: each with at least one candidate. A request larger than a batch is cut between candidates.
+            tokens: of prefixes and suffixes together.
+            labelled: whether their labels are read.
+        """
+        waiting: list[Encoded] = []
+        room = tokens
+        for request in requests:
+            for piece in pieces(self.encoder.encode(request, labelled=labelled), tokens):
+                if waiting and piece.tokens > room:
+                    yield joined(waiting)
+                    waiting, room = [], tokens
+                waiting.append(piece)
+                room -= piece.tokens
+        if waiting:
+            yield joined(waiting)
+
+    def logits(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
+        """Logits of all answers after each suffix, (C, U) in fp32; columns as in `columns` of each task.
+
+        Args:
+            batch: of `batches`.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        self.share()
+        return batch.shared.next_logits(self.model if model is None else model, self.tokens)
+
+    def loss(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
+        """Cross entropy of the answers, 0-d: the mean over the rows of each task, then over tasks by their weights.
+
+        Args:
+            batch: of `batches`, with labels.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        return self.loss_of(self.logits(batch, model), batch)
+
+    def loss_of(self, z: Tensor, batch: PromptBatch) -> Tensor:
+        """`loss`, of logits that are there.
+
+        Args:
+            z: of `logits`.
+            batch: the same batch.
+        """
+        task, labels = batch.task.to(z.device), batch.labels.to(z.device)
+        total = z.new_zeros(())
+        whole = sum(task.weight for task in self.prompt.tasks.values())
+        for t, one in enumerate(self.prompt.tasks.values()):
+            # Rows of other tasks count for nothing; a selection by their number would wait for the GPU.
+            mine = task == t
+            columns = torch.tensor(self.columns[t]).to(z.device, non_blocking=True)
+            own = z.index_select(1, columns)
+            target = torch.where(mine, labels, -100)
+            if batch.teacher is None or batch.taught is None:
+                loss = _cross_entropy(own, target)
+            else:
+                teacher = batch.teacher.to(z.device)[:, : own.shape[1]].to(own.dtype)
+                soft, counted = soft_target(target, teacher, batch.taught.to(z.device) & mine, self.distil)
+                losses = -(soft * own.log_softmax(-1)).sum(-1)
+                loss = losses.sum() / counted.sum().clamp(min=1)
+            total = total + one.weight / whole * loss
+        return total
+
+    # -------------------------------------------------------------------------------------------------------- scores
+
+    @torch.no_grad()
+    def probabilities(self, requests: Any, *, tokens: int = 16384) -> dict[str, Tensor]:
+        """Probabilities of the answers, by task: (C, K) fp32 on the CPU, candidates in the order of the requests.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+            tokens: in a pass of the model.
+        Raises: ValueError for requests that the prompt cannot be written for.
+        """
+        was = self.model.training
+        self.model.eval()
+        found: list[list[Tensor]] = [[] for _ in self.prompt.tasks]
+        try:
+            for batch in self.batches(self._requests(requests), tokens=tokens):
+                z = self.logits(batch).cpu()
+                for t, columns in enumerate(self.columns):
+                    found[t].append(z[batch.task == t][:, columns].float().softmax(-1))
+        finally:
+            self.model.train(was)
+        empty = [torch.empty(0, len(columns)) for columns in self.columns]
+        return {
+            name: torch.cat(own) if own else none
+            for name, own, none in zip(self.prompt.tasks, found, empty, strict=True)
+        }
+
+    def score(self, requests: Any, *, tokens: int = 16384, calibrated: bool = True) -> dict[str, Tensor]:
+        """Scores by task, Σ_k value_k p_k: (C,) fp32 on the CPU, candidates in the order of the requests.
+
+        Of a task with the answers 1 and 0 this is the probability of 1.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+            tokens: in a pass of the model.
+            calibrated: whether scores go through `calibration`, where there is one.
+        Raises: ValueError for requests that the prompt cannot be written for.
+        """
+        scores = {}
+        for name, p in self.probabilities(requests, tokens=tokens).items():
+            own = p @ torch.tensor(self.prompt.tasks[name].values)
+            scores[name] = self.calibration[name](own) if calibrated and name in self.calibration else own
+        return scores
+
+    def calibrate(self, requests: Any, kind: Kind = "platt", *, tokens: int = 16384) -> dict[str, Calibration]:
+        """Fit the calibration of each task on requests that were not trained on.
+
+        Args:
+            requests: with labels.
+            kind: "platt" or "isotonic".
+            tokens: in a pass of the model.
+        Raises: ValueError for a task whose rows are all of one class.
+        """
+        listed = list(self._requests(requests))
+        scores, values = self.score(listed, tokens=tokens, calibrated=False), self.labels(listed)
+        for name, own in scores.items():
+            known = ~values[name].isnan()
+            try:
+                self.calibration[name] = calibration(own[known], values[name][known], kind)
+            except ValueError as error:
+                raise ValueError(f"{NAME}: task {name}: {str(error).removeprefix(NAME + ': ')}") from None
+        return self.calibration
+
+    def labels(self, requests: Any) -> dict[str, Tensor]:
+        """The values of the right answers, by task: (C,) fp32, NaN where one is not known.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+        """
+        found: dict[str, list[float]] = {name: [] for name in self.prompt.tasks}
+        for request in self._requests(requests):
+            for own in self.encoder._targets(request, True)[0]:
+                for (name, task), at in zip(self.prompt.tasks.items(), own, strict=True):
+                    found[name].append(task.values[at] if at >= 0 else float("nan"))
+        return {name: torch.tensor(values) for name, values in found.items()}
+
+    def _requests(self, requests: Any) -> Iterable[Request]:
+        if isinstance(requests, Request):
+            raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
+        if hasattr(requests, "batches"):
+            from tigon.rank.prompt.reading import Requests
+
+            return Requests(requests, self.prompt)
+        found: Iterable[Request] = requests
+        return found
+
+    def read(
+        self, data: Any, *, history: Any = None, items: Any = None, users: Any = None, labelled: bool = True
+    ) -> Impressions:
+        """`rank.Impressions` with the columns that the prompt names, to `score`.
+
+        Args:
+            data, history, items, users, labelled: as in `rank.Impressions.read`.
+        Raises: ValueError for a column that a template or a label names and no table has, with the nearest name, and
+            as `rank.Impressions.read`.
+        """
+        from tigon.rank.prompt.reading import read
+
+        return read(self.prompt, data, history=history, items=items, users=users, labelled=labelled)
+
+    # --------------------------------------------------------------------------------------------------------- files
+
+    def share(self) -> None:
+        """Fuse the model with shared_prefix=True, unless it is."""
+        try:
+            fusion_of(self.model)
+        except ValueError:
+            from tigon.fusion.model import fuse
+
+            fuse(self.model, shared_prefix=True)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write model, tokenizer, prompt.yaml, and what else `from_pretrained` needs.
+
+        Args:
+            folder: is made if it is not there.
+        """
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)
+        self.save_settings(folder)
+
+    def save_settings(self, folder: str | os.PathLike[str]) -> None:
+        """Write prompt.yaml and ranker.json beside a model that is saved already.
+
+        Args:
+            folder: of the model.
+        """
+        told = {
+            "kind": "prompt", "prefix_len": self.prefix_len,
+            "calibration": {name: one.to_json() for name, one in self.calibration.items()},
+        }  # fmt: skip
+        self.prompt.save(Path(folder) / FILE)
+        (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+    def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write a folder for SGLang's multi-item scoring: `tigon.rank.prompt.export_sglang`.
+
+        Args:
+            requests: of which examples are written.
+            folder: is made if it is not there.
+        """
+        from tigon.rank.prompt.export import export_sglang
+
+        return export_sglang(self, requests, folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> PromptRanker:
+        """The ranker of a folder that `save_pretrained` or `tigon train --task rank` wrote.
+
+        Args:
+            folder: with a model, or PEFT adapters whose model is found by their configuration.
+            dtype: of the weights; by default bf16 on a GPU that has it, else fp32.
+            device: where the model goes.
+        Raises: ValueError for a folder without prompt.yaml.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = Path(folder)
+        if not (place / FILE).is_file():
+            raise ValueError(f"{NAME}: {place} must hold {FILE}, written by tigon train --task rank.")
+        if dtype is None:
+            has_bf16 = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported()
+            dtype = torch.bfloat16 if has_bf16 else torch.float32
+        if (place / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            model = AutoPeftModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+        file = place / SETTINGS
+        told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        tokenizer = AutoTokenizer.from_pretrained(str(place))
+        ranker = cls(model, tokenizer, place / FILE, prefix_len=told.get("prefix_len"))
+        ranker.calibration = {name: Calibration.from_json(one) for name, one in told.get("calibration", {}).items()}
+        return ranker.to(device).eval()
+
+
+def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
+    """The mean over the rows that count, 0 where none does."""
+    total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
+    return total / (target != -100).sum().clamp(min=1)
+
+
+def default_prefix_len(positions: int | None) -> int:
+    """1024 tokens, or three quarters of the positions where these are fewer."""
+    return 1024 if positions is None else max(1, min(1024, positions * 3 // 4))
+
+
+def positions_of(model: Any) -> int | None:
+    """How many positions a model has."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
