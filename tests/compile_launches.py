@@ -87,15 +87,30 @@ def calls(op: Op) -> Iterator[Call]:
 def worth(call: Call, name: str, op: Op | None = None) -> bool:
     """What is compiled of a brief run for this target.
 
-    On sm_90 all, but for some searches. Elsewhere bf16: fp16 takes its registers, and fp32 is far from their limit. And
-    nothing frozen, which takes fewer. Of distillation over shards bf16 alone: its kernels are pieces of those of whole
-    heads, which are compiled of all.
+    On sm_90 all that bring something new (`traits`), but for some searches. Elsewhere bf16: fp16 takes its registers,
+    and fp32 is far from their limit. And nothing frozen, which takes fewer. Of distillation over shards bf16 alone: its
+    kernels are pieces of those of whole heads, which are compiled of all.
     """
     dtype, _, frozen = call
     if op is not None and op.name in ("distill over shards", "distill_topk over shards"):
         return dtype == torch.bfloat16 and frozen is None
     dtypes = backend.DTYPES if name == "cuda:90" else (torch.bfloat16,)
     return dtype in dtypes and (frozen is None or name == "cuda:90")
+
+
+def traits(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> set[tuple[str, Any]]:
+    """What is known of a launch when it is compiled, each by itself: options, dtypes, which numbers 16 divides."""
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    found = set()
+    for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | options).items():
+        if isinstance(value, torch.Tensor):
+            value = value.dtype
+        elif type(value) is float and name not in constant:
+            value = float
+        elif type(value) is int and name in kernel.arg_names and name not in constant:
+            value = value == 1, value % 16 == 0
+        found.add((name, str(value)))
+    return found
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -158,6 +173,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     launches: dict[tuple, dict[str, Any]] = {}
     context: dict[str, Any] = {}
     known: set[Any] = set()  # kernels, and kernels of an operator
+    seen: dict[Any, set[tuple[str, Any]]] = {}
     once = False
     launch = JITFunction.run
 
@@ -165,6 +181,11 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
         of_op = context["op"], self.fn
         if (once and self.fn in known) or (brief in ONCE_EACH and of_op in known):
             return
+        if brief == "cuda:90" and context["op"] != "prefix_attention":  # of which each walk is looked at
+            new = traits(self, args, options) - seen.setdefault(self.fn, set())
+            if not new and of_op in known:
+                return
+            seen[self.fn] |= new
         known.update((self.fn, of_op))
         started = time.perf_counter()
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
