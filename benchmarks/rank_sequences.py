@@ -10,8 +10,7 @@ RecBole's form (ml-100k). Of each user the last event is the test, the one befor
 the latest 50 are read. All items are ranked. Both models are trained in the same run, on the same sequences, with the
 same loss over all items, and stop where validation says so; the test decides nothing.
 
-SASRec is the pre-norm form with learned positions, as RecBole has it, written here in plain PyTorch. Where RecTools
-(`rectools[torch]`) is installed, `--sides rectools-sasrec` trains its SASRec as well.
+SASRec is the pre-norm form with learned positions, as RecBole has it, written here in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tigon.bench import report
 
 LONGEST = 50
 CUTS = (5, 10, 20)
-PACKAGES = ("torch", "triton", "rectools", "recbole")
+PACKAGES = ("torch", "triton")
 
 
 @dataclass

@@ -34,6 +34,7 @@ def tiny(op):
         ("geglu", (16384, 14336), 0.881),
         ("reglu", (16384, 14336), 0.881),
         ("relu2", (16384, 14336), 0.550),  # x, y; dy, x, dx
+        ("gated_residual", (16384, 4096), 0.283),  # x, gate, f, y; dy, gate, f, dgate, df
         ("rope", (4, 4096, 32, 8, 128), 0.157),  # q, k in and out; their gradients in and out
         ("rope-interleaved", (4, 4096, 32, 8, 128), 0.157),
         ("qk_norm_rope", (4, 4096, 32, 8, 128), 0.196),  # q, k in and out; dq, dk, q, k, dq, dk

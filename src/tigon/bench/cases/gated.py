@@ -39,6 +39,16 @@ def _make_relu2(shape: Shape, dtype: torch.dtype, device: torch.device, ignored:
     return Inputs({"x": draw.normal(*shape).requires_grad_()}, ("x",), ("y",), (draw.normal(*shape),))
 
 
+def _eager_gated_residual(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
+    return x + torch.sigmoid(gate) * f
+
+
+def _make_gated_residual(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    draw = Draw(device, dtype)
+    arguments = {name: draw.normal(*shape).requires_grad_() for name in ("x", "gate", "f")}
+    return Inputs(arguments, tuple(arguments), ("y",), (draw.normal(*shape),))
+
+
 def _liger_gated(function: str) -> dict[str, Implementation]:
     load = liger(function, lambda gate, up: (gate, up))
     return {"liger": Implementation(load, note=OVERWRITES_INPUTS, overwrites=True, gpu_only=True)}
@@ -126,6 +136,20 @@ OPS = (
             **plain(_eager_relu2),
             "liger": Implementation(liger("LigerReLUSquaredFunction", lambda x: (x,)), gpu_only=True),
         },
+    ),
+    Op(
+        name="gated_residual",
+        shape_names=("rows", "width"),
+        shapes=((16384, 4096),),
+        extra=((16384, 512), *_ROWS),
+        small=((256, 1024),),
+        tiny=(8, 64),
+        make=_make_gated_residual,
+        expect=expect_rows(_eager_gated_residual, rowwise=("x", "gate", "f")),
+        nbytes=lambda s, b: (4 * s[0] * s[1] * b, 5 * s[0] * s[1] * b),
+        counted=("x, gate, f → y", "dy, gate, f → dgate, df; dy is dx"),
+        drawn="it is swiglu's pass with another input",
+        implementations={"tigon": Implementation(tigon("gated_residual")), **plain(_eager_gated_residual)},
     ),
     Op(
         name="gated_linear",
