@@ -115,6 +115,7 @@ REPLACED = [
     Replaced("softmax(x, dim, scale=scale, mask=mask)", "y", {**SCORES, "dim": 1}),
     Replaced("softmax(x, scale=scale, mask=mask, causal=True)", "y", SCORES, (1,)),
     Replaced("sparsemax(x)", "y", {"x": 2 * randn(3, 8)}),
+    Replaced("outer_softmax(qkv, temperature)", "y", {"qkv": randn(3, 12), "temperature": 0.5}),
     Replaced("cross_entropy(logits, target)", "loss", {"logits": randn(3, 8), "target": TARGET}),
     Replaced(
         "linear_cross_entropy(x, Head(weight, bias), target)", "loss",

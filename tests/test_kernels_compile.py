@@ -5,6 +5,7 @@ tests/compile_launches.py does the work in a process per target; the sizes are t
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -147,6 +148,20 @@ def test_attention_rounds_alike_with_and_without_a_mask():
         or not x["exponentials"].keys() <= {"fma", "sub", "mul"}  # mul: of the softcap's tanh
     ]
     assert not rounded, "\n".join(rounded)
+
+
+@pytest.mark.xdist_group("compile cuda:90")
+def test_outer_softmax_takes_one_exponential_an_element():
+    """Of one fma each, in the backward pass as in the forward: as many as a thread has elements in a step."""
+    found = [x for x in compiled("cuda:90")["launches"] if x["op"] == "outer_softmax"]
+    assert {x["kernel"] for x in found} == {
+        f"tigon.ops.outer_softmax._outer_softmax_{p}_kernel" for p in ("fwd", "bwd")
+    }
+    module = importlib.import_module("tigon.ops.outer_softmax")
+    for launch in found:
+        tile, _ = (module._fwd_tile if "fwd" in launch["kernel"] else module._bwd_tile)(launch["shape"][-1])
+        elements = tile["STEP"] // tile["LANES_I"] * (tile["BLOCK"] // tile["LANES_J"])
+        assert launch["exponentials"] == {"fma": elements}, named(launch)
 
 
 @EVERY_PROMISED_TARGET

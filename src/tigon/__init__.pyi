@@ -44,6 +44,7 @@ from tigon.ops.group_norm import group_norm as group_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
 from tigon.ops.logprob import LogProb as LogProb
 from tigon.ops.logprob import logprob as logprob
+from tigon.ops.outer_softmax import outer_softmax as outer_softmax
 from tigon.ops.poly_norm import poly_norm as poly_norm
 from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention

@@ -40,6 +40,7 @@ def tiny(op):
         ("qk_norm_rope", (4, 4096, 32, 8, 128), 0.196),  # q, k in and out; dq, dk, q, k, dq, dk
         ("softmax", (32768, 32000), 2.457),  # x, y; dy, y, dx
         ("sparsemax", (32768, 32000), 2.457),
+        ("outer_softmax", (65536, 64), 0.0216),  # q, k, v, y; dy, q, k, v, dq, dk, dv
         ("kl_div", (8192, 128256), 1.969),  # input, target; target, dinput
         ("jsd", (8192, 128256), 2.461),  # input, target; input, target, dinput
         ("tvd-logits", (8192, 128256), 2.461),

@@ -14,6 +14,7 @@ from ops_table.item_softmax import ITEM_SOFTMAX
 from ops_table.layer_norm import GROUP_NORM, LAYER_NORM
 from ops_table.logprob import GRPO, LINEAR_LOGPROB, LOGPROB
 from ops_table.norms import ADD_RMS_NORM, RMS_NORM
+from ops_table.outer_softmax import OUTER_SOFTMAX
 from ops_table.prefix_attention import PREFIX_ATTENTION
 from ops_table.rotary import QK_NORM_ROPE, ROPE
 from ops_table.row import Case, Op
@@ -39,6 +40,7 @@ OPS: tuple[Op, ...] = (
     QK_NORM_ROPE,
     SOFTMAX,
     SPARSEMAX,
+    OUTER_SOFTMAX,
     PREFIX_ATTENTION,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,

@@ -19,6 +19,7 @@ from tigon.ops import group_norm as group_norm
 from tigon.ops import layer_norm as layer_norm
 from tigon.ops import logprob as logprob
 from tigon.ops import lora_dropout as lora_dropout
+from tigon.ops import outer_softmax as outer_softmax
 from tigon.ops import poly_norm as poly_norm
 from tigon.ops import prefix_attention as prefix_attention
 from tigon.ops import qk_norm_rope as qk_norm_rope

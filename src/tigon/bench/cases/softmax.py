@@ -52,6 +52,20 @@ def _load_quack_softmax() -> Callable[..., Any]:
     return lambda x: softmax(x)
 
 
+def _eager_outer_softmax(qkv: Tensor) -> Tensor:
+    """With a sum in place of a batched product: torch.compile fuses it into the softmax."""
+    q, k, v = qkv.chunk(3, -1)
+    p = F.softmax(q.unsqueeze(-1) * k.unsqueeze(-2), dim=-1)
+    return (p * v.unsqueeze(-2)).sum(-1)
+
+
+def _make_outer_softmax(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    rows, rank = shape
+    draw = Draw(device, dtype)
+    qkv = draw.normal(rows, 3 * rank).requires_grad_()
+    return Inputs({"qkv": qkv}, ("qkv",), ("y",), (draw.normal(rows, rank),))
+
+
 OPS = tuple(
     Op(
         name=name,
@@ -88,4 +102,21 @@ OPS = tuple(
             {"liger": Implementation(liger("LigerSparsemaxFunction", lambda x: (x, -1)), gpu_only=True)},
         ),
     )
+)
+OPS += (
+    Op(
+        name="outer_softmax",
+        shape_names=("rows", "rank"),
+        shapes=((65536, 64),),
+        extra=((65536, 32), (16384, 128), (4096, 64)),
+        small=((256, 32),),
+        tiny=(8, 16),
+        make=_make_outer_softmax,
+        expect=expect_rows(_eager_outer_softmax, rowwise=("qkv",)),
+        nbytes=lambda s, b: (4 * s[0] * s[1] * b, 7 * s[0] * s[1] * b),
+        counted=("q, k, v → y", "dy, q, k, v → dq, dk, dv"),
+        drawn="no drawn model has it, and exponentials, not bytes, are its floor; softmax is drawn",
+        largest=lambda s: s[0] * s[1] ** 2,
+        implementations={"tigon": Implementation(tigon("outer_softmax")), **plain(_eager_outer_softmax)},
+    ),
 )
