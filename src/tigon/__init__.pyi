@@ -27,6 +27,7 @@ from tigon.ops.divergence import kl_div as kl_div
 from tigon.ops.divergence import tvd as tvd
 from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
+from tigon.ops.embedding_bag import embedding_bag as embedding_bag
 from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.filtered_topk import filtered_topk as filtered_topk

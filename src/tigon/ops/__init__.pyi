@@ -8,6 +8,7 @@ from tigon.ops import dequantize_4bit as dequantize_4bit
 from tigon.ops import divergence as divergence
 from tigon.ops import dyt as dyt
 from tigon.ops import embedding as embedding
+from tigon.ops import embedding_bag as embedding_bag
 from tigon.ops import experts as experts
 from tigon.ops import filtered_topk as filtered_topk
 from tigon.ops import forked_rms_norm as forked_rms_norm
