@@ -143,6 +143,12 @@ REPLACED = [
         "embedding_bag(weight, values, field_offsets=field_offsets)", "y",
         {**BAGS, "values": torch.tensor([[[0, 1], [2, 0]]]), "field_offsets": torch.tensor([0, 2, 5])}, (1,),
     ),
+    Replaced("quantize_rows(weight)[0]", "codes", {"weight": torch.tensor([[0.0, 3, 255], [-100, 7, 155]])}),
+    Replaced(
+        "quantized_embedding(codes, scale_offset, values, mode=mode)", "y",
+        {"codes": torch.arange(40, dtype=torch.uint8).view(5, 8), "scale_offset": randn(5, 2).half(),
+         "values": torch.tensor([[0, 4], [2, 2]]), "mode": "mean"},
+    ),
     Replaced(
         "filtered_topk(query, items, k, attributes=attributes, where=where)", "scores, rows",
         {"query": randn(2, 8), "items": randn(40, 8), "k": 3, "attributes": torch.arange(40)[None],

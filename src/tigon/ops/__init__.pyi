@@ -22,6 +22,7 @@ from tigon.ops import lora_dropout as lora_dropout
 from tigon.ops import poly_norm as poly_norm
 from tigon.ops import prefix_attention as prefix_attention
 from tigon.ops import qk_norm_rope as qk_norm_rope
+from tigon.ops import quantized_embedding as quantized_embedding
 from tigon.ops import relu2 as relu2
 from tigon.ops import rms_norm as rms_norm
 from tigon.ops import rope as rope

@@ -63,7 +63,12 @@ class RowAdagrad(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises: ValueError as for the optimizer."""
+        """A group more, with options of its own.
+
+        Args:
+            param_group: {"params": tables, "lr": …}, as torch's.
+        Raises: ValueError as for the optimizer.
+        """
         for name in ("lr", "eps", "weight_decay", "initial_accumulator_value"):
             value = param_group.get(name, self.defaults[name])
             if not 0 <= value < float("inf"):
@@ -76,7 +81,11 @@ class RowAdagrad(Optimizer):
                 raise ValueError(f"RowAdagrad: params must be tables (V, D) of floats, got {tuple(p.shape)} {p.dtype}.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; accumulators stay fp32 where tables are of 16 bits."""
+        """State and options of a saved optimizer; accumulators stay fp32 where tables are of 16 bits.
+
+        Args:
+            state_dict: of a `RowAdagrad` with as many tables in as many groups.
+        """
         sums = {i: state["sum"] for i, state in state_dict["state"].items()}
         super().load_state_dict(state_dict)
         # torch casts state to the dtype of its parameter.
