@@ -41,6 +41,7 @@ from tigon.ops.filtered_topk import merge
 from tigon.ops.filtered_topk.sign import projection_of
 from tigon.ops.filtered_topk.sign_launches import encode
 from tigon.optim.perturb import perturb, squared_norm
+from tigon.optim.row_adagrad import row_adagrad
 from tigon.runtime import device as device_facts
 from tigon.runtime import dispatch as backend
 
@@ -224,6 +225,22 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
                 p, g = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
                 perturb([p], [g], squared_norm([p], [g], adaptive=adaptive), [1.0], adaptive=adaptive)
+        for dtype, dense in itertools.product(backend.DTYPES, (False, True)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "row_adagrad", "case": "dense" if dense else "rows", "shape": (1000000, 16)}
+                context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
+                tables, sums = [torch.empty(1000000, 16, dtype=dtype)] * 2, [torch.empty(1000000)] * 2
+                rows = [None if dense else torch.empty(1000, dtype=torch.long)] * 2
+                grads = tables if dense else [torch.empty(1000, 16, dtype=dtype)] * 2
+                row_adagrad(tables, sums, rows, [*grads], 0.1, 1e-8, 0.01)
+        for dtype, ragged in itertools.product(backend.DTYPES, (False, True)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "quantized_embedding", "case": "ragged" if ragged else "fixed"}
+                context |= {"shape": (65536, 40, 16), "frozen": None, "dtype": str(dtype).removeprefix("torch.")}
+                codes, scales = torch.empty(1000000, 16, dtype=torch.uint8), torch.empty(1000000, 2, dtype=torch.half)
+                bags = torch.empty((2621440,) if ragged else (65536, 40), dtype=torch.long)
+                offsets = torch.empty(65537, dtype=torch.long) if ragged else None
+                tigon.quantized_embedding(codes, scales, bags, offsets, dtype=dtype)
         for dtype, nested in itertools.product(backend.DTYPES, (False, True)):
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "dequantize_4bit", "case": "nested" if nested else "plain", "shape": (14336, 4096)}

@@ -67,6 +67,8 @@ SCORES = {"x": randn(2, 5, 7), "mask": randn(5, 7), "scale": 0.3, "dim": -1, "T"
 LOGITS = {"input": randn(3, 8), "target": randn(1, 3, 8)[0], "temperature": 2.0, "beta": 0.3}
 LOGS = {"log_q": randn(3, 8).log_softmax(-1), "log_p": randn(1, 3, 8)[0].log_softmax(-1), "beta": 0.3}
 
+BAGS = {"weight": randn(5, 8), "values": torch.tensor([0, 4, 2]), "offsets": torch.tensor([0, 2, 2, 3]),
+        "mode": "mean", "padding_idx": 4}  # fmt: skip
 CODES = {"packed": torch.arange(256, dtype=torch.uint8)[:64], "absmax": randn(4).abs(), "table": randn(16),
          "shape": (4, 32), "blocksize": 32, "FourBit": tigon.FourBit}  # fmt: skip
 
@@ -135,6 +137,19 @@ REPLACED = [
     Replaced(
         "embedding(input, weight, padding_idx=padding_idx)", "y",
         {"input": torch.tensor([[0, 4, 2]]), "weight": randn(5, 8), "padding_idx": 2},
+    ),
+    Replaced(
+        "embedding_bag(values=values, weight=weight, offsets=offsets, mode=mode, padding_idx=padding_idx)", "y", BAGS
+    ),
+    Replaced(
+        "embedding_bag(weight, values, field_offsets=field_offsets)", "y",
+        {**BAGS, "values": torch.tensor([[[0, 1], [2, 0]]]), "field_offsets": torch.tensor([0, 2, 5])}, (1,),
+    ),
+    Replaced("quantize_rows(weight)[0]", "codes", {"weight": torch.tensor([[0.0, 3, 255], [-100, 7, 155]])}),
+    Replaced(
+        "quantized_embedding(codes, scale_offset, values, mode=mode)", "y",
+        {"codes": torch.arange(40, dtype=torch.uint8).view(5, 8), "scale_offset": randn(5, 2).half(),
+         "values": torch.tensor([[0, 4], [2, 2]]), "mode": "mean"},
     ),
     Replaced(
         "filtered_topk(query, items, k, attributes=attributes, where=where)", "scores, rows",

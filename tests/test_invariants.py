@@ -37,6 +37,7 @@ NUMBERS = [
 # What the table cannot hold, and the file that tests it.
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
+    "quantized_embedding": "takes no floats and has no gradient: ops/test_quantized_embedding.py",
     "filtered_topk": "has no gradient, and its answer is exact: ops/test_filtered_topk.py",
     "coded_topk": "as filtered_topk: ops/test_filtered_topk_codes.py",
     "sign_topk": "as filtered_topk, but guessed: ops/test_sign_codes.py",
@@ -46,7 +47,10 @@ WITHOUT_A_ROW = {
     "dropped_gradient": "as dropped_product",
 }
 # What has no launch of its own.
-OF_TORCH = {"encode_items": "makes tensors for filtered_topk by torch's operators: ops/test_filtered_topk_codes.py"}
+OF_TORCH = {
+    "encode_items": "makes tensors for filtered_topk by torch's operators: ops/test_filtered_topk_codes.py",
+    "quantize_rows": "makes tensors for quantized_embedding, as encode_items: ops/test_quantized_embedding.py",
+}
 
 
 def run(op: Op, inputs, options):

@@ -24,18 +24,20 @@ PACKAGES = {package: homes_of(package) for package in PUBLIC}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
 PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")
 MOST = 6
-# Nine in ten, nearly: attention has more options than that, which everybody knows by their names, and search has a
-# tensor for each thing that a row carries.
-SHARE = 0.84
+# Nine in ten, nearly: attention and bags have more options than that, which everybody knows by their names, and search
+# has a tensor for each thing that a row carries.
+SHARE = 0.82
 # Functions of more than six parameters, and why.
 LONG = {
     "cross_entropy": "the options of torch.nn.functional.cross_entropy by their names, and what torch's lacks",
     "linear_cross_entropy": "as cross_entropy, so that one may stand for the other",
+    "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
     "fuse": "a switch for every kind of part",
     "item_softmax": "queries, items, targets and biases, and what a tigon.Head has of scale and group",
     "plan_memory": "what makes an index, and how long its ids are",
     "prefix_attention": "q, k, v and their layout, and the options of attention functions by their names",
+    "quantized_embedding": "as embedding_bag",
     "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
 }
 X = torch.randn(2, 4)

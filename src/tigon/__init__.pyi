@@ -27,6 +27,7 @@ from tigon.ops.divergence import kl_div as kl_div
 from tigon.ops.divergence import tvd as tvd
 from tigon.ops.dyt import dyt as dyt
 from tigon.ops.embedding import embedding as embedding
+from tigon.ops.embedding_bag import embedding_bag as embedding_bag
 from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
 from tigon.ops.filtered_topk import filtered_topk as filtered_topk
@@ -49,6 +50,8 @@ from tigon.ops.poly_norm import poly_norm as poly_norm
 from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention
 from tigon.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
+from tigon.ops.quantized_embedding import quantize_rows as quantize_rows
+from tigon.ops.quantized_embedding import quantized_embedding as quantized_embedding
 from tigon.ops.relu2 import relu2 as relu2
 from tigon.ops.rms_norm import rms_norm as rms_norm
 from tigon.ops.rope import Rope as Rope

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from test_kernels_compile import compiled
 
 from tigon.ops import embedding as embedding_module
-from tigon.ops.embedding import PIECE, _sorted, embedding
+from tigon.ops.embedding import PIECE, embedding, sorted_ids
 from tigon.runtime import HAS_TRITON
 
 
@@ -39,11 +39,11 @@ def test_long_runs_side_by_side(device, triton_backend):
 
 @pytest.mark.parametrize("ranked", [0, 2000], ids=["radix", "counted"])
 @pytest.mark.parametrize("tokens", [1, 511, 512, 1300])
-def test_tokens_are_sorted_stably(tokens, ranked, device, triton_backend, monkeypatch):
+def test_tokens_aresorted_ids_stably(tokens, ranked, device, triton_backend, monkeypatch):
     """Equal ids within a block of comparisons, and in blocks before and behind it; those without gradient come last."""
     monkeypatch.setattr(embedding_module, "RANKED", ranked)
     ids = torch.randint(-1, 12, (tokens,), device=device)
-    keys, order = _sorted(ids, 9, 4)
+    keys, order = sorted_ids(ids, 9, 4)
     wanted, stable = torch.sort(torch.where((ids < 0) | (ids >= 9) | (ids == 4), 9, ids).int(), stable=True)
     assert torch.equal(keys, wanted)
     assert torch.equal(order, stable)

@@ -8,6 +8,7 @@ from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.divergence import JSD, KL_DIV, TVD
 from ops_table.elementwise import DYT, POLY_NORM
 from ops_table.embedding import EMBEDDING
+from ops_table.embedding_bag import EMBEDDING_BAG
 from ops_table.experts import MOE_MLP
 from ops_table.gated import GATED_LINEAR, GATED_MLP, GATED_RESIDUAL, GEGLU, REGLU, RELU2, SWIGLU
 from ops_table.item_softmax import ITEM_SOFTMAX
@@ -52,6 +53,7 @@ OPS: tuple[Op, ...] = (
     JSD,
     TVD,
     EMBEDDING,
+    EMBEDDING_BAG,
     DISTILL,
     DISTILL_TOPK,
 )

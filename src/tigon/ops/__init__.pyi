@@ -8,6 +8,7 @@ from tigon.ops import dequantize_4bit as dequantize_4bit
 from tigon.ops import divergence as divergence
 from tigon.ops import dyt as dyt
 from tigon.ops import embedding as embedding
+from tigon.ops import embedding_bag as embedding_bag
 from tigon.ops import experts as experts
 from tigon.ops import filtered_topk as filtered_topk
 from tigon.ops import forked_rms_norm as forked_rms_norm
@@ -23,6 +24,7 @@ from tigon.ops import outer_softmax as outer_softmax
 from tigon.ops import poly_norm as poly_norm
 from tigon.ops import prefix_attention as prefix_attention
 from tigon.ops import qk_norm_rope as qk_norm_rope
+from tigon.ops import quantized_embedding as quantized_embedding
 from tigon.ops import relu2 as relu2
 from tigon.ops import rms_norm as rms_norm
 from tigon.ops import rope as rope

@@ -109,7 +109,7 @@ def _embedding_fwd_kernel(
 
 
 @jit
-def _key(ids_ptr, at, M, V, padding_idx):
+def key_of(ids_ptr, at, M, V, padding_idx):
     """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
     ids = tl.load(ids_ptr + at, mask=at < M, other=0)
     # An id out of range has no row in dW to write to; the padding's row stays 0.
@@ -123,7 +123,7 @@ def _key(ids_ptr, at, M, V, padding_idx):
 def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # Beyond M nothing is stored: the sort sees M keys.
-    tl.store(keys_ptr + at, _key(ids_ptr, at, M, V, padding_idx), mask=at < M)
+    tl.store(keys_ptr + at, key_of(ids_ptr, at, M, V, padding_idx), mask=at < M)
 
 
 @jit
@@ -138,14 +138,14 @@ def _embedding_rank_kernel(
     first = tl.program_id(0) * BLOCK_M
     at = first + tl.arange(0, BLOCK_M)
     # This block's keys are compared with all keys, its own included: BLOCK_M × M comparisons, of ids that come from L2.
-    keys = _key(ids_ptr, at, M, V, padding_idx)
+    keys = key_of(ids_ptr, at, M, V, padding_idx)
     # int32 suffices: this kernel takes at most RANKED tokens, as it compares every pair.
     # Counts by lane, added once at the end: a reduction in each step would exchange between warps.
     before = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, M, BLOCK_N):
         other = start + tl.arange(0, BLOCK_N)
         # Beyond M: after every key, so that no place counts them.
-        others = tl.where(other < M, _key(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
+        others = tl.where(other < M, key_of(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
         # Of equal keys the earlier token comes first. Only the block that holds these tokens has to compare positions:
         # every other block is earlier or later as a whole.
         if first // BLOCK_N * BLOCK_N == start:
@@ -181,8 +181,27 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
 
 
 @jit
-def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Σ of the rows order[first:last] of dy, in fp32. BLOCK_M rows are loaded at a time."""
+def _upstream(dy_ptr, bag_ptr, scale_ptr, tokens, inside, cols, mask, stride_dy, L, BY_BAG: tl.constexpr):
+    """The gradients of these tokens in fp32: those of their bags, times a factor of token or bag."""
+    # Bags of L tokens, or of any number, which bag_ptr tells apart. A token of `embedding` is a bag of its own: L = 1.
+    if bag_ptr is None:
+        rows = tokens // L
+    else:
+        rows = tl.load(bag_ptr + tokens, mask=inside, other=0).to(tl.int64)
+    inside_both = inside[:, None] & mask[None, :]
+    dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=inside_both, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        at = rows if BY_BAG else tokens
+        dy *= tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return dy
+
+
+@jit
+def _piece_sum(
+    order_ptr, dy_ptr, bag_ptr, scale_ptr, first, last, cols, mask, stride_dy, L,
+    BY_BAG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Σ of the gradients of the tokens order[first:last], in fp32. BLOCK_M tokens are loaded at a time."""
     # Rows are added in the order of tokens, BLOCK_M at a time, however they fall on programs: the same bits on every
     # run.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -190,18 +209,16 @@ def _piece_sum(order_ptr, dy_ptr, first, last, cols, mask, stride_dy, BLOCK_M: t
         at = start + tl.arange(0, BLOCK_M)
         # Two dependent loads: the place of a row is known only when the order has arrived. Hence several rows at a
         # time.
-        rows = tl.load(order_ptr + at, mask=at < last, other=0)
-        inside = (at < last)[:, None] & mask[None, :]
-        dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0)
-        total += dy.to(tl.float32)
+        tokens = tl.load(order_ptr + at, mask=at < last, other=0)
+        total += _upstream(dy_ptr, bag_ptr, scale_ptr, tokens, at < last, cols, mask, stride_dy, L, BY_BAG)
     return tl.sum(total, 0)
 
 
 @jit
 @do_not_specialize("M")
 def _embedding_pieces_kernel(
-    dy_ptr, keys_ptr, order_ptr, starts_ptr, partial_ptr, M, V, H, stride_dy,
-    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, keys_ptr, order_ptr, starts_ptr, partial_ptr, bag_ptr, scale_ptr, M, V, H, stride_dy, L,
+    BY_BAG: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sums of long runs within one piece of PIECE sorted tokens: of the run at its start, and of the run at its end.
 
@@ -226,14 +243,18 @@ def _embedding_pieces_kernel(
         if last - tl.load(starts_ptr + head) > PIECE:
             # A longer run goes on in the next pieces, each of which sums its own share.
             last = tl.minimum(last, stop)
-            total = _piece_sum(order_ptr, dy_ptr, start, last, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
+            total = _piece_sum(
+                order_ptr, dy_ptr, bag_ptr, scale_ptr, start, last, cols, mask, stride_dy, L, BY_BAG, BLOCK_M, BLOCK_N
+            )
             tl.store(out_ptr, total, mask=mask)
     # A run that fills the piece has been summed above.
     if (tail < V) & (tail != head):
         first = tl.load(starts_ptr + tail)
         if tl.load(starts_ptr + tail + 1) - first > PIECE:
             # The run begins in this piece, at `first`, and goes on in the next.
-            total = _piece_sum(order_ptr, dy_ptr, first, stop, cols, mask, stride_dy, BLOCK_M, BLOCK_N)
+            total = _piece_sum(
+                order_ptr, dy_ptr, bag_ptr, scale_ptr, first, stop, cols, mask, stride_dy, L, BY_BAG, BLOCK_M, BLOCK_N
+            )
             tl.store(out_ptr + H, total, mask=mask)
 
 
@@ -271,8 +292,8 @@ def _embedding_long_kernel(
 
 @jit
 def _embedding_bwd_kernel(
-    dy_ptr, order_ptr, starts_ptr, dw_ptr, V, H, stride_dy,
-    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, order_ptr, starts_ptr, dw_ptr, bag_ptr, scale_ptr, V, H, stride_dy, L,
+    BY_BAG: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of dW, each zero or the sum of a short run. A program takes several rows, so that their loads overlap."""
     blocks = tl.cdiv(H, BLOCK_N)
@@ -291,8 +312,7 @@ def _embedding_bwd_kernel(
     for i in range(tl.max(length, 0)):
         # In the order of tokens, since the sort is stable: the same bits on every run.
         token = tl.load(order_ptr + first + i, mask=i < length, other=0)
-        inside = (i < length)[:, None] & (cols < H)[None, :]
-        dw += tl.load(dy_ptr + token[:, None] * stride_dy + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        dw += _upstream(dy_ptr, bag_ptr, scale_ptr, token, i < length, cols, cols < H, stride_dy, L, BY_BAG)
     # Every row of dW is written by one program, here or in the kernel of long runs: no atomics.
     mask = (short & (rows < V))[:, None] & (cols < H)[None, :]
     tl.store(dw_ptr + rows[:, None] * H + cols[None, :], dw.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -349,7 +369,7 @@ def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     return y
 
 
-def _sorted(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
+def sorted_ids(ids: Tensor, V: int, padding_idx: int) -> tuple[Tensor, Tensor]:
     """The keys of all tokens in ascending order, int32, and the tokens that have them, int64, also ascending."""
     M = ids.numel()
     keys = ids.new_empty(M, dtype=torch.int32)
@@ -382,9 +402,26 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
     # Without ids no kernel writes dW.
     if not dw.numel() or not ids.numel():
         return dw.zero_()
-    dy, ids = rows_of(dy), ids.contiguous()
-    M, (V, H), stride = ids.numel(), dw.shape, dy.stride(0)
-    keys, order = _sorted(ids, V, padding_idx)
+    sums_of_runs(dy, *sorted_ids(ids.contiguous(), classes, padding_idx), dw)
+    return dw
+
+
+def sums_of_runs(
+    dy: Tensor, keys: Tensor, order: Tensor, dw: Tensor, *, bag: Tensor | None = None, length: int = 1,
+    scale: Tensor | None = None, by_bag: bool = False,
+) -> Tensor:  # fmt: skip
+    """dw[v] = Σ of the gradients of the tokens whose key is v, in fp32 and in the order of tokens, rounded once.
+
+    Args:
+        dy: (…, H), a row for each bag.
+        keys, order: those of `sorted_ids`, of at least one token. Keys are in [0, V]; V gets no gradient.
+        dw: (V, H), dense. All of it is written.
+        bag: (M,) int32, the bag of each token; None: bags are `length` neighbouring tokens.
+        scale: what the gradient is multiplied by, for each token, or with by_bag for each bag.
+    Returns: (V + 1,) int32, where each key's run begins.
+    """
+    dy = rows_of(dy)
+    M, (V, H), stride = keys.numel(), dw.shape, dy.stride(0)
     starts = keys.new_empty(V + 1)
     # Bisection over M keys leaves M / 2^steps < 1.
     steps = M.bit_length()
@@ -392,15 +429,16 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
         _embedding_starts_kernel, (M, V), (keys, starts),
         lambda: (cdiv(V + 1, 256), (M, V, steps, 256), {"num_warps": 4}),
     )  # fmt: skip
-    key = (M, V, H, stride, dy.dtype)
+    extra = None if bag is None else bag.dtype, None if scale is None else scale.dtype, length, by_bag
+    key = (M, V, H, stride, dy.dtype, dw.dtype, *extra)
 
     def plan() -> Plan:
         block_m, block_n, warps = _bwd_tile(H)
         grid = cdiv(V, block_m) * cdiv(H, block_n)
-        return grid, (V, H, stride, PIECE, block_m, block_n), {"num_warps": warps}
+        return grid, (V, H, stride, length, by_bag, PIECE, block_m, block_n), {"num_warps": warps}
 
     # V rows, whatever M is: every row of dW has to be written, zeros too.
-    launch(_embedding_bwd_kernel, key, (dy, order, starts, dw), plan)
+    launch(_embedding_bwd_kernel, key, (dy, order, starts, dw, bag, scale), plan)
     if M > PIECE:  # otherwise no run is long
         pieces = cdiv(M, PIECE)
         # Not cleared: a slot is read only where the pieces kernel has written it, which the same test on run lengths
@@ -409,11 +447,11 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
         block_m, block_n, warps = _piece_tile(H)
         grid, tile, options = pieces * cdiv(H, block_n), (PIECE, block_m, block_n), {"num_warps": warps}
         launch(
-            _embedding_pieces_kernel, key, (dy, keys, order, starts, partial),
-            lambda: (grid, (M, V, H, stride, *tile), options),
+            _embedding_pieces_kernel, key, (dy, keys, order, starts, partial, bag, scale),
+            lambda: (grid, (M, V, H, stride, length, by_bag, *tile), options),
         )  # fmt: skip
         launch(_embedding_long_kernel, key, (partial, keys, starts, dw), lambda: (grid, (M, V, H, *tile), options))
-    return dw
+    return starts
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

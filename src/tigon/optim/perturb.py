@@ -292,7 +292,8 @@ def _in_one_piece(t: Tensor) -> bool:
     return True
 
 
-def _upload(on_host: Tensor, device: torch.device) -> Tensor:
+def upload(on_host: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without a wait."""
     # Only a copy from pinned memory does not make the host wait.
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
@@ -300,7 +301,7 @@ def _upload(on_host: Tensor, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _table(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device. Cached: from step to step the allocator tends to give gradients the same addresses."""
-    return _upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
+    return upload(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -313,8 +314,8 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     first = counts.cumsum(0) - counts
     return (
         _table(sizes, torch.int64, device),
-        _upload(first.to(torch.int32), device),
-        _upload(owner.to(torch.int32), device),
+        upload(first.to(torch.int32), device),
+        upload(owner.to(torch.int32), device),
     )
 
 

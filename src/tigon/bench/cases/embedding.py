@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,35 @@ def _make(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float
     # Not centred: the sum over a common word would else be a small difference of large sums.
     dy = draw.normal(tokens, width).add_(1)
     return Inputs({"input": places[index], "weight": weight}, ("weight",), ("y",), (dy,))
+
+
+def _eager_bag(values: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding_bag(values, weight, mode="sum")
+
+
+def _make_bags(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    bags, length, rows, width = shape
+    draw = Draw(device, dtype)
+    weight = draw.normal(rows, width).requires_grad_()
+    # Hashed ids: any row as likely as another, and so nearly every load from another place.
+    values = (draw.uniform(bags, length).double() * rows).long().clamp_max(rows - 1)
+    return Inputs({"values": values, "weight": weight}, ("weight",), ("y",), (draw.normal(bags, width).add_(1),))
+
+
+def _expect_bags(inputs: Inputs) -> Expected:
+    values, weight = inputs.arguments["values"], inputs.arguments["weight"].detach()
+    (dy,) = inputs.grads or ()
+    n, length = values.shape
+    some = [slice(0, min(n, 1024)), slice(max(0, n - 1024), n)]
+    total = torch.zeros_like(weight, dtype=torch.float64)
+    for place in range(length):
+        total.index_add_(0, values[:, place], dy.double())
+    return {"y": [(rows, weight[values[rows]].double().sum(1)) for rows in some], "dweight": [(slice(None), total)]}
+
+
+def _distinct_of_any(ids: int, rows: int) -> int:
+    """How many different rows are expected among so many ids, any as likely as another."""
+    return round(rows * -math.expm1(ids * math.log1p(-1 / rows))) if rows > 1 else min(ids, rows)
 
 
 @functools.cache
@@ -79,5 +109,22 @@ OPS = (
                 gpu_only=True,
             ),
         },
+    ),
+    Op(
+        name="embedding_bag",
+        shape_names=("bags", "length", "rows", "width"),
+        shapes=((65536, 40, 1_000_000, 16),),
+        small=((256, 8, 4096, 16),),
+        tiny=(8, 4, 32, 16),
+        make=_make_bags,
+        expect=_expect_bags,
+        # forward: every different row once.  backward: the whole gradient, rows that do not occur as zeros.
+        nbytes=lambda s, b: (
+            (_distinct_of_any(s[0] * s[1], s[2]) + s[0]) * s[3] * b + 8 * s[0] * s[1],
+            (s[0] + s[2]) * s[3] * b + 8 * s[0] * s[1],
+        ),
+        counted=("indices, the rows that occur → y", "indices, dy → dweight, all of it"),
+        drawn="its sizes are those of tables of clicks, of which no range of published models is known",
+        implementations={"tigon": Implementation(tigon("embedding_bag")), **plain(_eager_bag)},
     ),
 )

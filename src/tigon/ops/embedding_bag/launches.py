@@ -1,0 +1,167 @@
+"""Launches of bags: forward, the dense gradient of the weight, the gradient of the factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.ops.embedding import sorted_ids, sums_of_runs
+from tigon.ops.embedding_bag.kernels import (
+    _embedding_bag_factors_kernel,
+    _embedding_bag_fwd_kernel,
+    _embedding_bag_tokens_kernel,
+)
+from tigon.runtime import Plan, cdiv, launch, launcher, next_power_of_2, rows_of
+
+
+def _fwd_tile(H: int, longest: int | None) -> tuple[int, int, int, int]:
+    """Bags, columns, rows of a bag that are loaded at a time, and warps."""
+    # Eight numbers a thread and row, of four rows: that many loads are in flight.
+    block_n = min(1024, next_power_of_2(H))
+    unroll = 4 if longest is None else min(4, next_power_of_2(longest))
+    return max(1, 1024 // block_n), block_n, unroll, 4
+
+
+def _tokens_tile() -> tuple[int, int, int]:
+    """Bags, values of each at a time, and warps."""
+    return 64, 16, 4
+
+
+def _factors_tile(H: int) -> tuple[int, int, int]:
+    """Values, columns and warps."""
+    block_n = min(256, next_power_of_2(H))
+    return max(1, 1024 // block_n), block_n, 4
+
+
+def bags_of(values: Tensor, offsets: Tensor | None) -> tuple[int, int]:
+    """How many bags there are, and how long each is, 1 where offsets tell."""
+    return (values.shape[0], values.shape[1]) if offsets is None else (offsets.shape[0] - 1, 1)
+
+
+def bag_sums(
+    table: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
+    scale_offset: Tensor | None, mean: bool, padding_idx: int, y: Tensor,
+) -> None:  # fmt: skip
+    """y (bags, D) = the sums of rows of the table, widened by scale_offset (V, 2) where that is given."""
+    if not y.numel():
+        return
+    w = rows_of(table)
+    values = values.contiguous()
+    offsets, fields, factors, scale_offset = (
+        None if t is None else t.contiguous() for t in (offsets, fields, factors, scale_offset)
+    )
+    (B, L), (V, H), M, stride = bags_of(values, offsets), w.shape, values.numel(), w.stride(0)
+    count = 1 if fields is None else fields.shape[0] - 1
+    sizes = B, M, V, count, H, stride, L, padding_idx
+    dtypes = tuple(None if t is None else t.dtype for t in (values, w, y, offsets, fields, factors, scale_offset))
+
+    def plan() -> Plan:
+        block_b, block_n, unroll, warps = _fwd_tile(H, L if offsets is None else None)
+        grid = cdiv(B, block_b) * cdiv(H, block_n)
+        return grid, (*sizes, mean, block_b, block_n, unroll), {"num_warps": warps}
+
+    tensors = values, w, y, offsets, fields, factors, scale_offset
+    launch(_embedding_bag_fwd_kernel, (*sizes, mean, *dtypes), tensors, plan)
+
+
+def _embedding_bag_fwd_fake(
+    weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
+    padding_idx: int,
+) -> Tensor:  # fmt: skip
+    return weight.new_empty((bags_of(values, offsets)[0], weight.shape[1]))
+
+
+@launcher(
+    "(Tensor weight, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, int padding_idx) "
+    "-> Tensor",
+    _embedding_bag_fwd_fake,
+)
+def embedding_bag_fwd(
+    weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
+    padding_idx: int,
+) -> Tensor:  # fmt: skip
+    y = _embedding_bag_fwd_fake(weight, values, offsets, fields, factors, mean, padding_idx)
+    bag_sums(weight, values, offsets, fields, factors, None, mean, padding_idx, y)
+    return y
+
+
+def tokens_of(
+    values: Tensor, offsets: Tensor | None, fields: Tensor | None, V: int, mean: bool, padding_idx: int
+) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
+    """Of each value the row, and which has no gradient; the bag where lengths differ; 1 / length of a mean's bags."""
+    values, M, (B, L) = values.contiguous(), values.numel(), bags_of(values, offsets)
+    ragged, of_fields = offsets is not None, fields is not None
+    if not (ragged or of_fields or mean):
+        return values, padding_idx, None, None
+    # A value that no bag holds, as offsets may be wrong, has no row.
+    rows = values.new_full((M,), V, dtype=torch.int32) if ragged or of_fields else None
+    bag = values.new_empty(M, dtype=torch.int32) if ragged else None
+    scale = values.new_empty(B, dtype=torch.float32) if mean else None
+    sizes = B, M, V, 1 if fields is None else fields.shape[0] - 1, L, padding_idx
+
+    def plan() -> Plan:
+        block_b, block_l, warps = _tokens_tile()
+        return cdiv(B, block_b), (*sizes, block_b, block_l), {"num_warps": warps}
+
+    tensors = values, *(None if t is None else t.contiguous() for t in (offsets, fields)), rows, bag, scale
+    launch(_embedding_bag_tokens_kernel, (*sizes, values.dtype, ragged, of_fields, mean), tensors, plan)
+    return (values, padding_idx, bag, scale) if rows is None else (rows, -1, bag, scale)
+
+
+def _embedding_bag_bwd_fake(
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
+    mean: bool, padding_idx: int,
+) -> Tensor:  # fmt: skip
+    return dy.new_empty((classes, dy.shape[-1]))
+
+
+@launcher(
+    "(Tensor dy, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, SymInt classes, bool mean, "
+    "int padding_idx) -> Tensor",
+    _embedding_bag_bwd_fake,
+)
+def embedding_bag_bwd(
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
+    mean: bool, padding_idx: int,
+) -> Tensor:  # fmt: skip
+    dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx)
+    if not dw.numel() or not values.numel():  # without values no kernel writes dW
+        return dw.zero_()
+    ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
+    keys, order = sorted_ids(ids, classes, padding)
+    scale = scale if factors is None else factors.contiguous()
+    sums_of_runs(dy, keys, order, dw, bag=bag, length=bags_of(values, offsets)[1], scale=scale, by_bag=mean)
+    return dw
+
+
+def _embedding_bag_factors_fake(
+    dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
+    padding_idx: int,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(factors, memory_format=torch.contiguous_format)
+
+
+@launcher(
+    "(Tensor dy, Tensor weight, Tensor factors, Tensor values, Tensor? offsets, Tensor? fields, int padding_idx) "
+    "-> Tensor",
+    _embedding_bag_factors_fake,
+)
+def embedding_bag_factors(
+    dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
+    padding_idx: int,
+) -> Tensor:  # fmt: skip
+    df = _embedding_bag_factors_fake(dy, weight, factors, values, offsets, fields, padding_idx)
+    if not df.numel() or not dy.shape[-1]:
+        return df.zero_()
+    dy, w = rows_of(dy), rows_of(weight)
+    M, (V, H), L = values.numel(), w.shape, bags_of(values, offsets)[1]
+    ids, padding, bag, _ = tokens_of(values, offsets, fields, V, False, padding_idx)
+    sizes = M, V, H, dy.stride(0), w.stride(0), L, padding
+
+    def plan() -> Plan:
+        block_m, block_n, warps = _factors_tile(H)
+        return cdiv(M, block_m), (*sizes, block_m, block_n), {"num_warps": warps}
+
+    key = (*sizes, ids.dtype, dy.dtype, w.dtype, df.dtype, bag is None)
+    launch(_embedding_bag_factors_kernel, key, (ids, dy, w, bag, df), plan)
+    return df

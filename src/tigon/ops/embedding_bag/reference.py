@@ -1,0 +1,36 @@
+"""Bags of embeddings by torch's operators: the specification."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.embedding_bag.checks import bags_shape, fields_of
+
+
+def embedding_bag_reference(
+    weight: Tensor, values: Tensor, offsets: Tensor | None = None, *, mode: str = "sum",
+    per_sample_weights: Tensor | None = None, padding_idx: int | None = None, field_offsets: Tensor | None = None,
+    grad: str = "dense",
+) -> Tensor:  # fmt: skip
+    acc = torch.promote_types(weight.dtype, torch.float32)
+    shape, (V, D) = bags_shape(values, offsets, field_offsets), weight.shape
+    if not D:  # torch reads beyond its memory there
+        y = weight.sum(0).expand(*shape, 0)
+        return y if per_sample_weights is None else y + per_sample_weights.sum().to(y.dtype)
+    rows, table = values.reshape(-1).long(), weight.to(acc)
+    if field_offsets is not None:
+        rows = rows + field_offsets[fields_of(values, offsets, field_offsets)]
+        if padding_idx is not None:  # a row for the padding of all fields
+            rows = torch.where(values.reshape(-1) == padding_idx, V, rows)
+            table, padding_idx = torch.cat((table, table.new_zeros(1, D))), V
+    if offsets is None:
+        bags = shape[0] * shape[1] if len(shape) == 2 else shape[0]
+        length = values.shape[-1] if values.dim() > len(shape) else 1
+        offsets = torch.arange(bags + 1, device=values.device) * length
+    factors = None if per_sample_weights is None else per_sample_weights.reshape(-1).to(acc)
+    y = F.embedding_bag(
+        rows, table, offsets, mode=mode, per_sample_weights=factors, include_last_offset=True, padding_idx=padding_idx
+    )
+    return y.to(weight.dtype).view(*shape, D)

@@ -1,0 +1,128 @@
+"""The gradient of a table as the rows that occur and their sums: a coalesced torch.sparse_coo tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.embedding import sorted_ids, sums_of_runs
+from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
+from tigon.ops.embedding_bag.reference import embedding_bag_reference
+from tigon.runtime import differentiable_directly
+
+
+def rows_of_bags(
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
+    mean: bool, padding_idx: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D). The host waits for U."""
+    H = dy.shape[-1]
+    if not H or not values.numel():
+        return values.new_empty(0, dtype=torch.int64), dy.new_empty((0, H))
+    ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
+    keys, order = sorted_ids(ids, classes, padding)
+    # Each key's place among the keys that occur. Those without a gradient sort last, so theirs is U.
+    begins = torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(keys[1:], keys[:-1], out=begins[1:])
+    place = begins.cumsum(0, dtype=torch.int32) - 1
+    unique = int(place[-1] + (keys[-1] < classes))
+    sums = dy.new_empty((unique, H))
+    if not unique:
+        return values.new_empty(0, dtype=torch.int64), sums
+    scale = scale if factors is None else factors.contiguous()
+    length = bags_of(values, offsets)[1]
+    starts = sums_of_runs(dy, place, order, sums, bag=bag, length=length, scale=scale, by_bag=mean)
+    return keys[starts[:unique]].long(), sums
+
+
+def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx = inputs
+    ctx.classes = weight.shape[0]
+    # The rows are needed for the gradient of what they are multiplied by alone.
+    ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
+
+
+def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
+    if runs_triton:
+        return (embedding_bag_fwd(*args),)
+    weight, values, offsets, fields, factors, mean, padding_idx = args
+    rows, padding_idx = _flat_rows(values, offsets, fields, weight.shape[0], padding_idx)
+    return (
+        embedding_bag_reference(
+            torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), rows, offsets, mode="mean" if mean else "sum",
+            per_sample_weights=factors, padding_idx=padding_idx,
+        ),
+    )  # fmt: skip
+
+
+def _flat_rows(
+    values: Tensor, offsets: Tensor | None, fields: Tensor | None, V: int, padding_idx: int
+) -> tuple[Tensor, int]:
+    """Each value's row of the stacked tables, V for what is left out."""
+    rows = values.long()
+    if fields is not None:
+        at = torch.arange(values.numel(), device=values.device).view_as(values)
+        bag = at // values.shape[1] if offsets is None else torch.searchsorted(offsets, at, right=True) - 1
+        rows = rows + fields[bag % (fields.shape[0] - 1)]
+    return (torch.where(values == padding_idx, V, rows) if padding_idx >= 0 else rows), V
+
+
+def _rows_reference(
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
+    weight: Tensor | None, classes: int, mean: bool, padding_idx: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`rows_of_bags`, and the gradient of the factors, by torch's operators."""
+    acc = torch.promote_types(dy.dtype, torch.float32)
+    rows, _ = _flat_rows(values, offsets, fields, classes, padding_idx)
+    at = torch.arange(values.numel(), device=values.device)
+    bag = at // max(1, values.shape[1]) if offsets is None else torch.searchsorted(offsets, at, right=True) - 1
+    rows = rows.reshape(-1)
+    counts = rows < classes
+    per_value = dy.to(acc)[bag]
+    df = None
+    if factors is not None:
+        if weight is not None:
+            products = (per_value * weight.to(acc)[rows.clamp_max(classes - 1)]).sum(-1)
+            df = torch.where(counts, products, 0.0).view_as(factors).to(factors.dtype)
+        per_value = per_value * factors.reshape(-1, 1).to(acc)
+    if mean:
+        size = torch.zeros(dy.shape[0], dtype=acc, device=dy.device).index_add_(0, bag, counts.to(acc))
+        per_value = per_value / size[bag].clamp_min(1)[:, None]
+    found, place = rows[counts].unique(return_inverse=True)
+    sums = torch.zeros(found.numel(), dy.shape[1], dtype=acc, device=dy.device).index_add_(0, place, per_value[counts])
+    return found, sums.to(dy.dtype), df
+
+
+def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    dw = df = None
+    if dy is not None:
+        values, offsets, fields, factors, weight = ctx.saved_tensors[:5]
+        needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        found: tuple[Tensor, Tensor] | None = None
+        if not ctx.own["runs_triton"]:
+            seen = weight if needs_factors else None
+            rows, sums, df = _rows_reference(
+                dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx
+            )
+            found = rows, sums
+        else:
+            if needs_rows:
+                found = rows_of_bags(dy, values, offsets, fields, factors, ctx.classes, ctx.mean, ctx.padding_idx)
+            if needs_factors:
+                df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
+        if needs_rows and found is not None:
+            rows, sums = found
+            dw = torch.sparse_coo_tensor(
+                rows[None], sums, (ctx.classes, sums.shape[1]), is_coalesced=True, check_invariants=False
+            )
+            # torch takes over the memory of a sparse gradient that nobody else holds, and forgets that it is coalesced.
+            # Held to the end of this pass, it is copied with that word: a copy of U rows, in place of a sort in the
+            # optimizer.
+            held = [dw]
+            torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+    return dw, None, None, None, df, None, None
+
+
+bag_of_rows = differentiable_directly(_bag_of_rows_fwd, save_bags, _backward_of_rows)
