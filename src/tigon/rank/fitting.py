@@ -325,13 +325,8 @@ class _Run:
         measured = {
             f"{label}:{name}": one.value for label, names in found.labels.items() for name, one in names.items()
         }
-        row = {
-            "step": self.step,
-            "epoch": round(self._epochs(), 6),
-            "loss": self.loss,
-            options.watched: value,
-            **measured,
-        }
+        row = {"step": self.step, "epoch": round(self._epochs(), 6), "loss": self.loss, options.watched: value}
+        row |= measured
         before = self._best()
         self.history.append(row)
         if before is None or better(options.watched, value, before[options.watched]):
