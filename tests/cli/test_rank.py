@@ -156,6 +156,11 @@ def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, f
     _, val, test = read_tables("rank fit", given)
     assert val is None
     assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
+    # Earlier events besides, of which there are none of these users.
+    other = tmp_path / "other.parquet"
+    parquet.write_table(pa.table({"user_id": ["x"], "item_id": [1000], "timestamp": [1], "click": [1]}), other)
+    _, _, test = read_tables("rank fit", {**given, "history": ["self", str(other)]})
+    assert test.batch(torch.arange(len(test))).history_offsets.diff().tolist() == events[0].tolist()
 
 
 def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
@@ -276,6 +281,17 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_p
     sglang.problem("--to sglang is for rankers by prompts", "a LiGR goes to torch-export or onnx")
     wrong = tigon("rank", "export", out, "--to", "tflite")
     wrong.problem("--to must be one of torch-export, onnx, sglang, got tflite")
+
+
+def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, tmp_path):
+    out, unlabelled = tmp_path / "run", folder / "unlabelled.parquet"
+    options = ("--objective", "next-item", "--history", "self", "--val-fraction", 0, "--log-every", 3)
+    test = ("--test", unlabelled, "--draws", 0)
+    tigon("rank", "fit", "--data", unlabelled, *options, *test, *TINY, "--layers", 1, "--epochs", 2, "-o", out).ok()
+    found = results(out)
+    assert found["steps"] == 4
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert found["test"]["metrics"]["next item"]["mrr"]["value"] > 0
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_places_among_all_items():
     assert values["ndcg@3"].value == pytest.approx((1 + 1 / 2 + 1 / math.log2(3)) / 5)
     assert values["hr@3"].left_out == 1
     assert values["hr@3"].low < 3 / 5 < values["hr@3"].high
-    assert found.notes == ["1 of 6 requests have no positive row: left out"]
+    assert found.notes == ["1 of 6 requests have no positive row, or one whose item the schema does not know: left out"]
     assert found.value("next item:hr@3") == found.value("hr@3")
     with pytest.raises(ValueError, match=r"^rank\.evaluate_next_items: Linear does not rank all items\.$"):
         rank.evaluate_next_items(Linear(), DATA)

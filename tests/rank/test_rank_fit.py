@@ -64,6 +64,36 @@ def test_a_run_that_goes_on_from_any_step_ends_at_the_same_bits(size, every):
             assert torch.equal(value, again.state_dict()[name]), (step, before, name)
 
 
+def test_a_run_that_goes_on_from_before_its_last_evaluation_does_no_step_more():
+    options = rank.FitOptions(lr=3.0, clip=0.0, epochs=9, batch_size=16, eval_every=3, metric="log_loss", patience=2)
+    states = {}
+
+    def keep(progress):
+        if progress.found is None:
+            states[progress.step] = copy.deepcopy(progress.state())
+
+    fitted = rank.fit(Linear(dropout=0.0), TRAIN, VAL, options, after=keep)
+    assert fitted.steps < 9 * 8
+    found = rank.fit(Linear(dropout=0.0), TRAIN, VAL, options, state=states[fitted.steps])
+    assert (found.steps, found.best, found.history) == (fitted.steps, fitted.best, fitted.history)
+
+
+def test_the_ranker_stays_on_its_device(monkeypatch):
+    """Accelerate keeps the device of a process's first Accelerator. "meta" stands for the GPU of an earlier run."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    Accelerator()
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setitem(state._shared_state, "device", torch.device("meta"))
+    ranker = Linear()
+    assert rank.fit(ranker, TRAIN, VAL, rank.FitOptions(epochs=1)).steps == 1
+    assert ranker.head.weight.device.type == "cpu"
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ValueError, match=r"^rank\.fit: trains on one device, got 2 processes\.$"):
+        rank.fit(ranker, TRAIN)
+
+
 def test_early_stopping_keeps_the_best_weights():
     kept = {}
 
@@ -120,6 +150,8 @@ def test_a_loss_that_is_not_finite_ends_the_run():
     bad.x[3] = torch.inf
     with pytest.raises(FloatingPointError, match=r"^rank\.fit: the loss became nan at step 1; a lower lr may help\.$"):
         rank.fit(Linear(), bad, VAL, rank.FitOptions(epochs=1))
+    with pytest.raises(FloatingPointError, match=r"the loss became nan at step 1"):  # that no evaluation reads
+        rank.fit(Linear(), bad, None, rank.FitOptions(epochs=1))
 
 
 @pytest.mark.parametrize(

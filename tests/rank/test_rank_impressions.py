@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
-from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Time  # noqa: E402
+from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Text, Time  # noqa: E402
 from tigon.rank.labels import Label  # noqa: E402
 from tigon.tables.values import BadValue  # noqa: E402
 
@@ -270,6 +270,17 @@ def test_tables_to_score_need_no_labels():
         Impressions.read(rows, history=EVENTS, schema=data.schema)
     bare = Impressions.read(rows, history=EVENTS, schema=data.schema, labelled=False)
     assert bare.batch(torch.arange(3)).labels == {}
+    empty = {**ROWS, "click": [None] * 4}
+    bare = Impressions.read(empty, history=EVENTS, schema=data.schema, labelled=False)
+    assert bare.batch(torch.arange(3)).labels == {}
+
+
+def test_times_of_another_unit_than_that_of_training_are_refused():
+    """Milliseconds read as seconds would lie behind all events, so that histories had the future in them."""
+    data = Impressions.read(ROWS, history=EVENTS)
+    later = {**ROWS, "time": [1_700_000_000_000] * 4}
+    with pytest.raises(ValueError, match=r"row 0: must be a time in s since 1970, got 1700000000000, a time after the"):
+        Impressions.read(later, history=EVENTS, schema=data.schema)
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
@@ -518,6 +529,12 @@ def test_a_context_that_differs_within_a_request_gets_a_sentence():
     ):
         Impressions.read({**ROWS, "device": ["tv", "tv", "phone", "tv"]}, schema=schema)
     missing = Schema(Roles("item", request="request"), {"item": Id(side="item"), "device": Number(side="context")})
+    for kind, values in ((Text, ["a", "b", "a", "c"]), (Ids, [[1], [1, 2], None, [1]])):
+        schema = Schema(Roles("item", request="request"), {"item": Id(side="item"), "x": kind(side="context")})
+        held = Impressions.read({**ROWS, "x": [values[0], values[1], values[0], values[3]]}, schema=schema)
+        assert len(held.batch(torch.arange(3)).context["x"][0]) > 0
+        with pytest.raises(ValueError, match=r"column 'x' has side 'context', but differs .* between rows 0 and 2"):
+            Impressions.read({**ROWS, "x": [values[0], values[1], values[1], values[3]]}, schema=schema)
     nan = math.nan
     data = Impressions.read({**ROWS, "device": [nan, 1.0, nan, 2.0]}, schema=missing)
     assert data.batch(torch.tensor([0])).context["device"].isnan().all()

@@ -109,6 +109,17 @@ def test_a_schema_is_inferred_by_itself():
     assert Schema.infer(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.binary_view()], ids=str)
+def test_bytes_are_no_field(kind):
+    table = {"item": [1, 2], "hash": pa.array([b"a", b"b"], pa.binary()).cast(kind)}
+    assert "nothing that a model reads" in Impressions.read(table).schema.left_out["hash"]
+
+
+def test_labels_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"^Schema: labels must differ in their names, got 'a' more often"):
+        Impressions.read({"item": [1, 2], "stars": [1, 5]}, labels=["a = stars >= 4", "b = stars", "a = stars >= 5"])
+
+
 def test_a_side_follows_from_most_rows():
     # Item 1 is shown twice, both times to ann: her job could be the item's. More of her rows say that it is hers.
     rows = {

@@ -128,7 +128,7 @@ def evaluate_next_items(
 
     Args:
         ranker: one with `next_item_ranks(batch)`, (R,) places from 1, such as `rank.LiGR`.
-        data: requests with one positive row each, `rank.Impressions`.
+        data: requests with one positive row each, `rank.Impressions`; without labels, each request's first row.
         at: the cut-offs k of NDCG and hit rate.
         drawing: `rank.Drawing`, how the table is cut into batches.
         draws, seed: as for `rank.evaluate`.
@@ -154,7 +154,8 @@ def evaluate_next_items(
     values = {name: torch.where(place.isnan(), torch.nan, x) for name, x in values.items()}
     ones, without = torch.ones_like(place), int(place.isnan().sum())
     found = {name: draw.of_requests(Grouped(float(x.nanmean()), x, ones, without)) for name, x in values.items()}
-    notes = [f"{without:,} of {len(place):,} requests have no positive row: left out"] if without else []
+    why = "have no positive row, or one whose item the schema does not know: left out"
+    notes = [f"{without:,} of {len(place):,} requests {why}"] if without else []
     return Evaluation({"next item": found}, len(place), len(place), notes)
 
 

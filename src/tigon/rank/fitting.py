@@ -217,7 +217,10 @@ class _Run:
             raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
-        self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+        # One state serves all Accelerators of a process, whose device need not be this ranker's.
+        self.accelerator = Accelerator(device_placement=False)
+        if self.accelerator.num_processes > 1:
+            raise ValueError(f"rank.fit: trains on one device, got {self.accelerator.num_processes} processes.")
         self.optimizer = torch.optim.AdamW(
             _groups(ranker, options.weight_decay), lr=options.lr, fused=self.device.type == "cuda"
         )
@@ -236,6 +239,7 @@ class _Run:
         stopped = False
         while self.epoch < self.options.epochs and not stopped and not self._over():
             stopped = self._epoch(optimizer)
+        self._read()
         if self.best is not None and not stopped:
             self.ranker.load_state_dict(self.best)
         row = self._best()
@@ -245,9 +249,12 @@ class _Run:
         """The rest of an epoch; True if `after` ended the run."""
         every, drawing = self.options.eval_every, self.options.drawing
         measured = self.history[-1]["step"] if self.history else 0
-        # A state of this step may be from before its evaluation.
-        if every and self.step % every == 0 and measured != self.step and self._evaluate():
-            return True
+        # A state of this step may be from before its evaluation, which may be the last.
+        if every and self.step % every == 0 and measured != self.step:
+            if self._evaluate():
+                return True
+            if self._over():
+                return False
         order = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.epoch)
         self.ranker.train()
         for batch in drawing.batches(self.train, self.device, order, self.batches):
@@ -318,13 +325,8 @@ class _Run:
         measured = {
             f"{label}:{name}": one.value for label, names in found.labels.items() for name, one in names.items()
         }
-        row = {
-            "step": self.step,
-            "epoch": round(self._epochs(), 6),
-            "loss": self.loss,
-            options.watched: value,
-            **measured,
-        }
+        row = {"step": self.step, "epoch": round(self._epochs(), 6), "loss": self.loss, options.watched: value}
+        row |= measured
         before = self._best()
         self.history.append(row)
         if before is None or better(options.watched, value, before[options.watched]):

@@ -73,13 +73,13 @@ class Impressions:
             items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
                 file, and are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
-            labelled: whether the labels have to be there; a table to score has none.
+            labelled: whether the labels have to be there; a table to score has none, or columns without a value.
             roles: without a schema, the arguments of `Roles`; columns with usual names are found.
 
         Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
             name), a label that is not 0 or 1, a history without times, and values that do not fit their field.
         """
-        tables, schema = opened(data, history, items, users, schema, roles)
+        tables, schema = opened(data, history, items, users, schema, roles, labelled)
         return cls(hold(tables, fitted(schema, tables), labelled), Source(tables, schema, labelled))
 
     def __len__(self) -> int:

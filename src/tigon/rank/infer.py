@@ -117,7 +117,8 @@ def kind_of(name: str, column: Any) -> Field | str:
         if types.is_string(inner) or types.is_large_string(inner) or types.is_integer(inner):
             return Ids(hash_rows=MANY) if pc.count_distinct(column.flatten()).as_py() > MANY else Ids()
         return f"it holds lists of {inner}"
-    if types.is_nested(kind) or types.is_binary(kind) or types.is_large_binary(kind) or types.is_time(kind):
+    bytes_ = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+    if types.is_nested(kind) or types.is_time(kind) or any(of(kind) for of in bytes_):
         return f"{kind} is nothing that a model reads"
     if types.is_duration(kind):
         return "it holds durations; give them as numbers"

@@ -14,9 +14,11 @@ from tigon.rank.history import ordered, windows
 from tigon.rank.labels import Label
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import NAME, SPOKEN, Tables
-from tigon.tables.arrow import kinds_agree, numbers
+from tigon.tables.arrow import is_numeric, kinds_agree, numbers
 from tigon.tables.values import BadValue, Ints
 
+# What `Time` takes to be of the next smaller unit, in microseconds.
+LATEST = 10**17
 NO_TIMES = "so that no event of a request's future is read"
 
 
@@ -100,6 +102,14 @@ def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
             f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {int(missing.nonzero()[0])}: must be a time, "
             "got a missing value."
         )
+    # In another unit than that of training all of the history would be a past, the future too.
+    if (late := found > LATEST).any() and is_numeric(tables.of(table)[name]):
+        at = int(late.nonzero()[0])
+        unit, value = getattr(kind, "unit", None), tables.of(table)[name][at]
+        raise ValueError(
+            f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {at}: must be a time in {unit} since 1970, got "
+            f"{value}, a time after the year 5138."
+        )
     return found
 
 
@@ -136,12 +146,15 @@ class Places:
             assert found.places is not None
             return Stored(found.values, found.places[self.ones])
         values = self.tables.encode("rows", name, field)
-        if isinstance(values, Tensor):
-            self._constant(name, values)
+        self._constant(name, values)
         return Stored(values).picked(self.ones)
 
-    def _constant(self, name: str, values: Tensor) -> None:
+    def _constant(self, name: str, values: Any) -> None:
         """Raise if a request's rows differ."""
+        if not isinstance(values, Tensor):  # texts, or lists of codes
+            numbered: dict[Any, int] = {}
+            rows = values if isinstance(values, list) else map(tuple, values.lists())
+            values = torch.tensor([numbered.setdefault(row, len(numbered)) for row in rows], dtype=torch.int64)
         inner = values[self.order]
         first = torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
         differ = (inner != first) & ~((inner != inner) & (first != first))

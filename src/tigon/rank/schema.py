@@ -70,7 +70,8 @@ class Schema:
         is_open: whether a field is still to be fitted on data.
         left_out: why columns are no fields, where the schema was inferred.
 
-    Raises: ValueError if the item has no field, or a field stands on a side where its role forbids it.
+    Raises: ValueError if the item has no field, two labels have one name, or a field stands on a side where its role
+        forbids it.
     """
 
     def __init__(self, roles: Roles | Mapping[str, Any], fields: Mapping[str, Field]) -> None:
@@ -83,6 +84,11 @@ class Schema:
         item = self.fields.get(self.roles.item)
         if not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
+        if len(set(self.labels)) < len(self.labels):
+            twice = next(name for name in self.labels if self.labels.count(name) > 1)
+            raise ValueError(
+                f"Schema: labels must differ in their names, got {twice!r} more often; NAME=COLUMN>=VALUE names one."
+            )
         time = self.fields.get(self.roles.time or "")
         if time is not None and (not isinstance(time, Time) or time.side != "context"):
             raise ValueError(

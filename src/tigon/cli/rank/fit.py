@@ -35,7 +35,7 @@ def fit(
     time: Annotated[str | None, within(_DATA, "Column of times; default: timestamp, time, ….")] = None,
     label: Annotated[list[str] | None, within(_DATA, "Column of 0 and 1, or a comparison, such as 'like=rating>=4'; once for each label. Default: click, label, ….")] = None,
     action: Annotated[list[str] | None, within(_DATA, "Column of the history that says what happened, once for each.")] = None,
-    weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: weight.")] = None,
+    weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: sample_weight.")] = None,
     output: Annotated[Path, within(_RUN, "Folder for checkpoints, the ranker and results.", "--output", "-o")] = Path("rank-run"),
     resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,

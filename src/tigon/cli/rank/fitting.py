@@ -14,7 +14,7 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
-from tigon.cli.rank.shared import history_of, metrics_table, sentences, spread, weights_of
+from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread, weights_of
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -49,7 +49,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         if not given["val"] and given["val_fraction"]:
             train, val = train.split(by=given["val_split"], fraction=given["val_fraction"], seed=given["seed"])
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
-        past = [history, *given["data"]] if isinstance(history, str) else history
+        past = after_own(history, given["data"])
         val, test = (
             Impressions.read(given[name], history=past, schema=train.schema, **sides) if given[name] else found
             for name, found in (("val", val), ("test", None))
@@ -92,9 +92,9 @@ class Run:
             "row": "of an impression",
             "action": "of events alone",
         }
-        read = [
-            f"{said} {', '.join(train.schema.side(side))}" for side, said in sides.items() if train.schema.side(side)
-        ]
+        fields = {name: field.side for name, field in train.schema.fields.items() if field.kind != "Text"}
+        read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
+                if side in fields.values()]  # fmt: skip
         self.console.print(f"it reads {'; '.join(read)}")
         for note in train.notes:
             self.console.print(f"note: {note}")
@@ -124,8 +124,10 @@ class Run:
             state = {**facts, **modules, "optimizer": optimizer}
             self.console.print(f"from step {state['step']:,}")
         interrupts = Interrupts()
+        last: list[Any] = []
 
         def after(progress: Any) -> bool:
+            last[:] = [progress]
             now = time.monotonic()
             log = progress.step % self.given["log_every"] == 0 or progress.found is not None
             keep = interrupts.signal or (progress.step % self.given["save_every"] == 0 and progress.found is None)
@@ -139,6 +141,8 @@ class Run:
 
         with interrupts, sentences(NAME):
             fitted = rank.fit(ranker, train, val, self.options, state=state, after=after)
+        for progress in last:  # the steps since the last line
+            append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
             command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
             raise Problem(

@@ -10,7 +10,7 @@ from typing import Any
 from tigon.cli.checkpoint import RECORD
 from tigon.cli.problem import Problem
 from tigon.cli.rank.fitting import MODEL
-from tigon.cli.rank.shared import history_of, paths_of, sentences
+from tigon.cli.rank.shared import after_own, history_of, paths_of, sentences
 
 PROMPT, CONFIG = "prompt.yaml", "config.json"
 
@@ -59,8 +59,8 @@ class Opened:
         sides: dict[str, Any] = {name: paths_of(given) or self.options.get(name) or None
                  for name, given in (("items", items), ("users", users))}  # fmt: skip
         events = history_of(paths_of(history) or self.options.get("history", []))
-        if events in ("self", "positives") and not history:
-            events = [events, *(path for path in self.options["data"] if path not in data)]
+        if not history:
+            events = after_own(events, [path for path in self.options.get("data", []) if path not in data])
         with sentences(self.command):
             if self.by_prompt:
                 return self.ranker.read(data, history=events, labelled=labelled, **sides)

@@ -90,6 +90,12 @@ def history_of(given: list[str]) -> Any:
     return given[0] if given in (["self"], ["positives"]) else given
 
 
+def after_own(history: Any, data: list[str]) -> Any:
+    """The history of other impressions, where that of `data` is its own impressions: they come before."""
+    words = [history] if isinstance(history, str) else history or []
+    return [*words, *(path for path in data if path not in words)] if {"self", "positives"} & {*words} else history
+
+
 def digest(paths: list[str]) -> str:
     """A digest of files and of the files in folders: their sizes and contents, of large ones both ends."""
     found = hashlib.blake2b(digest_size=16)

@@ -249,7 +249,8 @@ class LiGR(Ranker):
 
         Args:
             batch: a `tigon.rank.Batch`.
-            target: (R,) int64 codes; None for each request's first candidate with a positive first label.
+            target: (R,) int64 codes; None for each request's first candidate with a positive first label;
+                without labels, its first.
             exclude_seen: leave out the items of the history, but for the target itself.
         Returns: (R,) int64, from 1; equal scores count for the others. 0 where there is no target or it is unseen.
         Raises: ValueError for a target of another shape, and for a history without items.

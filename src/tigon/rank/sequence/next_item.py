@@ -122,8 +122,12 @@ def _as_wide(ranker: LiGR, x: Tensor) -> Tensor:
 
 
 def _positives(ranker: LiGR, batch: Batch) -> Tensor:
-    """(R,), the code of each request's first candidate whose first label is positive; 0 where there is none."""
-    item, label = batch.items[ranker.schema.roles.item].long(), batch.labels[ranker.labels[0]]
+    """(R,), the code of each request's first candidate whose first label is positive; 0 where there is none.
+
+    Without labels what was shown is what happened.
+    """
+    item = batch.items[ranker.schema.roles.item].long()
+    label = next((batch.labels[name] for name in ranker.labels[:1] if name in batch.labels), torch.ones_like(item))
     request = torch.repeat_interleave(batch.offsets.diff()).to(label.device)
     place = torch.arange(len(label), device=label.device)
     first = torch.full((batch.requests,), len(label), device=label.device)
