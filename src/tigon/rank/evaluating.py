@@ -169,7 +169,7 @@ def parts_of(scored: Scored, column: Sequence[Any], most: int = 20) -> dict[str,
         scored: what `rank.score` returned.
         column: n values, request by request, as `data.column(name)` of `rank.Impressions`; None or NaN: missing.
         most: parts that there are at most, beside "others".
-    Returns: scores of the rows of each part, by its name.
+    Returns: scores of the rows of each part, by its name; requests without rows in a part are no part of it.
     """
     values = [None if value != value else value for value in column]
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
