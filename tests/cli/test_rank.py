@@ -335,7 +335,7 @@ def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path
     assert "Traceback" not in said.err
     assert len(line) == 1
     assert all(word in line[0] for word in words), said.err
-    assert not (tmp_path / "x" / "model").exists()
+    assert not (tmp_path / "x").exists()
 
 
 def test_files_of_others_and_data_that_changed(folder, data, tigon, tmp_path):
