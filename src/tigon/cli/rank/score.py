@@ -30,7 +30,7 @@ def score(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a row for each row of the data: request, item, the probability of each label, and the score."""
+    """Write a row for each row of the data, request by request: its item, each label's probability, and the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if output.suffix not in SUFFIXES:
         raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
