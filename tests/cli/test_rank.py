@@ -188,6 +188,13 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
     scores = np.array([row["score"] for row in first])
     assert scores[clicks == 1].mean() > scores[clicks == 0].mean() + 0.1
     assert not list(tmp_path.glob("*.partial"))
+    # A piece that knows none of its items is of the types of the others.
+    nameless = pa.table({**parquet.read_table(folder / "unlabelled.parquet").to_pydict(),
+                         "item_id": [None] * SHOWN + [row["item_id"] for row in given[SHOWN:]]})  # fmt: skip
+    parquet.write_table(nameless, tmp_path / "nameless.parquet")
+    one = ("--data", tmp_path / "nameless.parquet", "--batch-size", 1, "-o", tmp_path / "one.parquet")
+    tigon("rank", "score", out, *one, "--device", "cpu").ok()
+    assert parquet.read_table(tmp_path / "one.parquet")["item_id"].to_pylist() == nameless["item_id"].to_pylist()
     again = ("rank", "score", out, "--data", folder / "unlabelled.parquet", "-o", file)
     tigon(*again).problem("is there; --overwrite replaces it")
     tigon(*again[:-1], tmp_path / "scores.txt").problem("--output must end in .parquet, .csv, .jsonl")
@@ -328,7 +335,7 @@ def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path
     assert "Traceback" not in said.err
     assert len(line) == 1
     assert all(word in line[0] for word in words), said.err
-    assert not (tmp_path / "x" / "model").exists()
+    assert not (tmp_path / "x").exists()
 
 
 def test_files_of_others_and_data_that_changed(folder, data, tigon, tmp_path):

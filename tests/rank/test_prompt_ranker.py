@@ -182,6 +182,18 @@ def test_isotonic_is_the_rising_function_of_least_squares():
     torch.testing.assert_close(calibration(s, y, "isotonic")(at), torch.tensor(theirs.predict(at.numpy())).float())
 
 
+def test_platt_leaves_tasks_alone_that_have_no_probability():
+    """Scores from 1 to 5 are no probabilities: through a logit all of them would be one."""
+    own = ranker()
+    before = own.score(requests())
+    assert list(own.calibrate(requests(), "platt")) == ["like"]
+    after = own.score(requests())
+    assert torch.equal(after["stars"], before["stars"])
+    assert not torch.equal(after["like"], before["like"])
+    with pytest.raises(ValueError, match=r"a platt calibration needs labels of 0 and 1, got 5\.$"):
+        calibration(torch.rand(3), torch.tensor([0, 5, 1]))
+
+
 def test_one_class_cannot_be_calibrated():
     with pytest.raises(ValueError, match=r"needs rows of both classes, got 3 rows that are all 1"):
         calibration(torch.rand(3), torch.ones(3))

@@ -54,6 +54,21 @@ def test_requests_say_what_the_tables_hold():
     assert Requests(data, asked).counts() == {"like": [2, 3], "stars": [1, 1, 1, 1, 1]}
 
 
+@pytest.mark.parametrize("floats", [False, True])
+def test_large_whole_numbers_are_said_as_they_are(floats):
+    """Each of these, and none of the others, is another number in fp32."""
+    large = [9_780_134_685_991, 16_777_217, None, 3]
+    items = {"item_id": [0, 1, 2, 3], "isbn": pa.array(large, pa.float64() if floats else pa.int64()),
+             "price": [16_777_217.5, 1.5, 2.5, 4.0], "year": [1990, 1991, 1992, None]}  # fmt: skip
+    asked = prompt(candidate="{{ isbn }}, {{ price }}, {{ year }}", profile=None, event=None, tasks={
+        "like": {"question": "Yes?", "answers": {"yes": 1, "no": 0}, "label": "click"}})  # fmt: skip
+    rows = {"session_id": [0] * 4, "item_id": [0, 1, 2, 3], "click": [1, 0, 0, 1]}
+    (request,) = Requests(read(asked, rows, items=items), asked)
+    said = [asked.say("candidate", row).split(", ") for row in request.candidates]
+    assert [line[0] for line in said] == ["9780134685991", "16777217", "unknown", "3"]
+    assert [line[1:] for line in said[1:]] == [["1.5", "1991"], ["2.5", "1992"], ["4", "unknown"]]
+
+
 def test_scores_of_impressions_are_those_of_their_requests():
     asked = made()
     rows = ROWS.drop_columns(["rating"])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from requests_made import SCHEMA, batch, chosen, of_request, randomly
 
+from tigon.rank.fields import Id
 from tigon.rank.ranker import Ranker
 from tigon.rank.schema import Schema
 from tigon.rank.sequence.model import THETA, LiGR
@@ -325,6 +326,23 @@ def test_what_is_no_ranker_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"kind": "other"}')
     with pytest.raises(ValueError, match=r"Ranker.from_pretrained: kind must be one of .*'ligr'.*, got 'other'"):
         Ranker.from_pretrained(tmp_path)
+
+
+def test_files_that_do_not_fit_together_are_refused(tmp_path):
+    LiGR(SCHEMA, 16, 2, 2).save_pretrained(tmp_path)
+    for name, changed in (
+        ("schema.json", SCHEMA.replace({"item": Id(vocab=[1], side="item", history=True)}).to_json()),
+        ("config.json", '{"kind": "ligr", "depth": 3}'),
+        ("model.safetensors", "x"),
+    ):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text(changed)
+        with pytest.raises(ValueError, match=r"^LiGR\.from_pretrained: .* must be of one ranker, as save_pre.*\.$"):
+            LiGR.from_pretrained(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"kind must be one of \['ligr'\], got None"):
+        LiGR.from_pretrained(tmp_path)
 
 
 def test_what_makes_no_model_is_refused():

@@ -65,6 +65,17 @@ def test_a_column_that_turns_out_to_hold_fractions_late_is_one_of_floats(tmp_pat
     assert table["x"][-1].as_py() == 0.5
 
 
+def test_values_may_be_longer_than_a_block_and_have_line_breaks(tmp_path):
+    """pyarrow reads blocks of a megabyte, and looks for their ends at line breaks."""
+    review = 'fits, "really"\n' * 40
+    rows = [{"n": n, "review": review + "."} for n in range(2200)]
+    csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "rows.csv")
+    assert (tmp_path / "rows.csv").stat().st_size > 1_200_000
+    assert tables.read("x", tmp_path / "rows.csv").to_pylist() == rows
+    (tmp_path / "rows.jsonl").write_text(lines_of(pa.table({"review": [review * 3000, "short"]})))
+    assert tables.read("x", tmp_path / "rows.jsonl").to_pylist() == [{"review": review * 3000}, {"review": "short"}]
+
+
 def test_times_are_read_with_slashes_too(tmp_path):
     (tmp_path / "t.csv").write_text("t\n2017/5/6 0:30\n")
     assert str(tables.read("x", tmp_path / "t.csv")["t"][0].as_py()) == "2017-05-06 00:30:00"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,13 +170,13 @@ def parts_of(scored: Scored, column: Sequence[Any], most: int = 20) -> dict[str,
         scored: what `rank.score` returned.
         column: n values, request by request, as `data.column(name)` of `rank.Impressions`; None or NaN: missing.
         most: parts that there are at most, beside "others".
-    Returns: scores of the rows of each part, by its name.
+    Returns: scores of the rows of each part, by its name; requests without rows in a part are no part of it.
     """
     values = [None if value != value else value for value in column]
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     there = sum(value is not None for value in values)
     if len(set(map(str, values))) > most and len(numbers) == there:
-        ends = torch.quantile(torch.tensor(numbers, dtype=torch.float64), _QUARTILES).tolist()
+        ends = np.quantile(numbers, (0, 0.25, 0.5, 0.75, 1)).tolist()  # torch's takes 2²⁴ numbers at most
         names = [f"{low:g} … {high:g}" for low, high in pairwise(ends)]
         keys = [MISSING if x is None else names[sum(x > end for end in ends[1:-1])] for x in values]
         order = [*names, MISSING]
@@ -190,9 +191,6 @@ def parts_of(scored: Scored, column: Sequence[Any], most: int = 20) -> dict[str,
         keys = [key if key in order else OTHERS for key in keys]
         order.append(OTHERS)
     return {name: scored.take(torch.tensor([key == name for key in keys])) for name in order if name in keys}
-
-
-_QUARTILES = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
 
 
 class _Draws(NamedTuple):

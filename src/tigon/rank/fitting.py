@@ -195,6 +195,21 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
     return torch.stack(terms).sum()
 
 
+def check(ranker: Any, train: Batched, val: Batched | None, options: FitOptions) -> None:
+    """Raise what `fit` raises before its first step."""
+    if not len(train):
+        raise ValueError("rank.fit: train has no requests.")
+    if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):
+        raise ValueError(
+            f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
+        )
+    labels, watched = ranker.schema.labels, options.watched.rpartition(":")[0]
+    if val is not None and options.objective == "impressions" and watched not in ("", *labels):
+        raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
+    if unknown := sorted(set(options.label_weights or {}) - set(labels)):
+        raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
+
+
 class _Run:
     """One fit."""
 
@@ -204,17 +219,7 @@ class _Run:
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
-        if not len(train):
-            raise ValueError("rank.fit: train has no requests.")
-        if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):
-            raise ValueError(
-                f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
-            )
-        labels, watched = ranker.schema.labels, options.watched.rpartition(":")[0]
-        if val is not None and options.objective == "impressions" and watched not in ("", *labels):
-            raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
-        if unknown := sorted(set(options.label_weights or {}) - set(labels)):
-            raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
+        check(ranker, train, val, options)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
@@ -322,11 +327,9 @@ class _Run:
         if value != value:
             why = f": {'; '.join(found.notes)}" if found.notes else ""
             raise ValueError(f"rank.fit: metric {options.watched} is not defined on val{why}.")
-        measured = {
-            f"{label}:{name}": one.value for label, names in found.labels.items() for name, one in names.items()
-        }
         row = {"step": self.step, "epoch": round(self._epochs(), 6), "loss": self.loss, options.watched: value}
-        row |= measured
+        for label, names in found.labels.items():
+            row |= {f"{label}:{name}": one.value for name, one in names.items()}
         before = self._best()
         self.history.append(row)
         if before is None or better(options.watched, value, before[options.watched]):

@@ -95,21 +95,31 @@ class Ranker(nn.Module):
             folder: that it wrote.
             device: where the weights will be; None: the CPU.
         Returns: the ranker, in evaluation mode.
-        Raises: ValueError if the folder holds no ranker, or one of another class than the one that is asked.
+        Raises: ValueError if the folder holds no ranker, one of another class than the one that is asked, or files that
+            do not fit together, as after an edit of its schema.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{cls.__name__}.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
         about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind = about.pop("kind", None)
+        kind = about.pop("kind", None) if isinstance(about, dict) else None
         if kind not in HOMES:
             raise ValueError(f"{cls.__name__}.from_pretrained: kind must be one of {sorted(HOMES)}, got {kind!r}.")
         module, _, name = HOMES[kind].partition(":")
         found: type[Ranker] = getattr(importlib.import_module(module), name)
         if not issubclass(found, cls):
             raise ValueError(f"{cls.__name__}.from_pretrained: {folder} must hold a {cls.__name__}, got a {name}.")
-        ranker = found(Schema.load(folder / SCHEMA), **about)
-        ranker.load_state_dict(load_file(folder / MODEL))
+        schema = Schema.load(folder / SCHEMA)
+        try:
+            ranker = found(schema, **about)
+            ranker.load_state_dict(load_file(folder / MODEL))
+        except (TypeError, RuntimeError, SafetensorError) as error:
+            lines = [line.strip() for line in str(error).splitlines()]
+            raise ValueError(
+                f"{cls.__name__}.from_pretrained: {MODEL}, {SCHEMA} and {CONFIG} of {folder} must be of one ranker, as "
+                f"save_pretrained wrote them: {lines[-1].rstrip('.')}."
+            ) from error
         return ranker.to(device).eval()

@@ -71,7 +71,7 @@ class Scored(NamedTuple):
     weights: Tensor | None
 
     def take(self, kept: Tensor) -> Scored:
-        """Some of the rows; requests that lose all of theirs are empty.
+        """Some of the rows; requests that lose all of theirs go, too.
 
         Args:
             kept: (n,) bool, which rows.
@@ -79,7 +79,7 @@ class Scored(NamedTuple):
         before = torch.cat((kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)))
         weights = None if self.weights is None else self.weights[kept]
         logits, labels = ({name: x[kept] for name, x in values.items()} for values in (self.logits, self.labels))
-        return Scored(before[self.offsets], self.rows[kept], logits, self.score[kept], labels, weights)
+        return Scored(before[self.offsets].unique(), self.rows[kept], logits, self.score[kept], labels, weights)
 
 
 @contextmanager

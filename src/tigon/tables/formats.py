@@ -120,6 +120,8 @@ def said(error: BaseException) -> str:
 def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -> Any:
     """A file of delimited columns. Their types are told by its first megabyte, or by all of it where that errs.
 
+    Texts in quotes may have line breaks.
+
     options: of pyarrow.csv.ConvertOptions.
     Raises: Malformed for text that is not in UTF-8.
     """
@@ -131,9 +133,11 @@ def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -
     try:
         table = csv.read_csv(str(path), parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
-        if "conversion error" not in str(error):
+        cut = quoted and "CSV parse" in str(error)  # perhaps a block ended at a line break in quotes
+        if not cut and "conversion error" not in str(error):
             raise
         whole = csv.ReadOptions(block_size=BLOCK)
+        parse = csv.ParseOptions(delimiter=delimiter, quote_char=parse.quote_char, newlines_in_values=quoted)
         table = csv.read_csv(str(path), read_options=whole, parse_options=parse, convert_options=convert)
     for field in table.schema:
         if pa.types.is_binary(field.type):  # what pyarrow makes of a column that it cannot decode
@@ -142,9 +146,15 @@ def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -
 
 
 def _json(path: Path) -> Any:
+    import pyarrow as pa
     from pyarrow import json
 
-    return json.read_json(str(path))
+    try:
+        return json.read_json(str(path))
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):  # a line is longer than a block
+            raise
+    return json.read_json(str(path), read_options=json.ReadOptions(block_size=BLOCK))
 
 
 def _parquet(path: Path) -> Any:

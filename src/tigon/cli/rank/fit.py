@@ -104,14 +104,15 @@ def fit(
     found = digest([path for path in files if Path(path).exists()])
     if resume and record["data"] != found:
         raise Problem(f"{NAME}: the data is not what the run in {output} was trained on")
+    record = record or {"kind": NAME, "options": given, "data": found}
+    run = Run(output, record, tables, options, place)
     output.mkdir(parents=True, exist_ok=True)
     with Claim() as claim:
         claim.take(output)
         if not resume:
             make_room(NAME, output, WRITTEN, overwrite)
-            record = {"kind": NAME, "options": given, "data": found}
             write_json(output / RECORD, record)
-        Run(output, record, tables, options, place).go()
+        run.go()
 
 
 def _options(given: dict[str, Any]) -> Any:

@@ -61,25 +61,31 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
 
 
 class Run:
-    """Fits, writes checkpoints and metrics meanwhile, and at the end the ranker and its results."""
+    """Fits, writes checkpoints and metrics meanwhile, and at the end the ranker and its results.
+
+    Making one writes nothing, and raises what is wrong with the options, before another run is replaced.
+    """
 
     def __init__(self, output: Path, record: dict[str, Any], tables: Tables, options: Any, device: Any) -> None:
+        import torch
+
         from tigon.cli.screen import screen
+        from tigon.rank.fitting import check
 
         self.output, self.record, self.tables, self.options, self.device = output, record, tables, options, device
         self.given = record["options"]
         self.console = screen(stderr=True, soft_wrap=True)
         self.saved = time.monotonic()
         self.marked, self.shown = time.perf_counter(), 0
-
-    def go(self) -> None:
-        import torch
-
-        train, val, _ = self.tables
-        train.schema.save(self.output / SCHEMA)
         torch.manual_seed(self.given["seed"])
         with sentences(NAME):
-            ranker = self._made(train.schema).to(self.device)
+            self.ranker = self._made(tables.train.schema).to(device)
+            check(self.ranker, tables.train, tables.val, options)
+
+    def go(self) -> None:
+        train, val, _ = self.tables
+        ranker = self.ranker
+        train.schema.save(self.output / SCHEMA)
         count = sum(p.numel() for p in ranker.parameters())
         held = f", {len(val):,} to validate on" if val is not None else ""
         self.console.print(

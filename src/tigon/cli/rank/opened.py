@@ -67,7 +67,7 @@ class Opened:
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
     def scored(self, data: Any, drawing: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """`rank.Scored` of all rows and what is written of each label, a piece at a time, in the order of the data."""
+        """`rank.Scored` of all rows and what is written of each label, a piece at a time, request by request."""
         import torch
 
         from tigon.rank import Scored

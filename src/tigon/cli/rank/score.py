@@ -30,7 +30,7 @@ def score(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a row for each row of the data: request, item, the probability of each label, and the score."""
+    """Write a row for each row of the data, request by request: its item, each label's probability, and the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if output.suffix not in SUFFIXES:
         raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
@@ -38,6 +38,9 @@ def score(
         raise Problem(f"{NAME}: --output {output} is there; --overwrite replaces it")
     check_writable(output.parent, f"{NAME}: --output")
     place = device_of(device, NAME)
+    import pyarrow as pa
+    import torch
+
     from tigon.cli.rank.evaluate import drawing_of
     from tigon.cli.rank.opened import Opened
     from tigon.cli.screen import screen
@@ -50,7 +53,9 @@ def score(
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
-    requests, items_of, names = table.request_ids, table.item_ids, (roles.request or "request", roles.item)
+    # Of one type in all pieces, whatever is missing in one of them.
+    requests, items_of = pa.array(table.request_ids), pa.array(table.item_ids)
+    names = (roles.request or "request", roles.item)
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
     # Under its name only when it is whole.
@@ -59,8 +64,8 @@ def score(
         with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
             for part, values in opened.scored(table, drawing):
                 sizes, n = part.offsets.diff(), len(part.rows)
-                of = sizes.new_tensor(range(len(sizes))).repeat_interleave(sizes) + request
-                columns = {names[0]: [requests[r] for r in of.tolist()], names[1]: items_of[row : row + n]}
+                of = torch.repeat_interleave(sizes) + request
+                columns = {names[0]: requests.take(pa.array(of.numpy())), names[1]: items_of.slice(row, n)}
                 columns |= {label: value.numpy() for label, value in values.items()}
                 write({**columns, "score": part.score.numpy()})
                 row, request = row + n, request + len(sizes)

@@ -65,7 +65,8 @@ def calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Calibra
         scores: (n,) probabilities.
         labels: (n,) what happened, 0 and 1; for isotonic any numbers.
         kind: "platt" or "isotonic".
-    Raises: ValueError for an unknown kind, and for rows of one class, of which nothing can be learned.
+    Raises: ValueError for an unknown kind, for rows of one class, of which nothing can be learned, and for labels that
+        Platt's curve cannot be fitted on.
     """
     if kind not in KINDS:
         raise ValueError(f"{NAME}: calibration must be one of {', '.join(KINDS)}, got {kind!r}.")
@@ -73,6 +74,9 @@ def calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Calibra
     if not len(y) or bool((y == y[0]).all()):
         got = "no rows" if not len(y) else f"{len(y)} rows that are all {y[0]:g}"
         raise ValueError(f"{NAME}: a calibration needs rows of both classes, got {got}.")
+    others = y[(y != 0) & (y != 1)]
+    if kind == "platt" and len(others):
+        raise ValueError(f"{NAME}: a platt calibration needs labels of 0 and 1, got {others[0]:g}.")
     return _platt(s, y) if kind == "platt" else _isotonic(s, y)
 
 

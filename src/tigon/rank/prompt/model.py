@@ -194,13 +194,15 @@ class PromptRanker(nn.Module):
 
         Args:
             requests: with labels.
-            kind: "platt" or "isotonic".
+            kind: "platt" or "isotonic". Platt's is for probabilities: tasks with other answers than 0 and 1 have none.
             tokens: in a pass of the model.
         Raises: ValueError for a task whose rows are all of one class.
         """
         listed = list(self._requests(requests))
         scores, values = self.score(listed, tokens=tokens, calibrated=False), self.labels(listed)
         for name, own in scores.items():
+            if kind == "platt" and set(self.prompt.tasks[name].values) != {0.0, 1.0}:
+                continue
             known = ~values[name].isnan()
             try:
                 self.calibration[name] = calibration(own[known], values[name][known], kind)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import AGO, Prompt, ago
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import Own, Tables, gather, load, own_or_loaded, roles_of, sides
+from tigon.tables.arrow import numbers
 from tigon.tables.values import BadValue
 
 # A column of this name with a task's behind it holds a teacher's score of each row.
@@ -120,8 +122,20 @@ def _field(tables: Tables, name: str, where: tuple[str, ...], side: Any, history
     if types.is_temporal(kind):
         return Time(side=side, history=history)
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_boolean(kind):
+        if any(_is_large(tables.of(table)[name]) for table in where if name in tables.of(table)):
+            return _known(tables, name, Id(side=side, history=history), where)
         return Number("none", side=side, history=history)
     return _known(tables, name, Id(side=side), where) if side == "action" else Text(side=side, history=history)
+
+
+def _is_large(column: Any) -> bool:
+    """Whether a column has whole numbers alone, some of which fp32 would round."""
+    try:
+        x = numbers(column)
+    except BadValue:
+        return False
+    x = x[~np.isnan(x)]
+    return bool((x == np.floor(x)).all() and (x.astype(np.float32) != x).any())
 
 
 def _known(tables: Tables, name: str, field: Field, where: tuple[str, ...]) -> Field:

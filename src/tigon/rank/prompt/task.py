@@ -6,8 +6,10 @@ z_k = h · w_k of the first token of answer k;   p = softmax(z);   score = Σ_k 
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +34,8 @@ class Task:
             of the task's name.
         weight: how much its loss counts beside other tasks'.
 
-    Raises: ValueError for fewer than two answers, values that are no different numbers, a label that is neither, and a
-        weight that is not positive.
+    Raises: ValueError for a name that is no word, fewer than two answers, values that are no different numbers, a label
+        that is neither, and a weight that is not positive.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Task:
 
     def __post_init__(self) -> None:
         where = f"{NAME}: task {self.name}"
+        if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"{NAME}: a task's name must be a word, such as long_view, got {self.name!r}.")
         if not isinstance(self.answers, Mapping) or len(self.answers) < 2:
             raise ValueError(f'{where}: answers must name at least two answers with their values, as {{"yes": 1, …}}.')
         for answer, value in self.answers.items():
@@ -119,8 +123,12 @@ class Label:
         value = row[self.column]
         if is_missing(value):
             return None
-        if isinstance(self.other, str):
-            value = str(value)
+        other = self.other
+        if isinstance(other, str):
+            # As `rank.Impressions` does: among numbers "4" is one, and 4.0 is the same.
+            with contextlib.suppress(ValueError):
+                other = float(other) if isinstance(value, (int, float)) else other
+            value = str(value) if isinstance(other, str) else value
         elif not isinstance(value, (int, float)):
             try:
                 value = float(value)
@@ -128,7 +136,7 @@ class Label:
                 raise ValueError(
                     f"{self.where}: label {self.text!r} wants numbers, and column {self.column!r} holds {value!r}."
                 ) from None
-        return float(value) if self.compare is None else float(self.compare(value, self.other))
+        return float(value) if self.compare is None else float(self.compare(value, other))
 
 
 def is_missing(value: Any) -> bool:

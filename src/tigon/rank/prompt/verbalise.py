@@ -62,6 +62,9 @@ class Prompt:
     def __post_init__(self) -> None:
         if not isinstance(self.tasks, Mapping) or not self.tasks:
             raise ValueError(f"{NAME}: tasks must name at least one task, got {self.tasks!r}.")
+        for name in ("columns", "chat"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{NAME}: {name} must be a mapping, got {getattr(self, name)!r}.")
         tasks = {name: one if isinstance(one, Task) else _task(name, one) for name, one in self.tasks.items()}
         object.__setattr__(self, "tasks", tasks)
         for part in ("instruction", "candidate"):
