@@ -23,6 +23,7 @@ def test_each_loss_learns_the_order(loss):
     fitted = rank.fit(ranker, TRAIN, options=rank.FitOptions(loss=loss, **QUICK))
     assert fitted.steps == fitted.best == 4 * math.ceil(len(TRAIN) / 16)
     assert fitted.history == []
+    assert not ranker.training
     found = rank.evaluate(rank.score(ranker, VAL), at=(5,))
     assert found.value("ndcg@5") > max(before, 0.9)
     assert found.value("gauc") > 0.85

@@ -161,7 +161,7 @@ def fit(
     """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
 
     The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated as it
-    goes, and has the best weights in the end.
+    goes, and has the best weights in the end. It is in `eval` mode then, ready to score.
 
     Args:
         ranker: a `rank.Ranker`, such as `rank.LiGR`.
@@ -174,7 +174,11 @@ def fit(
     Raises: ValueError if train has no requests or no labels, or a label or a metric is not there; FloatingPointError if
         the loss is not finite.
     """
-    return _Run(ranker, train, val, options, after).go(state)
+    run = _Run(ranker, train, val, options, after)
+    try:
+        return run.go(state)
+    finally:
+        ranker.eval()
 
 
 def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
