@@ -72,7 +72,7 @@ FULL = Size(
 TINY = Size(
     {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
      "num_key_value_heads": 2},
-    {"batch": 4, "seq": 64, "steps": 6}, {"batch": 2, "seq": 192, "steps": 6},
+    {"batch": 4, "seq": 64, "steps": 24}, {"batch": 2, "seq": 192, "steps": 6},
     vocabulary=512, rank=4, held_out=4, rows=24, characters=60_000, longest=220, log_every=2,
 )  # fmt: skip
 

@@ -167,7 +167,7 @@ def test_columns_of_several_types(trl, other):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"task": "ppo"}, "--task must be one of sft, dpo, grpo, got ppo"),
+        ({"task": "ppo"}, "--task must be one of sft, dpo, grpo, rank, got ppo"),
         ({"task": "grpo"}, "--task grpo needs --reward"),
         ({"task": "grpo", "reward": "a:b", "batch_size": 6, "num_generations": 4}, "divide --batch-size times"),
         ({"task": "grpo", "reward": "a:b", "num_generations": 1}, "--num-generations must be 2 or more"),
