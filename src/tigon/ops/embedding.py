@@ -30,6 +30,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.tiles.ids import key_of_id
 
 # It bounds how long the program of one row of dW runs: longer runs are cut into pieces of it.
 PIECE = 64  # tokens
@@ -109,21 +110,11 @@ def _embedding_fwd_kernel(
 
 
 @jit
-def key_of(ids_ptr, at, M, V, padding_idx):
-    """Ids as int32, which sort twice as fast as int64. Ids without a gradient become V, so that they sort last."""
-    ids = tl.load(ids_ptr + at, mask=at < M, other=0)
-    # An id out of range has no row in dW to write to; the padding's row stays 0.
-    # padding_idx is -1 where there is none, which no counted id equals.
-    counts = (ids >= 0) & (ids < V) & (ids != padding_idx)
-    return tl.where(counts, ids, V).to(tl.int32)
-
-
-@jit
 @do_not_specialize("M", "padding_idx")
 def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # Beyond M nothing is stored: the sort sees M keys.
-    tl.store(keys_ptr + at, key_of(ids_ptr, at, M, V, padding_idx), mask=at < M)
+    tl.store(keys_ptr + at, key_of_id(ids_ptr, at, M, V, padding_idx), mask=at < M)
 
 
 @jit
@@ -138,14 +129,14 @@ def _embedding_rank_kernel(
     first = tl.program_id(0) * BLOCK_M
     at = first + tl.arange(0, BLOCK_M)
     # This block's keys are compared with all keys, its own included: BLOCK_M × M comparisons, of ids that come from L2.
-    keys = key_of(ids_ptr, at, M, V, padding_idx)
+    keys = key_of_id(ids_ptr, at, M, V, padding_idx)
     # int32 suffices: this kernel takes at most RANKED tokens, as it compares every pair.
     # Counts by lane, added once at the end: a reduction in each step would exchange between warps.
     before = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, M, BLOCK_N):
         other = start + tl.arange(0, BLOCK_N)
         # Beyond M: after every key, so that no place counts them.
-        others = tl.where(other < M, key_of(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
+        others = tl.where(other < M, key_of_id(ids_ptr, other, M, V, padding_idx), 2147483647)[None, :]
         # Of equal keys the earlier token comes first. Only the block that holds these tokens has to compare positions:
         # every other block is earlier or later as a whole.
         if first // BLOCK_N * BLOCK_N == start:

@@ -63,10 +63,10 @@ def _tile() -> tuple[int, int, int]:
 def spread(m: int, block_m: int, block_n: int, device: torch.device) -> tuple[int, int, int] | None:
     """Rows of a tile, warps and stages for so few rows that tiles of `block_m` would leave half of the device idle.
 
-    None for more rows; and for up to four in one tile, whose program stores their sums without a second launch.
+    None for more rows; and for those of one tile, whose program stores their sums without a second launch.
     """
     tiles, programs = cdiv(m, block_m), multiprocessors(device)
-    if block_m == 1 or 2 * tiles > programs or (tiles == 1 and m <= 4):
+    if block_m == 1 or tiles == 1 or 2 * tiles > programs:
         return None
     # 1, 4 or 16 rows, and not any power of two: each is a kernel to compile, and lengths change from step to step.
     rows = 1

@@ -11,6 +11,7 @@ divergence  the terms of KL, reverse KL, JSD and TVD, and log₂ near 1
 edges       rows that begin or end between 16-byte boundaries: their body, and the edges beside it
 parts       rows that several programs share: which part a program has
 pairs       rotary pairs: loaded, turned, stored
+ids         ids of rows as keys of a sort
 reduce      sums of two tiles in one exchange between warps
 
 A kernel is read together with the functions that it calls: they are inlined, so a function here costs a kernel nothing.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tigon.ops.embedding import key_of
 from tigon.runtime import do_not_specialize, jit, tl
+from tigon.tiles.ids import key_of_id
 
 
 @jit
@@ -100,7 +100,7 @@ def _embedding_bag_tokens_kernel(
         counts = inside & ((ids != padding_idx) | (padding_idx < 0))
         count += tl.sum(counts.to(tl.int32), 1)
         if rows_ptr is not None:
-            # V is the key of what has no gradient; `key_of` takes it for that.
+            # V is the key of what has no gradient; `key_of_id` takes it for that.
             known = counts & (ids >= 0) & (ids < size[:, None])
             tl.store(rows_ptr + at, tl.where(known, low[:, None] + ids, V).to(tl.int32), mask=inside)
         if bag_ptr is not None:
@@ -117,7 +117,7 @@ def _embedding_bag_factors_kernel(
 ):  # fmt: skip
     """The gradient of each value's factor: the product of its row and of its bag's gradient."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = key_of(ids_ptr, at, M, V, padding_idx).to(tl.int64)
+    rows = key_of_id(ids_ptr, at, M, V, padding_idx).to(tl.int64)
     counts = (at < M) & (rows < V)
     if bag_ptr is None:
         bags = at // L
