@@ -271,25 +271,39 @@ def _tile(act: str, m: int, n: int, device: torch.device) -> tuple[int, int]:
     return block, max(1, block // (512 if ACTS[act].slow else 256))
 
 
+def laid_out(
+    tensors: tuple[Tensor | None, ...], N: int, packed: bool = False
+) -> tuple[int, int, tuple[int | None, ...], tuple[Tensor | None, ...]]:
+    """Rows, columns, row strides and tensors of elementwise kernels on a flat grid over (row, block of columns).
+
+    The first tensor is there. None for the stride of one that is absent: in a key it tells of the absence.
+    """
+    # One long row has no padding at the ends of rows, and needs no division by the width.
+    if not packed and all(t is None or t.is_contiguous() for t in tensors):
+        return 1, tensors[0].numel(), tuple([None if t is None else 0 for t in tensors]), tensors  # type: ignore[union-attr]
+    # A view of (M, N) with one row stride; copied only where no such stride exists.
+    tensors = tuple([None if t is None else rows_of(t) for t in tensors])
+    return tensors[0].shape[0], N, tuple([None if t is None else t.stride(0) for t in tensors]), tensors  # type: ignore[union-attr]
+
+
+def unit_of(N: int, strides: tuple[int | None, ...]) -> int:
+    """How many elements N and the strides are counted by.
+
+    8 elements of bf16 are the 16 bytes of a wide load, but Triton tells the compiler only of multiples of 16. In units
+    of 8 elements the compiler sees the others.
+    """
+    return 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
+
+
 def launch_gated(
     kernel: Any, tensors: tuple[Tensor | None, ...], N: int, act: str, gate_multiplier: float, multiplier: float,
     packed: bool,
 ) -> None:  # fmt: skip
     """Launch a kernel over tensors of (..., N), or (..., 2N) where packed. Dense tensors count as one long row."""
-    # One long row has no padding at the ends of rows, and needs no division by the width.
-    if not packed and all(t is None or t.is_contiguous() for t in tensors):
-        M, N = 1, tensors[0].numel()  # type: ignore[union-attr]
-        strides = tuple([None if t is None else 0 for t in tensors])
-    else:
-        # A view of (M, N) with one row stride; copied only where no such stride exists.
-        tensors = tuple([None if t is None else rows_of(t) for t in tensors])
-        M = tensors[0].shape[0]  # type: ignore[union-attr]
-        strides = tuple([None if t is None else t.stride(0) for t in tensors])
+    M, N, strides, tensors = laid_out(tensors, N, packed)
 
     def plan() -> Plan:
-        # 8 elements of bf16 are the 16 bytes of a wide load, but Triton tells the compiler only of multiples of 16. In
-        # units of 8 elements the compiler sees the others.
-        unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
+        unit = unit_of(N, strides)
         # Inside `plan`, which runs once a key: the gcd and the tile cost nothing per call.
         block, warps = _tile(act, M, N, tensors[0].device)  # type: ignore[union-attr]
         # None is a constant to the compiler: without multipliers the kernel has no multiplication, and its bits are

@@ -5,12 +5,12 @@ Source: LiGR, https://arxiv.org/abs/2502.03417; the gate is that of highway netw
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tigon.ops.gated import laid_out, unit_of
 from tigon.runtime import (
     Plan,
     cdiv,
@@ -21,7 +21,6 @@ from tigon.runtime import (
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
     tl,
     use_triton,
 )
@@ -126,20 +125,13 @@ def _tile(m: int, n: int, device: torch.device) -> tuple[int, int]:
 
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
     """Launch a kernel over tensors of one shape. Dense tensors count as one long row."""
-    present: list[Tensor] = [t for t in tensors if t is not None]
-    if all(t.is_contiguous() for t in present):
-        M, N = 1, present[0].numel()
-        strides = tuple([None if t is None else 0 for t in tensors])
-    else:
-        tensors = tuple([None if t is None else rows_of(t) for t in tensors])
-        present = [t for t in tensors if t is not None]
-        M, N = present[0].shape
-        strides = tuple([None if t is None else t.stride(0) for t in tensors])
+    first = tensors[0]
+    assert first is not None
+    M, N, strides, tensors = laid_out(tensors, first.shape[-1] if first.dim() else 1)
 
     def plan() -> Plan:
-        # In units of 8 elements the compiler sees multiples of 16 bytes that are not multiples of 16 elements.
-        unit = 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
-        block, warps = _tile(M, N, present[0].device)
+        unit = unit_of(N, strides)
+        block, warps = _tile(M, N, first.device)
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, unit, block), {"num_warps": warps}
 

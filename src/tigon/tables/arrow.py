@@ -61,7 +61,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """The end of a sentence on a name that no column has."""
     listed = list(names)
     near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
-        name.lower(), [one.lower() for one in listed], 1, cutoff=0.4
+        name.lower(), [one.lower() for one in listed], 1, cutoff=0.5
     )
     if near:
         return f"did you mean {next(one for one in listed if one.lower() == near[0].lower())!r}?"

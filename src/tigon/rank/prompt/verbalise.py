@@ -14,7 +14,6 @@ attributes, so that a file from somewhere else can do no more than write text.
 from __future__ import annotations
 
 import datetime
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.rank.prompt.task import NAME, Task, is_missing
+from tigon.tables.arrow import nearest
 
 FILE = "prompt.yaml"
 PARTS = ("instruction", "profile", "event", "candidate")
@@ -106,7 +106,9 @@ class Prompt:
         """Raise a ValueError if a template names a column that is not among those known, with the nearest name."""
         known = set(known) | ({AGO} if part == "event" else set())
         for column in sorted(self.named(part) - known):
-            raise ValueError(f"{NAME}: {part} names {column!r}, and there is no such column; {nearest(column, known)}")
+            raise ValueError(
+                f"{NAME}: {part} names {column!r}, and there is no such column; {nearest(column, sorted(known))}"
+            )
 
     def say(self, part: str, row: Mapping[str, Any]) -> str:
         """A part, or the question of a task, for a row."""
@@ -188,13 +190,6 @@ def _check_keys(what: str, told: Mapping[str, Any], known: tuple[str, ...]) -> N
             raise ValueError(f"{NAME}: {what} has no {key!r}; {nearest(str(key), known)}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known."""
-    listed = sorted(known)
-    near = difflib.get_close_matches(name, listed, 1, 0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, listed)) or 'none'}."
-
-
 # ------------------------------------------------------------------------------------------------------- templates
 
 
@@ -239,7 +234,7 @@ class Template:
             missing = sorted(self.columns - set(row))
             raise ValueError(
                 f"{NAME}: {self.part} names {missing[0] if missing else '?'!r}, and there is no such column; "
-                f"{nearest(missing[0], row) if missing else ''}"
+                f"{nearest(missing[0], sorted(row)) if missing else ''}"
             ) from None
         except Exception as error:  # a filter that does not take the value
             raise ValueError(f"{NAME}: {self.part} cannot be written ({error}): {self.text!r}.") from None
