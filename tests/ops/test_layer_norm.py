@@ -165,3 +165,17 @@ def test_an_infinite_gradient_of_one_channel_stays_in_that_channel(triton_backen
     for got, right in zip(gradients(dy), expected, strict=True):
         assert torch.equal(got[1:], right[1:])
         assert not got[0].isfinite()
+
+
+def test_group_norm_cuts_samples_by_blocks_that_fit():
+    """A block leaves little of it empty, unless that makes tiles too small; a small sample stays whole."""
+    cut = group_norm_module._cut
+    assert cut(128, 80, 576, 2, 2, 132, 232448).tile == (16, 128)
+    assert cut(96, 20, 900, 2, 2, 132, 232448).tile == (4, 1024), "blocks of 64 places would be tiles of 256"
+    assert cut(32, 80, 64, 2, 2, 132, 232448)[:2] == (32, (1, 1))
+    for slabs, channels, space in ((64, 10, 9216), (128, 80, 576), (132, 3, 70), (4, 1, 1)):
+        found = cut(slabs, channels, space, 2, 2, 132, 232448)
+        (parts_c, parts_s), (per_c, per_s), (block_c, block_s) = found.parts, found.per, found.tile
+        assert parts_c * per_c * block_c >= channels > (parts_c - 1) * per_c * block_c
+        assert parts_s * per_s * block_s >= space > (parts_s - 1) * per_s * block_s
+        assert found.programs == slabs * parts_c * parts_s
