@@ -6,6 +6,7 @@ from tigon.rank.evaluating import Evaluation as Evaluation
 from tigon.rank.evaluating import Measured as Measured
 from tigon.rank.evaluating import evaluate as evaluate
 from tigon.rank.evaluating import evaluate_next_items as evaluate_next_items
+from tigon.rank.features.model import LiRank as LiRank
 from tigon.rank.fields import Id as Id
 from tigon.rank.fields import Ids as Ids
 from tigon.rank.fields import Number as Number

@@ -32,8 +32,11 @@ Side = Literal["context", "item", "row", "action"]
 Scale = Literal["quantile", "log", "none"]
 Pool = Literal["mean", "attention"]
 Unit = Literal["s", "ms", "us", "ns"]
+Hash = Literal["mod", "qr"]
 # Points between which the scale of a number is a straight line.
 KNOTS = 256
+# Codes are kept as int32: so many hashes are told apart at most.
+MOST_CODES = 2**31 - 2
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,10 @@ class _Coded(Field):
             raise ValueError(f"{self.kind}: vocab and hash_rows exclude each other, got both.")
         for name in ("hash_rows", "dim"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{self.kind}: {name} must be a positive integer, got {value!r}.")
+            least = 2 if name == "hash_rows" else 1
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
+                raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
         if self.vocab is not None:
             object.__setattr__(self, "vocab", tuple(self.vocab))
             kinds = {type(value) for value in self.vocab}
@@ -131,7 +136,12 @@ class _Coded(Field):
         """How many codes there are, 0 among them: the rows of a table of embeddings."""
         if self.is_open:
             raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
-        return 1 + (len(self.vocab) if self.vocab is not None else self.hash_rows or 0)
+        return 1 + (len(self.vocab) if self.vocab is not None else self._hashes)
+
+    @property
+    def _hashes(self) -> int:
+        """How many hashes are told apart."""
+        return self.hash_rows or 0
 
     def fit(self, columns: Sequence[Any]) -> Field:
         import pyarrow as pa
@@ -164,7 +174,7 @@ class _Coded(Field):
             raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
         if self.hash_rows is not None:
             hashed, missing = hashes(column)
-            codes = np.where(missing, 0, 1 + (hashed % np.uint64(self.hash_rows)).astype(np.int64))
+            codes = np.where(missing, 0, 1 + (hashed % np.uint64(self._hashes)).astype(np.int64))
             return torch.from_numpy(codes)
         column, known = kinds_agree([column, self._known])
         found = pc.index_in(column, value_set=known).cast("int64")
@@ -179,11 +189,26 @@ class Id(_Coded):
         vocab: the values of the codes 1, 2, …; None to take those of the data, in their order.
         hash_rows: instead of a vocabulary, how many codes the hashes of the values are spread over.
         dim: width of its embedding; None for the model's own.
+        hash: of hash_rows m. "mod": m codes, a row of a table each. "qr": m² codes, at most 2³¹ − 2, whose embedding is
+            the product of two rows, of the quotient by m and of the remainder, in two tables of m rows; `rank.LiRank`
+            reads it. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
         side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
         history: of side "item": whether events have it, too.
     """
 
     kind = "Id"
+    hash: Hash = "mod"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("hash", Hash)
+        if self.hash == "qr" and self.hash_rows is None:
+            raise ValueError("Id: hash 'qr' needs hash_rows, how many rows each of its two tables has.")
+
+    @property
+    def _hashes(self) -> int:
+        rows = self.hash_rows or 0
+        return min(rows * rows, MOST_CODES) if self.hash == "qr" else rows
 
     def encode(self, column: Any) -> Tensor:
         return self.codes(keys(column))

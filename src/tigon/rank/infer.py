@@ -67,7 +67,9 @@ def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
 
 def infer(tables: Tables, roles: Roles) -> Schema:
     """Roles and fields for tables. `left_out` says why a column is no field."""
-    fields: dict[str, Field] = {roles.item: Id(side="item", history=tables.history is not None)}
+    fields: dict[str, Field] = {}
+    if roles.item is not None:
+        fields[roles.item] = Id(side="item", history=tables.history is not None)
     left_out: dict[str, str] = {}
     for name in roles.action:
         column = tables.column("history", name, "an action")

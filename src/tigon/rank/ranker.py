@@ -16,7 +16,7 @@ from tigon.rank.schema import Schema
 
 SCHEMA, CONFIG, MODEL = "schema.json", "config.json", "model.safetensors"
 # Where the class of each kind is, so that a folder can be read before its class was imported.
-HOMES = {"ligr": "tigon.rank.sequence.model:LiGR"}
+HOMES = {"ligr": "tigon.rank.sequence.model:LiGR", "lirank": "tigon.rank.features.model:LiRank"}
 
 
 class Ranker(nn.Module):

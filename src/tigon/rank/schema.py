@@ -32,7 +32,7 @@ class Roles:
     """Which columns say who was shown what, when, and what happened.
 
     Args:
-        item: the column of what was shown.
+        item: the column of what was shown. None: each row is features alone, as those of a table of clicks may be.
         request: rows with the same value were shown together. None: rows of the same user and time; without those,
             each row by itself.
         user: whose history a request reads.
@@ -42,7 +42,7 @@ class Roles:
         weight: how much a row counts in losses.
     """
 
-    item: str
+    item: str | None = None
     request: str | None = None
     user: str | None = None
     time: str | None = None
@@ -62,6 +62,7 @@ class Schema:
     Args:
         roles: a `Roles`, or a dict of its arguments.
         fields: name of a column → its field. The item's own id is the field that `roles.item` names, of side "item".
+            Without items no field has that side.
 
     Attributes:
         context, items, rows: the fields of each side, by name.
@@ -81,8 +82,11 @@ class Schema:
         for name, field in self.fields.items():
             if not isinstance(field, Field):
                 raise ValueError(f"Schema: field {name!r} must be one of {', '.join(KINDS)}, got {_type(field)}.")
-        item = self.fields.get(self.roles.item)
-        if not isinstance(item, Id) or item.side != "item":
+        item = self.fields.get(self.roles.item or "")
+        if self.roles.item is None:
+            for name in self.side("item"):
+                raise ValueError(f"Schema: field {name!r} has side 'item', but roles.item names no column of items.")
+        elif not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
         if len(set(self.labels)) < len(self.labels):
             twice = next(name for name in self.labels if self.labels.count(name) > 1)
@@ -221,8 +225,8 @@ def _roles(told: Mapping[str, Any]) -> Roles:
     for name in told:
         if name not in known:
             raise ValueError(f"Schema: there is no role {name!r}; {nearest(name, known)}")
-    if not isinstance(told.get("item"), str):
-        raise ValueError("Schema: roles must name the column of items, 'item'.")
+    if not isinstance(told.get("item"), (str, type(None))):
+        raise ValueError(f"Schema: roles must name the column of items, 'item', or none, got {told['item']!r}.")
     return Roles(**told)
 
 

@@ -58,6 +58,11 @@ class LiGR(Ranker):
         weights: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(schema, weights)
+        if schema.roles.item is None:
+            raise ValueError(
+                "LiGR: the schema must name items, as candidates are; name their column by item=…, or take LiRank, "
+                "which reads rows of features."
+            )
         if min(width, layers, heads) < 1 or width % (2 * heads):
             raise ValueError(
                 "LiGR: width, layers and heads must be positive, width a multiple of 2 · heads, got "

@@ -38,6 +38,8 @@ class FieldTokens(nn.Module):
         self.field = field
         self.query: nn.Parameter | None = None
         if isinstance(field, (Id, Ids)):
+            if isinstance(field, Id) and field.hash != "mod":
+                raise ValueError(f"LiGR: hash of an Id must be 'mod', got {field.hash!r}, which LiRank reads.")
             dim = field.dim or width
             self.table = nn.Parameter(STD * torch.randn(field.rows, dim))
             with torch.no_grad():
@@ -76,18 +78,31 @@ class FieldTokens(nn.Module):
             rows = embedding(value.clamp(min=0), self.table)
             if self.query is None:
                 return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
-            scores = (rows @ self.query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
-            return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
+            return attended_padded(rows, self.query, there)
         rows, offsets = embedding(value.values, self.table), value.offsets
         if not len(value.values):  # segment_reduce refuses it
             return rows.new_zeros(len(offsets) - 1, rows.shape[1]) + rows.sum()
         if self.query is None:
             counts = offsets.diff().clamp(min=1).unsqueeze(1)
             return _segment_sums(rows, offsets) / counts
-        scores, of = rows @ self.query, _segments(offsets, len(rows))
-        top = torch.segment_reduce(scores.detach(), "max", offsets=offsets, unsafe=True, initial=-torch.inf)
-        weights = (scores - top[of]).exp()
-        return _segment_sums(rows * (weights / _segment_sums(weights, offsets)[of]).unsqueeze(1), offsets)
+        return attended(rows, self.query, offsets)
+
+
+def attended(rows: Tensor, query: Tensor, offsets: Tensor) -> Tensor:
+    """(n, D) for lists of rows (m, D), m > 0: Σ softmax(rows · query) rows over each list; 0 for an empty one.
+
+    offsets: (n + 1,) int64.
+    """
+    scores, of = rows @ query, _segments(offsets, len(rows))
+    top = torch.segment_reduce(scores.detach(), "max", offsets=offsets, unsafe=True, initial=-torch.inf)
+    weights = (scores - top[of]).exp()
+    return _segment_sums(rows * (weights / _segment_sums(weights, offsets)[of]).unsqueeze(1), offsets)
+
+
+def attended_padded(rows: Tensor, query: Tensor, there: Tensor) -> Tensor:
+    """(…, D): `attended` of padded lists (…, most, D). there: (…, most, 1) bool, which rows a list has."""
+    scores = (rows @ query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
+    return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
 
 
 def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
