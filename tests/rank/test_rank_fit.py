@@ -10,7 +10,8 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
-from tigon.rank.fitting import LOSSES, _groups, _schedule
+from tigon.rank.fitting import LOSSES, _schedule
+from tigon.rank.optimizing import groups
 
 TRAIN, VAL = Requests.drawn(seed=1), Requests.drawn(60, seed=2)
 QUICK = {"lr": 0.05, "epochs": 4, "batch_size": 16}
@@ -138,12 +139,12 @@ def test_the_rate_rises_and_falls():
 
 def test_only_weights_of_linear_layers_decay():
     module = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
-    decayed, others = _groups(module, 0.1)
+    decayed, others = groups(module, 0.1)
     assert [p is module[1].weight for p in decayed["params"]] == [True]
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert len(others["params"]) == 4
     module[1].requires_grad_(False)
-    assert [len(group["params"]) for group in _groups(module, 0.1)] == [3]
+    assert [len(group["params"]) for group in groups(module, 0.1)] == [3]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():

@@ -163,7 +163,11 @@ def test_json_there_and_back(tmp_path):
         ("{", "Schema.from_json: the text must be JSON, but"),
         ("[]", "must hold an object with the objects 'roles' and 'fields'"),
         ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
-        ('{"roles": {}, "fields": {}}', "roles must name the column of items, 'item'"),
+        ('{"roles": {"item": 3}, "fields": {}}', "roles must name the column of items, 'item', or none, got 3"),
+        (
+            '{"roles": {}, "fields": {"a": {"kind": "Id", "side": "item"}}}',
+            "field 'a' has side 'item', but roles.item names no column of items",
+        ),
         ('{"roles": {"item": "a"}, "fields": {}}', r"the item 'a' must have a field Id\(side='item'\), got None"),
         ('{"roles": {"item": "a"}, "fields": {"a": "Id"}}', "the item 'a' must have a field"),
         ('{"roles": {"item": "a"}, "fields": {"a": "id"}}', "field 'a' must have a kind; got 'id', did you mean 'Id'"),

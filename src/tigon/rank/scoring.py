@@ -98,8 +98,35 @@ def device_of(ranker: nn.Module) -> torch.device:
     return next((p.device for p in ranker.parameters()), torch.device("cpu"))
 
 
+def check_schema(name: str, ranker: Any, data: Any) -> None:
+    """Raise if the codes of data are not those that the ranker knows: a field has another vocabulary, or another scale.
+
+    Data without a schema is not looked at.
+    """
+    own, other = getattr(ranker.schema, "fields", None), getattr(getattr(data, "schema", None), "fields", None)
+    if own is None or other is None or ranker.schema is data.schema:
+        return
+    for field, known in own.items():
+        found = other.get(field)
+        if found != known:
+            said = "no such field" if found is None else _difference(known, found)
+            raise ValueError(
+                f"{name}: data must be read with the ranker's schema, schema=ranker.schema: field {field!r} has {said}."
+            )
+
+
+def _difference(known: Any, found: Any) -> str:
+    sizes = [len(one.vocab) if getattr(one, "vocab", None) is not None else None for one in (found, known)]
+    if None not in sizes:
+        if sizes[0] == sizes[1]:
+            return f"another vocabulary of {sizes[0]:,} values"
+        return f"a vocabulary of {sizes[0]:,} values, and one of {sizes[1]:,} in the ranker's"
+    return "other options"
+
+
 def scored_batches(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> Iterator[Scored]:
     """`score`, a batch at a time: what does not fit in memory is written as it comes."""
+    check_schema("rank.score", ranker, data)
     device = device_of(ranker)
     with evaluating(ranker):
         for batch in drawing.batches(data, device):
