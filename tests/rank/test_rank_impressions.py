@@ -418,7 +418,17 @@ def changed(**columns):
         (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
         (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
         (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
-        (changed(item=None), {}, "name the column of items by item=…; there are 'request', 'user', 'time', 'click'"),
+        (
+            changed(item=None),
+            {"history": EVENTS},
+            "the history must go with impressions of items; name their column by item=…, there are 'request', 'user'",
+        ),
+        (changed(item=None), {"history": "self"}, "the history must go with impressions of items; name their column"),
+        (
+            changed(item=None),
+            {"items": {"item": [1]}},
+            "the items must go with impressions of items; name their column",
+        ),
         (
             changed(click=[0, 2, 1, 0]),
             {},
@@ -512,7 +522,7 @@ def changed(**columns):
         ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
-        ({}, {}, "name the column of items by item=…; there are no columns"),
+        ({}, {}, "the impressions must have columns, got none"),
     ],
 )
 def test_what_cannot_be_read_gets_a_sentence(rows, options, said):

@@ -341,7 +341,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
             LiGR.from_pretrained(tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"kind must be one of \['ligr'\], got None"):
+    with pytest.raises(ValueError, match=r"kind must be one of \['ligr', 'lirank'\], got None"):
         LiGR.from_pretrained(tmp_path)
 
 

@@ -39,9 +39,7 @@ class Optimizers:
             own = found if by_rows else []
         device = next(ranker.parameters()).device
         self.peaks, self.own = (lr, table_lr), {id(p) for p in own}
-        self.adamw = torch.optim.AdamW(
-            groups(ranker, weight_decay, self.own), lr=lr, fused=device.type == "cuda"
-        )
+        self.adamw = torch.optim.AdamW(groups(ranker, weight_decay, self.own), lr=lr, fused=device.type == "cuda")
         self.rows = RowAdagrad(own, lr=table_lr) if own else None
 
     def others(self, ranker: nn.Module) -> list[nn.Parameter]:
@@ -70,7 +68,10 @@ class Optimizers:
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Take what `state_dict` returned."""
         count = len(self.adamw.param_groups)
-        for optimizer, part in ((self.adamw, given["param_groups"][:count]), (self.rows, given["param_groups"][count:])):
+        for optimizer, part in (
+            (self.adamw, given["param_groups"][:count]),
+            (self.rows, given["param_groups"][count:]),
+        ):
             if optimizer is None:
                 continue
             names = [p for group in part for p in group["params"]]

@@ -39,6 +39,21 @@ def summary(data: Impressions) -> dict[str, Any]:
     }
 
 
+def one_valued(data: Impressions) -> list[str]:
+    """A sentence for each field that has one value in all rows: nothing can be learned of it."""
+    held, notes = data._held, []
+    for stored in (held.context, held.items):
+        for name, one in stored.items():
+            values: Any = one.values
+            if not isinstance(values, Tensor) or name == data.schema.roles.time:
+                continue
+            if one.places is not None:
+                values = values[one.places]
+            if len(values) > 1 and bool(((values == values[0]) | (values.isnan() & values[0].isnan())).all()):
+                notes.append(f"Field {name!r} has one value in all {len(values):,} rows: nothing can be learned of it.")
+    return notes
+
+
 def iso(time: Tensor | int) -> str:
     """Microseconds since 1970 as a text in UTC."""
     import numpy as np

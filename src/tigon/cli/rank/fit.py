@@ -11,11 +11,11 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs
+from tigon.cli.rank.models import arguments_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
-MODELS = ("ligr",)
 SPLITS = ("time", "request")
 
 
@@ -41,17 +41,27 @@ def fit(
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
-    model: Annotated[str, within(_MODEL, f"{', '.join(MODELS)}.")] = "ligr",
-    width: Annotated[int, within(_MODEL, "Width of the tokens.", min=1)] = 256,
-    layers: Annotated[int, within(_MODEL, "Layers, the set-wise ones among them.", min=1)] = 6,
-    heads: Annotated[int, within(_MODEL, "Heads of attention.", min=1)] = 4,
-    setwise_layers: Annotated[int, within(_MODEL, "Last layers in which the candidates of a request read each other.", min=0)] = 1,
+    model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
+    width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. Default: 256, 16.", min=1)] = None,
+    layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. Default: 6, 3.", min=1)] = None,
+    heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention; default: 4.", min=1)] = None,
+    setwise_layers: Annotated[int | None, within(_MODEL, "ligr: last layers in which the candidates of a request read each other; default: 1.", min=0)] = None,
+    cross: Annotated[str | None, within(_MODEL, "lirank: cross layers, residual, dcn or none; default: residual.")] = None,
+    rank: Annotated[int | None, within(_MODEL, "lirank: rank of the cross layers; default: 64.", min=1)] = None,
+    mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers beside them, separated by commas, or none; default: 256,256.")] = None,
+    norm: Annotated[str | None, within(_MODEL, "lirank: of these layers, batch, layer or none; default: batch.")] = None,
+    tower: Annotated[list[str] | None, within(_MODEL, "lirank: labels that share layers of their own, such as click=click,long_dwell, once for each tower; default: all are one.")] = None,
+    tower_mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers of each tower; default: none.")] = None,
+    calibrate: Annotated[str | None, within(_MODEL, "lirank: an isotonic layer for each label (label), or for each value of a column, too; none. Fitted on the held-out rows at the end.")] = None,
+    gate: Annotated[bool, within(_MODEL, "Whether layers are gated.", "--gate/--no-gate")] = True,
     dropout: Annotated[float, within(_MODEL, "Dropout.", min=0, max=0.9)] = 0.0,
     score_weight: Annotated[list[str] | None, within(_MODEL, "Weight of a label's probability in the score, such as click=1, once for each label; default: 1 each.")] = None,
     objective: Annotated[str, within(_STEP, "impressions, or next-item: what comes next in a history, among all items.")] = "impressions",
     loss: Annotated[str, within(_STEP, "bce, softmax, pairwise, approx_ndcg or lambda, summed over the labels.")] = "bce",
     label_weight: Annotated[list[str] | None, within(_STEP, "Weight of a label's loss, such as click=0.5, once for each label; default: 1 each.")] = None,
     lr: Annotated[float, within(_STEP, "Peak of the learning rate of AdamW.")] = 1e-3,
+    table_optimizer: Annotated[str, within(_STEP, "Of embeddings: adamw as of the rest, or row-adagrad, which touches the rows of a step alone (lirank).")] = "adamw",
+    table_lr: Annotated[float, within(_STEP, "Peak of the learning rate of row-adagrad.")] = 0.02,
     weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
     warmup: Annotated[float, within(_STEP, "Share of the run in which the rate rises; then it falls by a cosine.")] = 0.05,
     clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
@@ -64,7 +74,7 @@ def fit(
     eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
     patience: Annotated[int, within(_STEP, "Evaluations without a better one before the run stops.", min=1)] = 3,
     val_fraction: Annotated[float, within(_DATA, "Share of the requests that is held out, without --val; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
-    val_split: Annotated[str, within(_DATA, "Which requests are held out: the last by time, or any (request).")] = "time",
+    val_split: Annotated[str | None, within(_DATA, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")] = None,
     at: Annotated[str, within(_RUN, "Cut-offs of NDCG and HR in the results, separated by commas.")] = "1,5,10",
     draws: Annotated[int, within(_RUN, "Bootstrap draws for the intervals of the results; 0: none.", min=0)] = 200,
     seed: Annotated[int, within(_STEP, "Seed of weights, order, dropout and the split.", min=0)] = 0,
@@ -118,11 +128,11 @@ def fit(
 def _options(given: dict[str, Any]) -> Any:
     from tigon.rank import FitOptions
 
-    if given["model"] not in MODELS:
-        raise Problem(f"{NAME}: --model must be one of {', '.join(MODELS)}, got {given['model']}")
-    if given["val_split"] not in SPLITS:
+    arguments_of(NAME, given)
+    if given["val_split"] not in (None, *SPLITS):
         raise Problem(f"{NAME}: --val-split must be one of {', '.join(SPLITS)}, got {given['val_split']}")
-    weights_of(NAME, "--score-weight", given["score_weight"] or [])
+    if given["model"] == "lirank" and given["history"]:
+        raise Problem(f"{NAME}: --history is for --model ligr; lirank reads the features of rows alone")
     names = {field.name for field in dataclasses.fields(FitOptions)}
     chosen = {name: value for name, value in given.items() if name in names}
     chosen["label_weights"] = weights_of(NAME, "--label-weight", given["label_weight"] or [])

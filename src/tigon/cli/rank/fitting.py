@@ -14,7 +14,8 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
-from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread, weights_of
+from tigon.cli.rank.models import made
+from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -47,7 +48,9 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
             raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
         val = None
         if not given["val"] and given["val_fraction"]:
-            train, val = train.split(by=given["val_split"], fraction=given["val_fraction"], seed=given["seed"])
+            timed = train.schema.roles.time in train.schema.fields
+            by = given["val_split"] or ("time" if timed else "request")
+            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given["seed"])
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])
         val, test = (
@@ -79,10 +82,12 @@ class Run:
         self.marked, self.shown = time.perf_counter(), 0
         torch.manual_seed(self.given["seed"])
         with sentences(NAME):
-            self.ranker = self._made(tables.train.schema).to(device)
+            self.ranker = made(NAME, self.given, tables.train.schema).to(device)
             check(self.ranker, tables.train, tables.val, options)
 
     def go(self) -> None:
+        from tigon.rank.summary import one_valued
+
         train, val, _ = self.tables
         ranker = self.ranker
         train.schema.save(self.output / SCHEMA)
@@ -102,20 +107,13 @@ class Run:
         read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
                 if side in fields.values()]  # fmt: skip
         self.console.print(f"it reads {'; '.join(read)}")
-        for note in train.notes:
+        for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
         repair(self.output / METRICS)
         fitted = self._fit(ranker)
+        if getattr(ranker, "isotonic", None) is not None:
+            self._calibrate(ranker, val)
         self._conclude(ranker, fitted)
-
-    def _made(self, schema: Any) -> Any:
-        from tigon.rank import LiGR
-
-        given = self.given
-        return LiGR(
-            schema, given["width"], given["layers"], given["heads"], setwise_layers=given["setwise_layers"],
-            dropout=given["dropout"], weights=weights_of(NAME, "--score-weight", given["score_weight"] or []),
-        )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
@@ -156,6 +154,15 @@ class Run:
                 code=128 + interrupts.signal,
             )
         return fitted
+
+    def _calibrate(self, ranker: Any, val: Any) -> None:
+        """Fit the isotonic layers on the rows that were held out, where there are any."""
+        if val is None:
+            self.console.print("note: without rows that are held out, calibration is what training made of it")
+            return
+        with sentences(NAME), self.console.status("calibrating on the validation"):
+            ranker.calibrate(val, self.options.drawing)
+        self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
 
     def _near(self, data: Any) -> Any:
         """The table on the device, or on the host where the device has too little room for it beside the training."""

@@ -54,8 +54,8 @@ def score(
         console.print(f"note: {note}")
     roles = table.schema.roles
     # Of one type in all pieces, whatever is missing in one of them.
-    requests, items_of = pa.array(table.request_ids), pa.array(table.item_ids)
-    names = (roles.request or "request", roles.item)
+    requests = pa.array(table.request_ids)
+    items_of = {} if roles.item is None else {roles.item: pa.array(table.item_ids)}
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
     # Under its name only when it is whole.
@@ -65,7 +65,8 @@ def score(
             for part, values in opened.scored(table, drawing):
                 sizes, n = part.offsets.diff(), len(part.rows)
                 of = torch.repeat_interleave(sizes) + request
-                columns = {names[0]: requests.take(pa.array(of.numpy())), names[1]: items_of.slice(row, n)}
+                columns = {roles.request or "request": requests.take(pa.array(of.numpy()))}
+                columns |= {name: ids.slice(row, n) for name, ids in items_of.items()}
                 columns |= {label: value.numpy() for label, value in values.items()}
                 write({**columns, "score": part.score.numpy()})
                 row, request = row + n, request + len(sizes)

@@ -57,8 +57,9 @@ OPTIONS = {
     name: name.replace("_", "-")
     for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "epochs",
                  "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
-                 "layers", "heads", "setwise_layers", "dropout", "at")
-} | {"label_weights": "label-weight", "weights": "score-weight"}  # fmt: skip
+                 "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
+                 "table_optimizer", "table_lr")
+} | {"label_weights": "label-weight", "weights": "score-weight", "towers": "tower"}  # fmt: skip
 
 
 def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] | None:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.features.tables import Bits, Tables
+from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.ragged import Ragged
 from tigon.rank.schema import Schema
 from tigon.rank.sequence.tokens import DAY, HOUR, attended, attended_padded
@@ -168,7 +168,9 @@ class Inputs(nn.Module):
         }
         if plain:
             return {
-                side: torch.stack([_plain(group.tables, one, group.first[side] + n, dtype) for n, one in enumerate(of)], 1)
+                side: torch.stack(
+                    [_plain(group.tables, one, group.first[side] + n, dtype) for n, one in enumerate(of)], 1
+                )
                 for side, of in given.items()
             }
         if one_size and len(given) == 2:

@@ -37,7 +37,9 @@ def isotonic(x: Tensor, weight: Tensor, bias: Tensor, segment: Tensor | None = N
     # One row of a table for each bucket: the gradient of the gather sums in a fixed order.
     table = torch.stack((before, slope, bias.unsqueeze(1).expand_as(slope)), -1).flatten(0, 1)
     found = embedding(row, table)
-    return x + found[:, 0] + found[:, 1] * (x - LOW - bucket * STEP) + found[:, 2]
+    # In x's dtype: integers times a float of Python are fp32.
+    within = x - LOW - STEP * bucket.to(x.dtype)
+    return x + found[:, 0] + found[:, 1] * within + found[:, 2]
 
 
 class Isotonic(nn.Module):
@@ -54,47 +56,3 @@ class Isotonic(nn.Module):
 
     def forward(self, x: Tensor, segment: Tensor | None = None) -> Tensor:
         return isotonic(x, self.weight, self.bias, segment)
-
-
-def calibrated(
-    x: Tensor, labels: Tensor, weights: Tensor | None, segment: Tensor | None, segments: int, strength: float
-) -> tuple[Tensor, Tensor]:
-    """The weight and the bias that minimise the log loss of labels by logits x, and strength · ½ Σ (w − w₀)².
-
-    With several segments w₀ is one function for all of them, fitted first, from which each departs as far as its own
-    rows say; else it is the identity.
-
-    Args:
-        x, labels, weights: (n,). segment: (n,) int64 in [0, segments).
-    Returns: (segments, K) and (segments,) fp64.
-    """
-    x, y = x.double(), labels.double()
-    like = Isotonic(1)
-    w0, b0 = like.weight.detach().double().to(x.device), like.bias.detach().double().to(x.device)
-    w0, b0 = _minimised(x, y, weights, None, w0, b0, strength, 0.0)
-    if segment is None:
-        return w0, b0
-    return _minimised(x, y, weights, segment, w0.repeat(segments, 1), b0.repeat(segments), strength, strength)
-
-
-def _minimised(
-    x: Tensor, y: Tensor, weights: Tensor | None, segment: Tensor | None, w0: Tensor, b0: Tensor, strength: float,
-    of_bias: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    w, b = (t.clone().requires_grad_() for t in (w0, b0))
-    # Convex in relu(w) and b: one minimum, the same from wherever it starts.
-    solver = torch.optim.LBFGS([w, b], max_iter=100, history_size=20, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        solver.zero_grad()
-        z = isotonic(x, w, b, segment)
-        rows = F.binary_cross_entropy_with_logits(z, y, reduction="none")
-        rows = rows if weights is None else rows * weights.double()
-        away = strength * (w - w0).square().sum() + of_bias * (b - b0).square().sum()
-        total = (rows.sum() + away / 2) / len(x)
-        total.backward()
-        return total
-
-    with torch.enable_grad():
-        solver.step(loss)
-    return w.detach(), b.detach()

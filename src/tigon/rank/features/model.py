@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from tigon.rank.batch import Batch
+from tigon.rank.features.calibrate import calibrate
 from tigon.rank.features.cross import Cross, CrossLayers, check_kind
-from tigon.rank.features.inputs import SIDES, Inputs
+from tigon.rank.features.inputs import Inputs
 from tigon.rank.features.isotonic import Isotonic
 from tigon.rank.features.tables import Bits, Grad, Tables
-from tigon.rank.features.towers import Normed, Towers, mlp as made_mlp
+from tigon.rank.features.towers import Normed, Towers
+from tigon.rank.features.towers import mlp as made_mlp
 from tigon.rank.fields import Id
 from tigon.rank.ranker import Ranker
 from tigon.rank.schema import Schema
+from tigon.rank.scoring import Batched, Drawing
 
 
 class LiRank(Ranker):
@@ -36,7 +39,7 @@ class LiRank(Ranker):
         cross: "residual": cross layers whose ranks attend to each other; "dcn": those of DCN V2; "none".
         layers: of cross layers. rank: of their matrices; None, for "dcn" alone, for full ones.
         mlp: widths of the layers beside them; () for none.
-        gate: whether these layers gate themselves. norm: of these layers, "none", "batch" or "layer".
+        gate: whether these layers gate themselves. norm: of these layers, "batch", "layer" or "none".
         dropout: of these layers, in training.
         calibrate: True for an isotonic layer a label; the name of an `Id` for one a label and value.
         towers: name → labels that share hidden layers of their own, of the widths `tower_mlp`; None: one for all.
@@ -52,7 +55,7 @@ class LiRank(Ranker):
     def __init__(
         self, schema: Schema, width: int = 16, cross: Cross = "residual", layers: int = 3, rank: int | None = 64,
         mlp: Sequence[int] = (256, 256), gate: bool = True, dropout: float = 0.0, calibrate: bool | str = False, *,
-        norm: Normed = "none", towers: Mapping[str, Sequence[str]] | None = None, tower_mlp: Sequence[int] = (),
+        norm: Normed = "batch", towers: Mapping[str, Sequence[str]] | None = None, tower_mlp: Sequence[int] = (),
         temperature: float = 1.0, weights: dict[str, float] | None = None, bits: Bits = 32,
     ) -> None:  # fmt: skip
         super().__init__(schema, weights)
@@ -167,6 +170,43 @@ class LiRank(Ranker):
         for tables in self.tables():
             tables.grad = grad
         return [tables.weight for tables in self.tables()]
+
+    def compress(self) -> LiRank:
+        """This ranker with tables of 8 bits a number, and a scale and an offset a row: for scoring alone.
+
+        Returns: another LiRank, in evaluation mode; this one stays as it is.
+        Raises: ValueError for one that is compressed already, and for numbers that fp16 does not hold.
+        """
+        from tigon.rank.compress_tables import compressed
+
+        return compressed(self)
+
+    # -------------------------------------------------------------------------------------------------- calibration
+
+    def calibrate(self, data: Batched, drawing: Drawing = Drawing(8192), *, strength: float = 1.0) -> None:
+        """Fit the isotonic layers alone, on rows that the rest was not trained on.
+
+        Args:
+            data: `rank.Impressions` with labels.
+            drawing: `rank.Drawing`, how it is cut into batches.
+            strength: of what keeps a slope at 1, or at that of all segments: it weighs as so many rows.
+        Raises: ValueError for a ranker without isotonic layers, and for data without labels or with one class alone.
+        """
+        calibrate(self, data, drawing, strength)
+
+    # ------------------------------------------------------------------------------------------------------- export
+
+    def export(self, folder: str | Path) -> list[Path]:
+        """Write score.pt2, a program of `torch.export` that runs without Tigon.
+
+        Args:
+            folder: made if it is not there.
+        Returns: the file. `tigon.rank.features.export` says what goes in and out.
+        Raises: ValueError if it is a file.
+        """
+        from tigon.rank.features import export
+
+        return export.write(self, Path(folder))
 
 
 def _request(batch: Batch, device: torch.device) -> Tensor | None:

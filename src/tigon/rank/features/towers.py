@@ -9,6 +9,7 @@ GateNet, https://arxiv.org/abs/2007.03519
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch.nn.functional as F
@@ -53,9 +54,7 @@ def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: f
     if norm not in get_args(Normed):
         raise ValueError(f"LiRank: norm must be one of {', '.join(map(repr, get_args(Normed)))}, got {norm!r}.")
     ends = [inputs, *widths]
-    return nn.Sequential(
-        *(Hidden(a, b, gate, norm, dropout) for a, b in zip(ends[:-1], ends[1:], strict=True))
-    )
+    return nn.Sequential(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
 
 
 class Towers(nn.Module):
