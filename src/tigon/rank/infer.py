@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ MANY = 1_000_000
 # Spaces in an average string from which it is a text.
 SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
+# What `tigon.tables.libsvm` calls one-hot fields.
+ONE_HOT = re.compile(r"field_\d+")
 
 
 def fitted(schema: Schema, tables: Tables) -> Schema:
@@ -141,7 +144,8 @@ def kind_of(name: str, column: Any) -> Field | str:
     if types.is_floating(kind) and distinct <= FEW:
         values = np.array(pc.unique(column).cast("float64").drop_null())
         whole = bool(np.all(np.isnan(values) | (values == np.floor(values))))
-    if whole and (distinct <= FEW or (types.is_integer(kind) and name.lower().endswith(ID_ENDINGS))):
+    named = name.lower().endswith(ID_ENDINGS) or ONE_HOT.fullmatch(name) is not None
+    if whole and (distinct <= FEW or (types.is_integer(kind) and named)):
         return coded
     return Number()
 

@@ -84,6 +84,10 @@ class Run:
         with sentences(NAME):
             self.ranker = made(NAME, self.given, tables.train.schema).to(device)
             check(self.ranker, tables.train, tables.val, options)
+            if tables.val is not None and getattr(self.ranker, "isotonic", None) is not None:
+                from tigon.rank.features.calibrate import check_classes
+
+                check_classes(tables.val, options.drawing, "--calibrate: the rows to validate on")
 
     def go(self) -> None:
         from tigon.rank.summary import one_valued

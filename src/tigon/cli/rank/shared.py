@@ -43,7 +43,7 @@ def sentences(command: str) -> Iterator[None]:
 
 
 def _spoken(command: str, said: str) -> str:
-    said = re.sub(r"^(rank\.\w+|Impressions\.\w+|Schema(\.\w+)?|\w+): ", "", said)
+    said = re.sub(r"^\w+(\.\w+)?: ", "", said)
     said = re.sub(r"^by(?= must |=)", "--val-split", said).replace("labels=…", "--label")
     said = re.sub(r"\b([a-z]+)=…", r"--\1", said)
     option = re.match(r"([a-z_]+)(?= must | is not defined)", said)

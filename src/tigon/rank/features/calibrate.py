@@ -30,18 +30,25 @@ def calibrate(ranker: LiRank, data: Batched, drawing: Drawing, strength: float) 
     if not len(data):
         raise ValueError(f"{NAME}: data has no requests.")
     check_schema(NAME, ranker, data)
+    check_classes(data, drawing)
     logits, labels, weights, segment = _rows(ranker, data, drawing)
-    for name, y in labels.items():
-        if bool((y == y[0]).all()):
-            raise ValueError(
-                f"{NAME}: data must have both classes of label {name!r}, got {y[0].item():g} in all {len(y):,} rows."
-            )
     for name, layer in zip(ranker.labels, ranker.isotonic, strict=True):
         assert isinstance(layer, Isotonic)
         found = calibrated(logits[name], labels[name], weights, segment, layer.weight.shape[0], strength)
         with torch.no_grad():
             layer.weight.copy_(found[0])
             layer.bias.copy_(found[1])
+
+
+def check_classes(data: Batched, drawing: Drawing, what: str = "data") -> None:
+    """Raise if a label is the same in all rows. what: the rows are called in the sentence."""
+    parts = [batch.labels for batch in drawing._replace(history_max=0).batches(data, torch.device("cpu"))]
+    for name in parts[0] if parts else ():
+        y = torch.cat([part[name] for part in parts])
+        if len(y) and bool((y == y[0]).all()):
+            raise ValueError(
+                f"{NAME}: {what} must have both classes of label {name!r}, got {y[0].item():g} in all {len(y):,} rows."
+            )
 
 
 def _rows(
