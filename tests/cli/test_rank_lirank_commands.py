@@ -26,9 +26,10 @@ def drawn(rows, seed):
     size = draw.normal(size=rows)
     click = (banner % 2 == 0) ^ (draw.random(rows) < 0.1)
     dwell = np.where(click, np.exp(3 + size + 0.3 * draw.normal(size=rows)), 0)
-    return {"banner": [f"b{b}" for b in banner], "visitor": visitor + 100, "size": np.where(np.arange(rows) % 9, size, np.nan),
-            "country": np.where(visitor % 3, "fr", "de"), "site": ["one"] * rows, "click": click.astype(int),
-            "dwell": dwell}  # fmt: skip
+    size[::9] = np.nan
+    country = np.where(visitor % 3, "fr", "de")
+    return {"banner": [f"b{b}" for b in banner], "visitor": visitor + 100, "size": size, "country": country,
+            "site": ["one"] * rows, "click": click.astype(int), "dwell": dwell}  # fmt: skip
 
 
 SCHEMA = {

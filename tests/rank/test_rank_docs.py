@@ -109,6 +109,31 @@ def test_the_code_of_the_page_on_sequences_runs(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.endswith(f"(5, 3) {names['cache'].nbytes}\n")
 
 
+def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "safetensors", "accelerate"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    # What takes seconds has a test of its own.
+    monkeypatch.setattr(rank.LiRank, "export", lambda ranker, folder: (Path(folder),))
+    names = {}
+    page = (PAGE.parents[1] / "how-to" / "rank-clicks.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "rank-clicks.md", "exec"), names)
+    assert names["data"].schema.roles.item is None
+    assert set(names["found"]) == {"auc", "log_loss", "ece"}
+    assert names["found"]["auc"].value > 0.7
+    assert names["found"]["ece"].value < 0.15
+    assert 0 < float(names["off"].abs().max()) < 0.01
+    tables, small = (sum(one.nbytes for one in of.tables()) for of in (names["ranker"], names["small"]))
+    assert 4 * 8 * small == (8 + 4) * tables  # of width 8
+    assert type(names["ranker"]) is rank.LiRank
+    options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
+    assert options < set(inspect.signature(rank.LiRank).parameters)
+    assert "Measured(value=" in capsys.readouterr().out
+
+
 def test_the_public_names_are_the_modules():
     assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()

@@ -49,7 +49,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         val = None
         if not given["val"] and given["val_fraction"]:
             timed = train.schema.roles.time in train.schema.fields
-            by = given["val_split"] or ("time" if timed else "request")
+            by: Any = given["val_split"] or ("time" if timed else "request")
             train, val = train.split(by=by, fraction=given["val_fraction"], seed=given["seed"])
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])

@@ -141,9 +141,9 @@ class LiRank(Ranker):
         """(C,) codes of the field that calibration goes by; None without one."""
         if self.segment is None:
             return None
-        if self.segment not in batch.context:
-            return batch.items[self.segment].long()
-        found, request = batch.context[self.segment].long(), _request(batch, self.device)
+        context = self.segment in batch.context
+        found: Tensor = (batch.context if context else batch.items)[self.segment].long()
+        request = _request(batch, self.device) if context else None
         return found if request is None else found[request]
 
     @property
@@ -189,7 +189,8 @@ class LiRank(Ranker):
         Args:
             data: `rank.Impressions` with labels.
             drawing: `rank.Drawing`, how it is cut into batches.
-            strength: of what keeps a slope at 1, or at that of all segments: it weighs as so many rows.
+            strength: of what keeps the slopes near Platt's, one for all logits, and those of a segment near those of
+                all rows; more where rows are few.
         Raises: ValueError for a ranker without isotonic layers, and for data without labels or with one class alone.
         """
         calibrate(self, data, drawing, strength)

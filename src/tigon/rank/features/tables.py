@@ -84,7 +84,8 @@ class Tables(nn.Module):
         if self.bits == 32:
             return F.embedding(rows, self.weight).to(dtype)
         scale, offset = self.scale_offset[rows].to(dtype).split(1, -1)
-        return self.codes[rows].to(dtype) * scale + offset
+        found: Tensor = self.codes[rows].to(dtype) * scale + offset
+        return found
 
     @torch.no_grad()
     def take(self, other: Tables) -> None:
