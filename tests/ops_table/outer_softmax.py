@@ -63,6 +63,6 @@ OUTER_SOFTMAX = Op(
     large=(Case("samples share a program", (1000, 64)), Case("a sample over warps", (100, 200))),
     # A program reads a few hundred numbers and computes on each r times.
     wide_loads=False,
-    # The backward has 128 registers: a few of its sums are on the stack, and four more warps a multiprocessor (the launch).
+    # The backward is given 128 registers, which puts some of its sums on the stack.
     spills=160,
 )
