@@ -636,7 +636,9 @@ def table(rows: list[Row]) -> str:
                 values = [row.measures[name] for row in some]
                 said += f"  {name} {statistics.mean(values):.4f} ± {statistics.pstdev(values):.4f}"
             epochs = [row.setting["best_epoch"] for row in some]
-            lines.append(said + f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s")
+            cut = sum(row.setting.get("ended") == "seconds" for row in some)
+            said += f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s"
+            lines.append(said + (f"  {cut} ended by their time" if cut else ""))
     for row in rows:
         if row.part == "speed":
             said = "  ".join(f"{name} {value:.4g}" for name, value in row.measures.items())

@@ -100,8 +100,10 @@ def test_a_watch_stops_and_keeps_the_best():
         assert module.training
     watch.restore()
     assert (watch.best, watch.best_epoch, module.weight.item(), len(watch.losses)) == (0.3, 4, 4.0, 8)
+    assert watch.ended == "patience"
     late = rank_peers.Watch(peer, lambda _: 0.5, {**setting, "seconds": 0.0})
     assert late.ends(1.0)
+    assert late.ended == "seconds"
     assert late.best_epoch == 1  # judged all the same: what is measured must have been validated
 
 

@@ -100,6 +100,7 @@ def fit(
     own |= {
         "best_epoch": watch.best_epoch,
         "epochs_run": watch.epoch,
+        "ended": watch.ended,
         "preparing": round(watch.began - begun, 2),
         "unknown_items": int((watch.peer.codes[1:] == 0).sum()),
         "parameters": sum(p.numel() for p in watch.peer.module.parameters()),

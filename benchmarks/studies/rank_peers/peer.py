@@ -74,6 +74,7 @@ class Watch:
     def __init__(self, peer: Peer, judge: Callable[[Peer], float], setting: dict[str, Any]) -> None:
         self.peer, self.judge, self.setting = peer, judge, setting
         self.best, self.best_epoch, self.epoch, self.wait = -1.0, 0, 0, 0
+        self.ended = ""  # by patience | epochs | seconds: a fit that its time ended might have come further
         self.kept: dict[str, Tensor] | None = None
         self.losses: list[float] = []
         self.began, self.seconds = time.monotonic(), 0.0
@@ -82,8 +83,11 @@ class Watch:
         """After each epoch: whether it was the last."""
         self.epoch += 1
         self.losses.append(loss)
-        late = time.monotonic() - self.began >= self.setting["seconds"] or self.epoch >= self.setting["epochs"]
-        if self.epoch % self.setting["every"] == 0 or (late and self.kept is None):
+        if self.epoch >= self.setting["epochs"]:
+            self.ended = "epochs"
+        elif time.monotonic() - self.began >= self.setting["seconds"]:
+            self.ended = "seconds"
+        if self.epoch % self.setting["every"] == 0 or (self.ended and self.kept is None):
             found = self.judge(self.peer)
             self.peer.module.train()
             if found > self.best:
@@ -91,8 +95,10 @@ class Watch:
                 self.kept = copy.deepcopy(self.peer.module.state_dict())
             else:
                 self.wait += 1
+                if self.wait >= self.setting["patience"]:
+                    self.ended = "patience"
         self.seconds = time.monotonic() - self.began
-        return late or self.wait >= self.setting["patience"]
+        return bool(self.ended)
 
     def restore(self) -> None:
         self.peer.module.to(self.peer.device)
