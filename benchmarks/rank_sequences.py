@@ -759,7 +759,8 @@ def main() -> None:
                 if (name, method, seed) in done:
                     continue
                 tried = grid if chosen is None else [chosen]
-                if time.monotonic() - began + setting["seconds"] * len(tried) > options.budget:
+                each = setting["seconds"] + (rank_peers.PREPARING if peer else 0.0)
+                if time.monotonic() - began + each * len(tried) > options.budget:
                     print(f"left out, the budget was spent: {name}, {method}, seed {seed}", flush=True)
                     break
                 try:

@@ -28,7 +28,7 @@ import torch
 
 from studies.rank_peers.peer import Peer, Watch, histories
 
-__all__ = ["PEERS", "Peer", "Recipe", "Watch", "fit", "histories", "lacks", "versions"]
+__all__ = ["PEERS", "PREPARING", "Peer", "Recipe", "Watch", "fit", "histories", "lacks", "versions"]
 
 
 class Recipe(NamedTuple):
@@ -48,6 +48,7 @@ PEERS: dict[str, Recipe] = {
     "rectools-hstu": _RECTOOLS,
     "recbole-sasrec": Recipe("recbole", ("recbole", "pandas", "sklearn", "colorlog", "texttable"), 2048, 0.5, 1e-3),
 }
+PREPARING = 20.0  # seconds beside a fit: imports, the package's tables, and RecBole's pairs, in Python
 PACKAGES = ("rectools", "recbole", "pytorch-lightning", "pandas", "numpy")
 
 
