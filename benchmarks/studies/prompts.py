@@ -1,0 +1,125 @@
+"""What prompt rankers are worth, and what shared prefixes save, as tables. benchmarks/rank_prompts.py records the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from studies.retrieve import Rows, _table, _text, mean, sides, spread
+
+from tigon.bench import report
+
+
+@dataclass
+class Row:
+    """One fit, or one timing.
+
+    part: films, garments, rates, speed or steps. measures: of the test; of timings milliseconds and counts.
+    validation: what a setting was chosen by. seconds: of the fit, beside other processes of the study.
+    """
+
+    part: str
+    seed: int
+    method: str
+    setting: dict[str, Any]
+    measures: dict[str, float]
+    validation: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+report.COLUMNS["rank-prompts"] = {
+    "part": lambda r: r["part"],
+    "seed": lambda r: str(r["seed"]),
+    "by": lambda r: r["method"],
+    "setting": lambda r: _text(r["setting"]) or "–",
+    "measures": lambda r: _text(r["measures"]),
+}
+
+# The order of the tables; what was not run is left out.
+FILMS = (
+    "zero-shot", "separate", "shared", "shared, garments too", "shared, all requests", "LiGR, as many requests",
+    "LiGR, all requests", "student alone", "student taught",
+)  # fmt: skip
+GARMENTS = ("zero-shot", "garments alone", "films too")
+GROUPS = ("", " known members", " new members", " known films", " new films")
+
+
+def quality(rows: Rows) -> str:
+    """A line for each way to rank the films."""
+    found = sides(row for row in rows if row["part"] == "films")
+    lines = []
+    for name in FILMS:
+        if some := found.get(name, []):
+            measures = [spread(some, f"auc{group}") for group in GROUPS]
+            seconds = f"{mean_of(some):.0f}" if any(row["seconds"] for row in some) else "–"
+            requests = f"{some[0]['setting']['requests']:,}"
+            lines.append([name, requests, *measures, spread(some, "ndcg@10"), spread(some, "log loss"), seconds])
+    header = ["by", "requests", "AUC", "known members", "new members", "known films", "new films"]
+    return _table([*header, "NDCG@10", "log loss", "seconds"], lines)
+
+
+def mean_of(rows: Rows) -> float:
+    return sum(row["seconds"] for row in rows) / len(rows)
+
+
+def garments(rows: Rows) -> str:
+    """A line for each model that was asked about garments."""
+    found = sides(row for row in rows if row["part"] == "garments")
+    lines = [
+        [name, *(spread(found[name], measure) for measure in ("auc", "ndcg@10", "log loss"))]
+        for name in GARMENTS
+        if name in found
+    ]
+    return _table(["by", "AUC", "NDCG@10", "log loss"], lines)
+
+
+def speed(rows: Rows) -> str:
+    """A line for scoring and one for training, of the two timings."""
+    lines = []
+    for row in rows:
+        if row["part"] in ("speed", "steps"):
+            m = row["measures"]
+            lines.append([
+                row["method"], row["setting"]["shape"], f"{m['separate tokens']:,.0f}", f"{m['shared tokens']:,.0f}",
+                f"{m['separate ms']:,.1f} ms", f"{m['shared ms']:,.1f} ms",
+                f"{m['separate ms'] / m['shared ms']:.1f} ×",
+            ])  # fmt: skip
+    header = ["", "model and requests", "tokens, separate", "shared", "time, separate", "shared", "faster"]
+    return _table(header, lines, 2)
+
+
+def apart(rows: Rows) -> list[float]:
+    """AUC of shared less that of separate, by seed."""
+    by = {(row["method"], row["seed"]): row["measures"]["auc"] for row in rows if row["part"] == "films"}
+    return [by["shared", seed] - by["separate", seed]
+            for seed in sorted({seed for _, seed in by}) if {("shared", seed), ("separate", seed)} <= by.keys()]  # fmt: skip
+
+
+def behind(rows: Rows, student: str = "student taught") -> float:
+    """By how much of the teacher's AUC the student's is below it, of the means over the seeds."""
+    found = sides(row for row in rows if row["part"] == "films")
+    return 1 - mean(found[student], "auc") / mean(found["shared, all requests"], "auc")
+
+
+PARTS: dict[str, Callable[[Rows], str]] = {"films": quality, "garments": garments, "speed": speed}
+
+
+def tables(rows: Iterable[dict[str, Any]]) -> str:
+    """Markdown of all parts that there are rows of."""
+    listed = list(rows)
+    parts = {row["part"] for row in listed}
+    return "\n\n".join(make(listed) for part, make in PARTS.items() if part in parts)
+
+
+def page(folder: Path, what: str) -> str:
+    """Markdown of one part of the result files in a folder: films, garments, speed or source."""
+    parts = []
+    for path in sorted(folder.glob("*-rank-prompts.json")):
+        content = report.load(path)
+        parts.append(report.source(content) if what == "source" else PARTS[what](content["rows"]))
+    return "\n\n".join(parts) or "No run has been recorded yet."
