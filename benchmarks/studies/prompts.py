@@ -1,4 +1,4 @@
-"""What prompt rankers are worth, and what shared prefixes save, as tables. benchmarks/rank_prompts.py records the rows."""
+"""What prompt rankers are worth, and what shared prefixes save: tables of what benchmarks/rank_prompts.py records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from studies.retrieve import Rows, _table, _text, mean, sides, spread
-
 from tigon.bench import report
 
 
@@ -96,8 +95,8 @@ def speed(rows: Rows) -> str:
 def apart(rows: Rows) -> list[float]:
     """AUC of shared less that of separate, by seed."""
     by = {(row["method"], row["seed"]): row["measures"]["auc"] for row in rows if row["part"] == "films"}
-    return [by["shared", seed] - by["separate", seed]
-            for seed in sorted({seed for _, seed in by}) if {("shared", seed), ("separate", seed)} <= by.keys()]  # fmt: skip
+    both = sorted(seed for name, seed in by if name == "shared" and ("separate", seed) in by)
+    return [by["shared", seed] - by["separate", seed] for seed in both]
 
 
 def behind(rows: Rows, student: str = "student taught") -> float:

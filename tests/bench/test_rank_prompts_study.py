@@ -1,4 +1,4 @@
-"""The study of prompt rankers on tables like MovieLens': what it shows whom, that both ways of tuning are one, and its record."""
+"""The study of prompt rankers: what it shows whom, that both ways of tuning are one, and what it records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def reviews(tmp_path_factory):
     import pyarrow.parquet as pq
 
     rows = [{"Clothing ID": n // 25, "Age": 20 + n, "Title": "Fine" if n % 2 else None, "Review Text": f"It is {n}.",
-             "Recommended IND": int(n % 3 > 0), "Department Name": "Tops", "Class Name": "Knits"} for n in range(100)]  # fmt: skip
+             "Recommended IND": int(n % 3 > 0), "Department Name": "Tops", "Class Name": "Knits"}
+            for n in range(100)]  # fmt: skip
     path = tmp_path_factory.mktemp("garments") / "reviews.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
