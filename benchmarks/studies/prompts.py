@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from studies.retrieve import Rows, _table, _text, mean, sides, spread
@@ -44,6 +45,9 @@ FILMS = (
     "zero-shot", "separate", "shared", "shared, garments too", "shared, all requests", "LiGR, as many requests",
     "LiGR, all requests", "student alone", "student taught",
 )  # fmt: skip
+TEACHER = "shared, all requests"
+# Times as many candidates a second as separate sequences have, at least; percent of the teacher's AUC, at most.
+ASKED, LOST = {"scoring": 10, "training": 8}, 0.5
 GARMENTS = ("zero-shot", "garments alone", "films too")
 GROUPS = ("", " known members", " new members", " known films", " new films")
 
@@ -55,15 +59,11 @@ def quality(rows: Rows) -> str:
     for name in FILMS:
         if some := found.get(name, []):
             measures = [spread(some, f"auc{group}") for group in GROUPS]
-            seconds = f"{mean_of(some):.0f}" if any(row["seconds"] for row in some) else "–"
+            seconds = f"{fmean(row['seconds'] for row in some):.0f}" if any(row["seconds"] for row in some) else "–"
             requests = f"{some[0]['setting']['requests']:,}"
             lines.append([name, requests, *measures, spread(some, "ndcg@10"), spread(some, "log loss"), seconds])
     header = ["by", "requests", "AUC", "known members", "new members", "known films", "new films"]
     return _table([*header, "NDCG@10", "log loss", "seconds"], lines)
-
-
-def mean_of(rows: Rows) -> float:
-    return sum(row["seconds"] for row in rows) / len(rows)
 
 
 def garments(rows: Rows) -> str:
@@ -102,21 +102,44 @@ def apart(rows: Rows) -> list[float]:
 def behind(rows: Rows, student: str = "student taught") -> float:
     """By how much of the teacher's AUC the student's is below it, of the means over the seeds."""
     found = sides(row for row in rows if row["part"] == "films")
-    return 1 - mean(found[student], "auc") / mean(found["shared, all requests"], "auc")
+    return 1 - mean(found[student], "auc") / mean(found[TEACHER], "auc")
 
 
-PARTS: dict[str, Callable[[Rows], str]] = {"films": quality, "garments": garments, "speed": speed}
+def bars(rows: Rows) -> str:
+    """What was asked for before anything was measured, and what was found."""
+    lines: list[list[str]] = []
+
+    def line(what: str, asked: str, found: str, met: bool) -> None:
+        lines.append([what, asked, found.replace("-", "−"), "met" if met else "missed"])
+
+    for row in rows:
+        if row["part"] == "speed":
+            asked, times = ASKED[row["method"]], row["measures"]["separate ms"] / row["measures"]["shared ms"]
+            line(f"{row['method']}, candidates a second", f"{asked} ×", f"{times:.1f} ×", times >= asked)
+    by = sides(row for row in rows if row["part"] == "films")
+    if differences := apart(rows):
+        aucs = [[row["measures"]["auc"] for row in by[way]] for way in ("shared", "separate")]
+        allowed = max(map(stdev, aucs)) if len(differences) > 1 else 0.0
+        off = abs(fmean(differences))
+        line("AUC of shared and separate apart", f"the seeds' {allowed:.4f}", f"{off:.4f}", off <= allowed)
+    if "student taught" in by and TEACHER in by:
+        lost = 100 * behind(rows)
+        line("AUC that the student lost to its teacher", f"{LOST} %", f"{lost:.2f} %", lost <= LOST)
+    return _table(["", "asked for", "found", ""], lines)
+
+
+PARTS: dict[str, Callable[[Rows], str]] = {"bars": bars, "films": quality, "garments": garments, "speed": speed}
 
 
 def tables(rows: Iterable[dict[str, Any]]) -> str:
     """Markdown of all parts that there are rows of."""
     listed = list(rows)
     parts = {row["part"] for row in listed}
-    return "\n\n".join(make(listed) for part, make in PARTS.items() if part in parts)
+    return "\n\n".join(make(listed) for part, make in PARTS.items() if part in parts or (part == "bars" and parts))
 
 
 def page(folder: Path, what: str) -> str:
-    """Markdown of one part of the result files in a folder: films, garments, speed or source."""
+    """Markdown of one part of the result files in a folder: bars, films, garments, speed or source."""
     parts = []
     for path in sorted(folder.glob("*-rank-prompts.json")):
         content = report.load(path)
