@@ -24,6 +24,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
     <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges, towers,
                                         source or towers-source
+    <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, retrieve, sft, sharpness
+from studies import adapters, convergence, prompts, retrieve, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -162,6 +163,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
+        "prompts": lambda what: prompts.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
