@@ -40,7 +40,7 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import adapters, convergence, retrieve, sft, sharpness
+from studies import adapters, convergence, interactions, retrieve, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -159,6 +159,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
+        "interactions": lambda what: interactions.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

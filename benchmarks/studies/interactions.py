@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -164,3 +165,76 @@ def ahead(one: Rows, other: Rows, measure: str) -> tuple[float, float]:
     """How far one way is ahead of another on the same networks: mean over the seeds, and its standard error."""
     differ = [a - b for a, b in zip(by_seed(one, measure), by_seed(other, measure), strict=True)]
     return fmean(differ), stdev(differ) / len(differ) ** 0.5
+
+
+def best(found: dict[tuple[float, str], Rows], name: str, measure: str = "auc") -> float:
+    """The penalty at which a way of reading is best, on average."""
+    return max((l1 for l1, own in found if own == name), key=lambda l1: mean(found[l1, name], measure))
+
+
+NAMES = ("NID", "persistence, q = 0.5", "persistence, q = 2", "persistence, q = 3")
+
+
+def _table(header: list[str], lines: Iterable[list[str]]) -> str:
+    align = [":--"] + ["--:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
+
+
+def functions(content: list[dict[str, Any]]) -> str:
+    """The AUC of each function: NID at its best penalty, and persistence on the same networks."""
+    found = groups(content)
+    penalty = best(found, "NID")
+    lines = []
+    for name in NAMES:
+        rows = found[penalty, name]
+        values = [f"{mean(rows, 'auc', function):.3f}" for function in FUNCTIONS]
+        lines.append([name, *values, f"{mean(rows, 'auc'):.3f} ± {stdev(by_seed(rows, 'auc')):.3f}"])
+    return _table(["AUC of pairs", *FUNCTIONS, "mean"], lines)
+
+
+def penalties(content: list[dict[str, Any]]) -> str:
+    """A line for each penalty: losses, NID and persistence, and how far the second is ahead."""
+    found = groups(content)
+    lines = []
+    for l1 in dict.fromkeys(l1 for l1, _ in found):
+        nid, ours = found[l1, "NID"], found[l1, "persistence, q = 2"]
+        differ, error = ahead(ours, nid, "auc")
+        values = [f"{mean(rows, measure):.3f}" for measure in ("auc", "top_pairs") for rows in (nid, ours)]
+        loss = fmean(row["loss"] for row in nid.values())
+        lines.append(
+            [f"{l1:g}", f"{loss:.4f}", *values[:2], f"{differ:+.3f} ± {error:.3f}".replace("-", "−"), *values[2:]]
+        )
+    header = ["l1", "loss", "AUC, NID", "AUC, persistence", "ahead", "top pairs, NID", "top pairs, persistence"]
+    return _table(header, lines)
+
+
+def sets(content: list[dict[str, Any]]) -> str:
+    """Whole sets of three features and more, each way at the penalty where it finds most."""
+    found = groups(content)
+    shown = {
+        "sets": "as they are",
+        "sets_pruned": "without parts of stronger ones",
+        "sets_largest": "the largest alone",
+    }
+    lines = []
+    for name in NAMES:
+        values = []
+        for measure in shown:
+            rows = found[best(found, name, measure), name]
+            values.append(f"{mean(rows, measure):.3f} ± {stdev(by_seed(rows, measure)):.3f}")
+        lines.append([name, *values])
+    return _table(["whole sets of 3 and more", *shown.values()], lines)
+
+
+PARTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "functions": functions, "penalties": penalties, "sets": sets,
+}  # fmt: skip
+
+
+def page(folder: Path, what: str) -> str:
+    """Markdown of one part of the result files in a folder: functions, penalties, sets or source."""
+    parts = []
+    for path in sorted(folder.glob("*-interactions.json")):
+        content = report.load(path)
+        parts.append(report.source(content) if what == "source" else PARTS[what](content["rows"]))
+    return "\n\n".join(parts) or "No run has been recorded yet."

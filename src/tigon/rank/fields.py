@@ -325,7 +325,8 @@ class Cross(Id):
             "action".
         hash_rows: how many codes the combinations are spread over.
         dim: width of its embedding; None for the model's own.
-        side: "row", whatever the sides of its features: events have no crosses.
+        vocab: None; combinations are hashed.
+        side, history: "row" and False, whatever those of its features: events have no crosses.
     """
 
     kind = "Cross"
