@@ -56,10 +56,12 @@ def precision(order: Sets, true: Sets) -> float:
     return sum(one in true for one in order[: len(true)]) / len(true)
 
 
-def pruned(order: Sets) -> Sets:
-    """Without the sets that lie in a stronger one."""
+def pruned(order: Sets, count: int) -> Sets:
+    """The first so many, without the sets that lie in a stronger one."""
     kept: Sets = []
     for one in order:
+        if len(kept) >= count:
+            break
         if not any(set(one) < set(other) for other in kept):
             kept.append(one)
     return kept
@@ -86,7 +88,7 @@ def measured(network: Network, function: str, method: Any, power: float) -> dict
         "auc": auc(pairs, true),
         "top_pairs": precision(ranked(pairs), of_pairs),
         "sets": precision(order, whole),
-        "sets_pruned": precision(pruned(order), whole),
+        "sets_pruned": precision(pruned(order, len(whole)), whole),
         "sets_largest": precision(largest(order, len(whole)), whole),
     }
 
@@ -106,7 +108,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--rows", type=int, default=10_000, help="to train on, of a function; as many are held out")
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--l1", type=float, nargs="+", default=[5e-5, 2e-4, 5e-4, 2e-3], help="penalties of weights")
+    parser.add_argument(
+        "--l1", type=float, nargs="+", default=[5e-5, 2e-4, 5e-4, 1e-3, 2e-3], help="penalties of weights"
+    )
     parser.add_argument("--state", type=Path, help="a file that keeps where training stands, and then the networks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()

@@ -4,6 +4,7 @@ benchmarks/interactions.py records the rows. The functions are those of Tsang, C
 act together is read from the formulas.
 """
 
+# ruff: noqa: RUF059 (each function names its ten features, whichever of them it reads)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -65,47 +66,56 @@ def name_of(row: dict[str, Any]) -> str:
 exp, log, sqrt, cos, sin, tanh, arctan = np.exp, np.log, np.sqrt, np.cos, np.sin, np.tanh, np.arctan
 
 
-def _f1(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f1(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     return np.pi ** (a * b) * sqrt(2 * c) - np.arcsin(d) + log(c + e) - i / j * sqrt(g / h) - b * g
 
 
-def _f2(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f2(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     last = i / (1 + abs(j)) * sqrt(abs(g) / (1 + abs(h)))
     return np.pi ** (a * b) * sqrt(2 * abs(c)) - np.arcsin(d / 2) + log(abs(c + e) + 1) + last - b * g
 
 
-def _f3(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f3(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     last = log(d**2 + e**2 + g**2 + h**2) + i + 1 / (1 + j**2)
     return exp(abs(a - b)) + abs(b * c) - (c**2) ** abs(d) + last
 
 
-def _f4(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
-    return _f3(a, b, c, d, e, f, g, h, i, j) + (a * d) ** 2
+def _f4(*x: Array) -> Array:
+    return _f3(*x) + (x[0] * x[3]) ** 2
 
 
-def _f5(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f5(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     return 1 / (1 + a**2 + b**2 + c**2) + sqrt(exp(d + e)) + abs(f + g) + h * i * j
 
 
-def _f6(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f6(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     return exp(abs(a * b) + 1) - exp(abs(c + d) + 1) + cos(e + f - h) + sqrt(h**2 + i**2 + j**2)
 
 
-def _f7(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f7(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     middle = np.maximum(c * d + f, 0) - 1 / (1 + (d * e * f * g * h) ** 2) + (abs(g) / (1 + abs(i))) ** 5
     return (arctan(a) + arctan(b)) ** 2 + middle + (a + b + c + d + e + f + g + h + i + j)
 
 
-def _f8(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f8(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     return a * b + 2 ** (c + e + f) + 2 ** (c + d + e + g) + sin(g * sin(h + i)) + np.arccos(0.9 * j)
 
 
-def _f9(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f9(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     first = tanh(a * b + c * d) * sqrt(abs(e)) + exp(e + f)
     return first + log((f * g * h) ** 2 + 1) + i * j + 1 / (1 + abs(j))
 
 
-def _f10(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
+def _f10(*x: Array) -> Array:
+    a, b, c, d, e, f, g, h, i, j = x
     return np.sinh(a + b) + np.arccos(tanh(c + e + g)) + cos(d + e) + 1 / cos(g * i)
 
 

@@ -227,7 +227,7 @@ def table(rows=1200, seed=0):
     draw = np.random.default_rng(seed)
     age, hours, income = draw.normal(40, 10, rows), draw.exponential(8, rows), draw.normal(size=rows)
     city = draw.choice(["ams", "bcn", "cgn", "dub"], rows)
-    target = (age - 40) / 10 * np.log(hours + 1) + 2 * income
+    target = (age - 40) / 10 * np.log(hours + 1) + 2 * income + 2 * draw.normal(size=rows)
     return {"age": age, "hours": hours, "income": income, "city": city, "flat": np.ones(rows),
             "note": ["four words of text"] * (rows - 1) + ["and five other words now"],
             "y": target, "high": np.where(target > 0, "yes", "no")}  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_table_tells_of_the_columns_that_act_together(monkeypatch):
     assert fitted.names == ("age", "hours", "income", "city")
     assert fitted.left_out["flat"] == "it has one value only"
     assert fitted.left_out["note"] == "a Text is nothing that an MLP reads"
-    assert fitted.loss[0] < 0.2 * fitted.constant
+    assert fitted.loss[0] < 0.5 * fitted.constant
     assert fitted.notes == ()
     found = rank.interactions(fitted, order=2)
     assert found[0].features == ("age", "hours")
@@ -295,6 +295,18 @@ def test_a_table_that_cannot_be_read_gets_a_sentence(change, call, sentence):
         rank.fit_mlp({**table(60), **change}, **{"label": "y", **call})
 
 
+def test_the_strongest_penalty_counts_that_costs_no_more_than_chance():
+    from tigon.rank.interacting.tables import penalty_of
+
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.rand(3, 1000, generator=draw, dtype=torch.float64)
+    rows[1] = rows[0] + 0.1 * (torch.rand(1000, generator=draw) - 0.499)
+    rows[2] = rows[0] + 0.05
+    assert penalty_of(rows) == 1
+    assert penalty_of(rows.flip(0)) == 2
+    assert penalty_of(torch.ones(3, 10)) == 2
+
+
 def test_few_rows_get_a_sentence():
     with pytest.raises(ValueError, match="data must have 50 rows or more, got 20"):
         rank.fit_mlp(table(20), "y")
@@ -336,7 +348,7 @@ def test_the_measures_of_the_study():
     assert study.auc(pairs, true) == pytest.approx((2 * 2 + 2 * 1) / 8)
     order = [(0, 1, 2, 3), (0, 1, 2), (4, 5, 6), (0, 1, 2, 4)]
     assert study.precision(order, [(0, 1, 2), (4, 5, 6)]) == 0.5
-    assert study.pruned(order) == [(0, 1, 2, 3), (4, 5, 6), (0, 1, 2, 4)]
+    assert study.pruned(order, 3) == [(0, 1, 2, 3), (4, 5, 6), (0, 1, 2, 4)]
     assert study.largest([(0, 1), (0, 1, 2), (3, 4)], 2) == [(0, 1, 2), (3, 4)]
 
 

@@ -141,6 +141,7 @@ def interactions(
     Sources: Liu et al. 2020, https://arxiv.org/abs/2010.13015 (the idea; the definition is our own), and for NID
         Tsang, Cheng, Liu 2018, https://arxiv.org/abs/1705.04977.
     """
+    networks: Sequence[Network]
     notes: Sequence[str] = ()
     if isinstance(model, TableMLP):
         if names is not None or spread is not None:

@@ -136,11 +136,11 @@ def _layers(x: Tensor, weights: Any, biases: Any) -> Tensor:
 
 
 def losses(found: Tensor, target: Tensor, loss: Loss) -> Tensor:
-    """(M,) mean over rows. binary: of logits, with targets of 0 and 1."""
+    """(M, B) of each row. binary: of logits, with targets of 0 and 1."""
     target = target.expand_as(found)
     if loss == "binary":
-        return F.binary_cross_entropy_with_logits(found, target, reduction="none").mean(1)
-    return (found - target).square().mean(1)
+        return F.binary_cross_entropy_with_logits(found, target, reduction="none")
+    return (found - target).square()
 
 
 class Training:
@@ -183,12 +183,12 @@ class Training:
         order = torch.randperm(len(self.train), generator=draw).to(device)
         for rows in order.split(self.batch_size):
             part = self.train.take(rows)
-            found = losses(networks(part.numbers, part.codes), part.target, self.loss)
+            found = losses(networks(part.numbers, part.codes), part.target, self.loss).mean(1)
             self.optimizer.zero_grad(set_to_none=True)
             (found + self.l1 * networks.sizes(self.shares)).sum().backward()
             self.optimizer.step()
         self.epoch += 1
-        found = losses(networks.outputs(self.held), self.held.target, self.loss)
+        found = losses(networks.outputs(self.held), self.held.target, self.loss).mean(1)
         self._keep(found)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,7 @@ MOST_ROWS = 100_000
 FEWEST_ROWS = 50
 BATCH = 100  # rows, at least
 EPOCHS, STEPS = 40, 2000  # at least
-# The strongest penalty counts whose networks are this near to the best: without it all units read all columns.
-PENALTIES = (5e-5, 5e-4, 5e-3)
-NEAR = 1.05
+PENALTIES = (5e-5, 3e-4, 2e-3)
 RARE = 10  # values of fewer rows are one value
 
 
@@ -57,13 +56,24 @@ class TableMLP:
 
 @dataclass
 class Columns:
-    """The columns of a table as networks read them. names: of each number its column; levels: of each other column."""
+    """The columns of a table as networks read them.
+
+    Attributes:
+        numbers: (N,) each; names: the column of each, of which one with missing values has two.
+        codes: (N,) int64 each; coded: their columns.
+        left_out: column → why it is not read.
+    """
 
     numbers: list[Tensor]
     names: list[str]
     codes: list[Tensor]
     coded: list[str]
     left_out: dict[str, str]
+
+    def inputs(self, target: Tensor) -> Inputs:
+        """What networks read, with the target (N,)."""
+        numbers = torch.stack(self.numbers, 1) if self.numbers else torch.zeros(len(target), 0)
+        return Inputs(numbers[None], torch.stack(self.codes, 1) if self.codes else None, target[None])
 
 
 def fit_mlp(
@@ -75,8 +85,8 @@ def fit_mlp(
     Each has hidden layers of 140, 100, 60 and 20, and beside them a network of each column alone, so that the MLP is
     left with what columns do together. Numbers are scaled by their quantiles; values of other columns have a
     weight each, those of fewer than ten rows a common one. Of more than 100,000 rows so many are drawn. Each network is
-    fitted by three penalties of its weights at once; the strongest counts that costs less than a twentieth of what is
-    explained.
+    fitted by three penalties of its weights at once; the strongest counts whose loss on held-out rows is within one
+    standard error of the best.
 
     Args:
         data: a table as `rank.Impressions.read` takes it: a file or files, a pyarrow.Table, a DataFrame, a dict.
@@ -98,36 +108,25 @@ def fit_mlp(
     if len(rows) < FEWEST_ROWS:
         raise ValueError(f"{NAME}: data must have {FEWEST_ROWS} rows or more, got {len(rows)}.")
     found = _columns(table, Label.of(label).column, features, rows)
-    names = tuple(name for name in table if name in {*found.names, *found.coded})
-    if len(names) < 2:
-        why = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
-        raise ValueError(
-            f"{NAME}: there must be two columns that can be read, got {len(names)}{f' ({why})' if why else ''}."
-        )
     y = target[torch.from_numpy(rows)]
-    if loss == "squared":
-        y = (y - y.mean()) / y.std(correction=0)
-    inputs = Inputs(
-        (torch.stack(found.numbers, 1) if found.numbers else torch.zeros(len(rows), 0))[None],
-        torch.stack(found.codes, 1) if found.codes else None,
-        y[None],
-    ).to(device)
+    inputs = found.inputs((y - y.mean()) / y.std(correction=0) if loss == "squared" else y).to(device)
     cut = round(HELD * len(rows))
     held, train = inputs.take(slice(0, cut)), inputs.take(slice(cut, None))
     levels = tuple(int(codes.max()) + 1 for codes in found.codes)
     made = Networks(networks, len(found.numbers), levels, seed=seed).repeated(len(PENALTIES)).to(device)
-    training = _trained(made, train, held, loss, networks, seed)
-    by_penalty = training.best.view(len(PENALTIES), networks)
+    _train(made, train, held, loss, networks, seed)
     mean = train.target.mean()
     least = (torch.logit(mean, 1e-6) if loss == "binary" else mean).expand_as(held.target)
-    constant = float(losses(least, held.target, loss))
-    chosen = _penalty(by_penalty.mean(1).tolist(), constant)
-    own = tuple(by_penalty[chosen].tolist())
-    read = _read(training.finish(), inputs, found, names)[chosen * networks : (chosen + 1) * networks]
+    constant = float(losses(least, held.target, loss).mean())
+    by_row = losses(made.outputs(held), held.target, loss).double().view(len(PENALTIES), networks, -1)
+    chosen = penalty_of(by_row.mean(1))
+    own = tuple(by_row[chosen].mean(1).tolist())
+    names = tuple(name for name in table if name in {*found.names, *found.coded})
+    read = _read(made, inputs, found, names)[chosen * networks : (chosen + 1) * networks]
     return TableMLP(names, read, own, constant, PENALTIES[chosen], found.left_out, _notes(own, constant))
 
 
-def _trained(made: Networks, train: Inputs, held: Inputs, loss: Loss, networks: int, seed: int) -> Training:
+def _train(made: Networks, train: Inputs, held: Inputs, loss: Loss, networks: int, seed: int) -> None:
     """Epochs until none of the networks has become better for a quarter of them."""
     batch_size = min(500, max(BATCH, len(train) // 50))
     epochs = max(EPOCHS, STEPS * batch_size // len(train))
@@ -137,14 +136,18 @@ def _trained(made: Networks, train: Inputs, held: Inputs, loss: Loss, networks: 
     while training.epoch < epochs and since < epochs // 4:
         training.run_epoch()
         since, best = (0, training.best) if bool((training.best < best).any()) else (since + 1, best)
-    return training
+    training.finish()
 
 
-def _penalty(losses: list[float], constant: float) -> int:
-    """The place of the strongest penalty that costs little: of what the best one explains, less than a twentieth."""
-    best = min(losses)
-    most = best + (NEAR - 1) * max(constant - best, 0.0)
-    return max(place for place, one in enumerate(losses) if one <= most)
+def penalty_of(by_row: Tensor) -> int:
+    """The place of the strongest penalty that is worse than the best by no more than one standard error of that.
+
+    by_row: (penalties, N) losses of the held-out rows. With a weak penalty all units read all columns; one that is too
+    strong loses interactions.
+    """
+    worse = by_row - by_row[by_row.mean(1).argmin()]
+    near = worse.mean(1) <= worse.std(1) / math.sqrt(by_row.shape[1])
+    return int(near.nonzero().max())
 
 
 def _notes(loss: tuple[float, ...], constant: float) -> tuple[str, ...]:
@@ -191,6 +194,9 @@ def _columns(table: Mapping[str, Any], label: str, features: Sequence[str] | Non
             if features is not None:
                 raise ValueError(f"{NAME}: column {name!r} (features) cannot be read: {why}.")
             found.left_out[name] = why
+    if (many := len({*found.names, *found.coded})) < 2:
+        why = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
+        raise ValueError(f"{NAME}: there must be two columns that can be read, got {many}{f' ({why})' if why else ''}.")
     return found
 
 
