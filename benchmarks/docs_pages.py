@@ -16,6 +16,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- peaks: MODEL -->               the measured peaks of a model, plain and fused
     <!-- activations -->                the activations that `act=` takes
     <!-- families -->                   what fuse does to every class of transformers
+    <!-- card: h100 -->                 the quoted cases of one GPU in short, and in which of them Tigon is not first
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- sweep: *-sweep.json -->       drawn cases: how often Tigon is first, and where it is not
     <!-- adapters -->              a step with adapters, of several libraries
@@ -38,6 +39,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import cards
 import guides
 from families import page as families
 from studies import adapters, convergence, interactions, retrieve, sft, sharpness
@@ -145,6 +147,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "goals": goals,
         "engines": engines,
         "sweep": sweeps,
+        "card": lambda name: cards.page(RESULTS, name),
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),

@@ -1,16 +1,18 @@
-"""The next item of a history by LiGR and by SASRec: leave-one-out, full ranking; and what a ranking costs.
+"""The next item of a history by LiGR, SASRec and peers: leave-one-out, full ranking; and what a ranking costs.
 
     python benchmarks/rank_sequences.py --data s3rec --sets Beauty,Yelp --output benchmarks/results
+    python benchmarks/rank_sequences.py --data s3rec --methods "ligr; rectools-sasrec; recbole-sasrec" --output …
     python benchmarks/rank_sequences.py --part speed --output benchmarks/results
 
 Sets may run side by side, each with an output of its own: `--resume a/*.json b/*.json --sets "" --output …` joins them.
 
 Sets are a reader's own: `NAME.txt` with lines `user item item …` in time order (S3-Rec's form), or `NAME.inter` in
 RecBole's form (ml-100k). Of each user the last event is the test, the one before validates, the others train; of these
-the latest 50 are read. All items are ranked. Both models are trained in the same run, on the same sequences, with the
+the latest 50 are read. All items are ranked. All models are trained in the same run, on the same sequences, with the
 same loss over all items, and stop where validation says so; the test decides nothing.
 
-SASRec is the pre-norm form with learned positions, as RecBole has it, written here in plain PyTorch.
+SASRec is the pre-norm form with learned positions, written here in plain PyTorch. RecTools' SASRec, LiGR layers and
+HSTU and RecBole's SASRec are trained by their packages, where these are installed: `studies/rank_peers` says how.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import difflib
 import itertools
 import json
 import math
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from studies import rank_peers
 from torch import Tensor, nn
 
 import tigon
@@ -166,6 +170,10 @@ class Side(nn.Module):
     def table(self) -> Tensor:
         raise NotImplementedError
 
+    def scores(self, users: Tensor, left_out: int) -> Tensor:
+        """(B, items + 1) fp32, of item 0 too, which is none."""
+        return self.hidden(users, left_out).float() @ self.table.float().t()
+
 
 class LiGRSide(Side):
     """`rank.LiGR` by its public methods. times, stars: events say when, and how they were rated, if the set knows."""
@@ -282,19 +290,19 @@ SIDES: dict[str, tuple[type[Side], dict[str, Any]]] = {
     "ligr, stars": (LiGRSide, {"stars": True}),
     "ligr, times and stars": (LiGRSide, {"times": True, "stars": True}),
 }
-DEFAULT_SIDES = "sasrec; ligr; ligr, no gate"
+DEFAULT_SIDES = "; ".join(("sasrec", "ligr", "ligr, no gate", *rank_peers.PEERS))
 
 
 # ------------------------------------------------------------------------------------------------------------- the fits
 
 
 @torch.no_grad()
-def ranks(side: Side, data: Sequences, left_out: int, new: bool, size: int = 2048) -> Tensor:
+def ranks(side: Side | rank_peers.Peer, data: Sequences, left_out: int, new: bool, size: int = 2048) -> Tensor:
     """(users,), the place from 1 of the event before the last `left_out`. new: among items that a user did not have."""
     side.eval()
-    found, table = [], side.table.float()
+    found = []
     for users in torch.arange(data.users).split(size):
-        z = side.hidden(users, left_out + 1).float() @ table.t()
+        z = side.scores(users, left_out + 1)
         z[:, 0] = -torch.inf
         target = data.items[(data.offsets[users + 1] - 1 - left_out).to(z.device)].unsqueeze(1)
         wanted = z.gather(1, target)
@@ -334,6 +342,8 @@ def batches(data: Sequences, size: int, draw: np.random.Generator) -> Iterator[T
 
 
 def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: torch.device) -> Row:
+    if name in rank_peers.PEERS:
+        return fit_peer(name, data, seed, setting)
     kind, options = SIDES[name]
 
     def made() -> Side:
@@ -394,6 +404,18 @@ def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: 
     own = {**setting, **options, "best_epoch": best_epoch, "epochs_run": epoch}
     own["parameters"] = sum(p.numel() for p in side.parameters())
     own["losses"] = [round(x, 4) for x in losses]
+    return Row("quality", data.name, seed, name, own, test, validation, seconds)
+
+
+def fit_peer(name: str, data: Sequences, seed: int, setting: dict[str, Any]) -> Row:
+    """A row as `fit` gives, of a peer that its package trains."""
+
+    def judge(peer: rank_peers.Peer) -> float:
+        return measures(ranks(peer, data, 1, False))["ndcg@10"]
+
+    peer, own, seconds = rank_peers.fit(name, data, seed, setting, LONGEST, judge)
+    validation = measures(ranks(peer, data, 1, False))
+    test = measures(ranks(peer, data, 0, False)) | measures(ranks(peer, data, 0, True), "_new")
     return Row("quality", data.name, seed, name, own, test, validation, seconds)
 
 
@@ -614,7 +636,9 @@ def table(rows: list[Row]) -> str:
                 values = [row.measures[name] for row in some]
                 said += f"  {name} {statistics.mean(values):.4f} ± {statistics.pstdev(values):.4f}"
             epochs = [row.setting["best_epoch"] for row in some]
-            lines.append(said + f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s")
+            cut = sum(row.setting.get("ended") == "seconds" for row in some)
+            said += f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s"
+            lines.append(said + (f"  {cut} ended by their time" if cut else ""))
     for row in rows:
         if row.part == "speed":
             said = "  ".join(f"{name} {value:.4g}" for name, value in row.measures.items())
@@ -622,12 +646,24 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def points(method: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """What validation of seed 0 chooses among. A peer's own dropout and step size are always among it, if not told."""
+    peer = rank_peers.PEERS.get(method)
+    dropout = options.dropout if peer is None or options.peer_dropout is None else options.peer_dropout
+    found = [{"dropout": float(p), "lr": float(lr)} for p in dropout.split(",") for lr in options.lr.split(",")]
+    own = {} if peer is None or options.peer_dropout else {"dropout": peer.dropout, "lr": peer.lr}
+    return found if not own or own in found else [*found, own]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", choices=["quality", "speed"], default="quality")
     parser.add_argument("--data", type=Path, help="folder of the sets")
     parser.add_argument("--sets", default="Beauty,Sports_and_Outdoors,Toys_and_Games,Yelp,ml-100k")
-    parser.add_argument("--sides", default=DEFAULT_SIDES, help=f"separated by semicolons: {'; '.join(SIDES)}")
+    parser.add_argument(
+        "--methods", "--sides", dest="methods", default=DEFAULT_SIDES,
+        help=f"separated by semicolons: {'; '.join([*SIDES, *rank_peers.PEERS])}",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -643,6 +679,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2, help="epochs between validations")
     parser.add_argument("--patience", type=int, default=10, help="validations without a better one that end a fit")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a fit, at most")
+    parser.add_argument("--peer-seconds", type=float, default=60.0, help="of a fit of RecTools or RecBole, at most")
+    parser.add_argument(
+        "--peer-dropout", help="likewise; by default the values of --dropout and what the package takes by default"
+    )
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which no further fit is begun")
     parser.add_argument("--users", type=int, help="the first users of a set alone, to try")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result file")
@@ -681,8 +721,14 @@ def main() -> None:
         "seconds",
     )
     base = {name: getattr(options, name) for name in names}
-    grid = [{"dropout": float(p), "lr": float(lr)} for p in options.dropout.split(",") for lr in options.lr.split(",")]
+    methods = [one.strip() for one in options.methods.split(";")]
+    for method in methods:
+        if method not in SIDES and method not in rank_peers.PEERS:
+            near = difflib.get_close_matches(method, [*SIDES, *rank_peers.PEERS], 1)
+            said = f"did you mean {near[0]!r}?" if near else f"use {'; '.join([*SIDES, *rank_peers.PEERS])}"
+            raise SystemExit(f"rank_sequences.py: --methods has no {method!r}; {said}")
     done = {(row.data, row.method, row.seed) for row in rows if row.part == "quality"}
+    failed = []
     keep()
     for name in filter(None, options.sets.split(",")):
         data = read(options.data, name)
@@ -695,9 +741,15 @@ def main() -> None:
             )  # fmt: skip
         data = data.to(device)
         print(f"{name}: {data.users:,} users, {data.catalogue:,} items, {len(data.items):,} events", flush=True)
-        for method in (one.strip() for one in options.sides.split(";")):
-            if SIDES[method][1].keys() & {"times", "stars"} and data.seconds is None:
+        for method in methods:
+            peer = method in rank_peers.PEERS
+            if peer and (lacks := rank_peers.lacks(method)):
+                print(lacks, flush=True)
                 continue
+            if not peer and SIDES[method][1].keys() & {"times", "stars"} and data.seconds is None:
+                continue
+            grid = points(method, options)
+            setting = base | {"seconds": options.peer_seconds if peer else options.seconds}
             chosen: dict[str, Any] | None = None
             first: Row | None = None
             kept = [row for row in rows if (row.part, row.data, row.method) == ("quality", name, method)]
@@ -707,10 +759,19 @@ def main() -> None:
                 if (name, method, seed) in done:
                     continue
                 tried = grid if chosen is None else [chosen]
-                if time.monotonic() - began + options.seconds * len(tried) > options.budget:
+                each = setting["seconds"] + (rank_peers.PREPARING if peer else 0.0)
+                if time.monotonic() - began + each * len(tried) > options.budget:
                     print(f"left out, the budget was spent: {name}, {method}, seed {seed}", flush=True)
                     break
-                found = [fit(method, data, seed, {**base, **point}, device) for point in tried]
+                try:
+                    found = [fit(method, data, seed, {**setting, **point}, device) for point in tried]
+                except Exception as error:
+                    if not peer:
+                        raise
+                    # What others found is kept; the run says at its end that it is not whole.
+                    failed.append(f"{name}, {method}, seed {seed}: {type(error).__name__}: {error}")
+                    print(f"left out, the package failed: {failed[-1]}", flush=True)
+                    break
                 first = max(found, key=lambda row: row.validation["ndcg@10"])
                 chosen = {key: first.setting[key] for key in grid[0]}
                 if len(found) > 1:
@@ -731,6 +792,8 @@ def main() -> None:
     print(table(rows))
     if not math.isfinite(sum(value for row in rows for value in row.measures.values())):
         raise SystemExit("rank_sequences.py: a measure is not finite")
+    if failed:
+        raise SystemExit("rank_sequences.py: packages failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":
