@@ -56,4 +56,4 @@ def _hashed(codes: list[Tensor], field: Cross) -> Tensor:
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         h ^= h >> np.uint64(31)
     missing = torch.stack(codes).amax(0) == 0
-    return torch.where(missing, 0, 1 + torch.from_numpy((h % np.uint64(field.hash_rows or 1)).astype(np.int64)))
+    return torch.where(missing, 0, 1 + torch.from_numpy((h % np.uint64(field.rows - 1)).astype(np.int64)))
