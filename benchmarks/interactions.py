@@ -1,6 +1,7 @@
 """Which features act together in ten known functions: persistence of prefixes beside NID, on the same networks.
 
-    python benchmarks/interactions.py --output benchmarks/results
+    python benchmarks/interactions.py --output benchmarks/results           networks
+    python benchmarks/interactions.py --output benchmarks/results --fast    FAST, if the package interpret is there
 
 All networks, one for each function and seed, are trained at once in batched products, on a CPU or a GPU. A run that
 was killed goes on from the last epoch that `--state` has, and one that has all of them only reads the networks again.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +80,17 @@ def largest(order: Sets, count: int) -> Sets:
     return kept
 
 
-def measured(network: Network, function: str, method: Any, power: float) -> dict[str, float]:
+def of_pairs(pairs: dict[tuple[int, ...], Found], function: str) -> dict[str, float]:
     true = true_sets(function)
-    pairs = within([network], 2, method, power)
-    of_pairs = [pair for pair in pairs if any(set(pair) <= set(one) for one in true)]
-    whole = [one for one in true if len(one) > 2]
+    right = [pair for pair in pairs if any(set(pair) <= set(one) for one in true)]
+    return {"auc": auc(pairs, true), "top_pairs": precision(ranked(pairs), right)}
+
+
+def measured(network: Network, function: str, method: Any, power: float) -> dict[str, float]:
+    whole = [one for one in true_sets(function) if len(one) > 2]
     order = [one for one in ranked(prefixes([network], method, power)) if len(one) > 2]
     return {
-        "auc": auc(pairs, true),
-        "top_pairs": precision(ranked(pairs), of_pairs),
+        **of_pairs(within([network], 2, method, power), function),
         "sets": precision(order, whole),
         "sets_pruned": precision(pruned(order, len(whole)), whole),
         "sets_largest": precision(largest(order, len(whole)), whole),
@@ -102,6 +106,25 @@ def networks_of(networks: Networks) -> list[Network]:
     return [Network(w.T.numpy(), z[:, 0].numpy()) for w, z in zip(first, reach, strict=True)]
 
 
+def fast(cases: list[tuple[str, int]], count: int) -> Iterator[Row]:
+    """The pairs that FAST finds in what an EBM of main effects leaves, as EBMs choose their pairs."""
+    from interpret.glassbox import ExplainableBoostingRegressor
+    from interpret.utils import measure_interactions
+
+    train, held = data_of(cases, count)
+    for place, (function, seed) in enumerate(cases):
+        x, y = train.numbers[place].double().numpy(), train.target[place].double().numpy()
+        began = time.monotonic()
+        alone = ExplainableBoostingRegressor(interactions=0, outer_bags=1, n_jobs=1, random_state=seed).fit(x, y)
+        strengths = dict(measure_interactions(x, y, init_score=alone))
+        seconds = time.monotonic() - began
+        pairs = {tuple(sorted(map(int, pair))): Found(float(value), 1) for pair, value in strengths.items()}
+        error = alone.predict(held.numbers[place].double().numpy()) - held.target[place].double().numpy()
+        measures = {**of_pairs(pairs, function), "seconds": round(seconds, 2)}
+        print(function, seed, measures, flush=True)
+        yield Row(function, seed, 0.0, "fast", 1.0, float((error**2).mean()), measures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder of the result file")
@@ -111,11 +134,16 @@ def main() -> None:
     parser.add_argument(
         "--l1", type=float, nargs="+", default=[5e-5, 2e-4, 5e-4, 1e-3, 2e-3], help="penalties of weights"
     )
+    parser.add_argument("--fast", action="store_true", help="measure FAST, and no networks")
     parser.add_argument("--state", type=Path, help="a file that keeps where training stands, and then the networks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     began, device = time.monotonic(), torch.device(options.device)
     cases = [(function, seed) for seed in range(options.seeds) for function in FUNCTIONS]
+    if options.fast:
+        content = report.result("interactions", fast(cases, options.rows), device=torch.device("cpu"))
+        report.save(options.output / report.file_name(content, "fast-interactions"), content)
+        return
     # The same rows and first weights for each penalty.
     many = len(options.l1)
     train, held = (

@@ -227,6 +227,7 @@ def test_interactions_of_ten_functions():
     assert {row["seed"] for row in rows} == set(range(10))
     assert {row["function"] for row in rows} == set(interactions.FUNCTIONS)
     text = " ".join((ROOT / "docs" / "rank" / "interactions.md").read_text().split())
+    fast = interactions.groups(report.load(RESULTS / "cpu-fast-interactions.json")["rows"])[0.0, interactions.FAST]
     penalties = sorted({l1 for l1, _ in by})
     least = penalties[0]
     assert (len(penalties), interactions.best(by, "NID")) == (5, least)
@@ -242,6 +243,15 @@ def test_interactions_of_ten_functions():
     assert [f for f, less in behind.items() if less > 0] == ["F1", "F7"]
     assert f"on F1 and F7 it is behind, by {behind['F1']:.3f} and {behind['F7']:.3f}." in text
     assert f"The third power is {interactions.ahead(cube, nid, 'auc')[0]:.3f} ahead for pairs" in text
+    assert f"took {interactions.mean(fast, 'seconds'):.1f} seconds a function" in text
+    assert (
+        f"On the mean it is {interactions.ahead(square, fast, 'auc')[0]:.3f} behind persistence, and ahead on F1 and F10"
+        in text
+    )
+    auc = {f: [interactions.mean(some, "auc", f) for some in (fast, square)] for f in interactions.FUNCTIONS}
+    assert [f for f, (trees, ours) in auc.items() if trees > ours] == ["F1", "F10"]
+    seconds = report.load(RESULTS / "h100-interactions.json")["setting"]["seconds"]
+    assert f"the 500 of five penalties in {seconds:.0f} seconds on an H100" in text
     for measure in ("sets", "sets_pruned", "sets_largest"):
         for name in ("NID", "persistence, q = 2"):
             assert interactions.best(by, name, measure) == least

@@ -20,18 +20,20 @@ from tigon.bench import report
 
 Array = npt.NDArray[np.float64]
 FEATURES = 10
+FAST = "FAST, of trees"
 MEASURES = ("auc", "top_pairs", "sets", "sets_pruned", "sets_largest")
 Rows = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass
 class Row:
-    """One function, seed and way of reading the network that was fitted on it.
+    """One function, seed and way of reading the model that was fitted on it.
 
     Attributes:
-        l1: the penalty of the network's weights.
-        loss: mean square of the network's error on the held-out rows, in the variance of the function.
-        measures: auc and top_pairs of all pairs, sets of whole sets of three and more, each also pruned.
+        l1: the penalty of the network's weights; 0 for FAST, which reads trees.
+        loss: mean square of the model's error on the held-out rows, in the variance of the function.
+        measures: auc and top_pairs of all pairs, sets of whole sets of three and more, each also pruned. Of FAST those
+            of pairs, and seconds.
     """
 
     function: str
@@ -52,13 +54,17 @@ report.COLUMNS["interactions"] = {
     "l1": lambda r: f"{r['l1']:g}",
     "by": lambda r: name_of(r),
     "loss": lambda r: f"{r['loss']:.4f}",
-    **{name: (lambda r, name=name: f"{r['measures'][name]:.3f}")
-       for name in MEASURES},
+    **{name: (lambda r, name=name: _cell(r["measures"].get(name))) for name in MEASURES},
 }  # fmt: skip
 
 
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
 def name_of(row: dict[str, Any]) -> str:
-    return "NID" if row["method"] == "nid" else f"persistence, q = {row['power']:g}"
+    names = {"nid": "NID", "fast": FAST}
+    return names.get(row["method"]) or f"persistence, q = {row['power']:g}"
 
 
 # ------------------------------------------------------------------------------------------------------- the functions
@@ -195,8 +201,10 @@ def functions(content: list[dict[str, Any]]) -> str:
     found = groups(content)
     penalty = best(found, "NID")
     lines = []
-    for name in NAMES:
-        rows = found[penalty, name]
+    for key in (*((penalty, name) for name in NAMES), (0.0, FAST)):
+        if key not in found:
+            continue
+        name, rows = key[1], found[key]
         values = [f"{mean(rows, 'auc', function):.3f}" for function in FUNCTIONS]
         lines.append([name, *values, f"{mean(rows, 'auc'):.3f} ± {stdev(by_seed(rows, 'auc')):.3f}"])
     return _table(["AUC of pairs", *FUNCTIONS, "mean"], lines)
@@ -206,7 +214,7 @@ def penalties(content: list[dict[str, Any]]) -> str:
     """A line for each penalty: losses, NID and persistence, and how far the second is ahead."""
     found = groups(content)
     lines = []
-    for l1 in dict.fromkeys(l1 for l1, _ in found):
+    for l1 in dict.fromkeys(l1 for l1, name in found if name != FAST):
         nid, ours = found[l1, "NID"], found[l1, "persistence, q = 2"]
         differ, error = ahead(ours, nid, "auc")
         values = [f"{mean(rows, measure):.3f}" for measure in ("auc", "top_pairs") for rows in (nid, ours)]
@@ -243,8 +251,8 @@ PARTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 
 def page(folder: Path, what: str) -> str:
     """Markdown of one part of the result files in a folder: functions, penalties, sets or source."""
-    parts = []
-    for path in sorted(folder.glob("*-interactions.json")):
-        content = report.load(path)
-        parts.append(report.source(content) if what == "source" else PARTS[what](content["rows"]))
-    return "\n\n".join(parts) or "No run has been recorded yet."
+    contents = [report.load(path) for path in sorted(folder.glob("*-interactions.json"))]
+    if what == "source":
+        return " ".join(map(report.source, contents)) or "No run has been recorded yet."
+    rows = [row for content in contents for row in content["rows"]]
+    return PARTS[what](rows) if any(row["method"] == "nid" for row in rows) else "No run has been recorded yet."

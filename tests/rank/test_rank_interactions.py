@@ -377,3 +377,32 @@ def test_the_study_runs_and_goes_on(tmp_path, monkeypatch):
         nid, ours = (study.mean(by[l1, name], "auc") for name in ("NID", "persistence, q = 1"))
         assert nid == pytest.approx(ours)
     assert study.mean(by[5e-5, "NID"], "auc") != study.mean(by[1e-2, "NID"], "auc")
+
+
+def test_the_study_reads_fast(monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    import interactions as study
+
+    class EBM:
+        def __init__(self, *, interactions, **_):
+            assert interactions == 0  # main effects alone
+
+        def fit(self, x, y):
+            return self
+
+        def predict(self, x):
+            return np.zeros(len(x))
+
+    def measure(x, y, init_score):
+        assert isinstance(init_score, EBM)
+        true = study.true_sets("F5")
+        return {(b, a): float(any({a, b} <= set(one) for one in true)) for a, b in itertools.combinations(range(10), 2)}
+
+    monkeypatch.setitem(sys.modules, "interpret", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "interpret.glassbox", SimpleNamespace(ExplainableBoostingRegressor=EBM))
+    monkeypatch.setitem(sys.modules, "interpret.utils", SimpleNamespace(measure_interactions=measure))
+    (row,) = study.fast([("F5", 0)], 500)
+    assert (row.measures["auc"], row.measures["top_pairs"]) == (1.0, 1.0)
+    assert row.loss == pytest.approx(1, abs=0.2)
