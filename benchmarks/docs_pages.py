@@ -43,7 +43,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, prompts, retrieve, sft, sharpness
+from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -164,6 +164,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
+        "interactions": lambda what: interactions.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

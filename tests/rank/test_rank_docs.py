@@ -72,6 +72,27 @@ def test_the_code_of_the_page_on_fitting_runs(capsys, tmp_path, monkeypatch):
     assert "Measured(value=" in capsys.readouterr().out
 
 
+def test_the_code_of_the_page_on_interactions_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "matplotlib"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 10)
+    names = {}
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (PAGE.parent / "interactions.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "interactions.md", "exec"), names)
+    assert names["found"][0].features == ("hour", "price")
+    assert names["fitted"].loss[0] < 0.8 * names["fitted"].constant
+    assert (tmp_path / "pairs.png").stat().st_size > 10_000
+    assert rank.Schema.load(tmp_path / "schema.json") == names["schema"]
+    assert "hour × price" in names["data"].schema.rows
+    assert "share" in capsys.readouterr().out
+
+
 def test_the_page_on_fitting_names_what_the_library_has():
     pytest.importorskip("accelerate")
     from tigon.cli.rank.fitting import WRITTEN

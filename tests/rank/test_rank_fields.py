@@ -168,5 +168,5 @@ def test_a_field_that_makes_no_sense_is_refused(make, said):
 
 def test_every_kind_is_in_the_table():
     assert {kind: field.__name__ for kind, field in KINDS.items()} == {
-        name: name for name in ("Id", "Number", "Ids", "Text", "Time")
+        name: name for name in ("Id", "Number", "Ids", "Cross", "Text", "Time")
     }

@@ -197,7 +197,9 @@ def test_a_text_that_is_no_schema_gets_a_sentence(text, said):
 
 
 def test_a_field_that_is_none_gets_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="field 'item' must be one of Id, Number, Ids, Text, Time, got the class Id"):
+    with pytest.raises(
+        ValueError, match="field 'item' must be one of Id, Number, Ids, Cross, Text, Time, got the class Id"
+    ):
         Schema(Roles("item"), {"item": Id})
     (tmp_path / "schema.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"Schema.load: .*schema.json must be JSON in UTF-8"):

@@ -7,6 +7,7 @@ from tigon.rank.evaluating import Measured as Measured
 from tigon.rank.evaluating import evaluate as evaluate
 from tigon.rank.evaluating import evaluate_next_items as evaluate_next_items
 from tigon.rank.features.model import LiRank as LiRank
+from tigon.rank.fields import Cross as Cross
 from tigon.rank.fields import Id as Id
 from tigon.rank.fields import Ids as Ids
 from tigon.rank.fields import Number as Number
@@ -17,6 +18,11 @@ from tigon.rank.fitting import Fitted as Fitted
 from tigon.rank.fitting import Progress as Progress
 from tigon.rank.fitting import fit as fit
 from tigon.rank.impressions import Impressions as Impressions
+from tigon.rank.interacting.found import Interaction as Interaction
+from tigon.rank.interacting.found import Interactions as Interactions
+from tigon.rank.interacting.found import interactions as interactions
+from tigon.rank.interacting.tables import TableMLP as TableMLP
+from tigon.rank.interacting.tables import fit_mlp as fit_mlp
 from tigon.rank.ragged import Ragged as Ragged
 from tigon.rank.ranker import Ranker as Ranker
 from tigon.rank.schema import Roles as Roles

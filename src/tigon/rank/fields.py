@@ -3,6 +3,7 @@
     Id       one of a vocabulary, or hashed            int64 (n,), 0 for a missing or an unseen value
     Number   scaled to about N(0, 1)                   float32 (n,), NaN for a missing value
     Ids      a list of them                            Ragged int64
+    Cross    several of a row's features as one        int64 (n,), 0 where all of them are missing
     Text     as it is                                  list of str
     Time     microseconds since 1970 in UTC            int64 (n,)
 
@@ -338,6 +339,44 @@ class Number(Field):
 
 
 @dataclass(frozen=True)
+class Cross(Id):
+    """Several features of an impression as one: a hashed code for each combination of their values.
+
+    To models it is an `Id`. A number counts by which sixteenth of its quantiles it is in. `rank.interactions` says
+    which features are worth it.
+
+    Args:
+        of: names of fields of the same schema, two or more: `Id`, or `Number` of scale "quantile", of any side but
+            "action".
+        hash_rows: how many codes the combinations are spread over.
+        dim, hash: as those of `Id`.
+        vocab: None; combinations are hashed.
+        side, history: "row" and False, whatever those of its features: events have no crosses.
+    """
+
+    kind = "Cross"
+    of: tuple[str, ...] = ()
+    # A dataclass has the fields of its base first; by keywords alone, `of` is what comes by place.
+    vocab: None = dataclasses.field(default=None, init=False, repr=False)
+    hash_rows: int | None = dataclasses.field(default=100_000, kw_only=True)
+    dim: int | None = dataclasses.field(default=None, kw_only=True)
+    hash: Hash = dataclasses.field(default="mod", kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", (self.of,) if isinstance(self.of, str) else tuple(self.of))
+        super().__post_init__()
+        if self.side != "row":
+            raise ValueError(f"Cross: side must be 'row', got {self.side!r}.")
+        if self.hash_rows is None:
+            raise ValueError("Cross: hash_rows must be an integer of at least 2, got None.")
+        if len(set(self.of)) < max(2, len(self.of)) or not all(isinstance(name, str) for name in self.of):
+            raise ValueError(f"Cross: of must name two fields or more, each once, got {self.of!r}.")
+
+    def encode(self, column: Any) -> Tensor:
+        raise ValueError(f"Cross: it is made of the fields {', '.join(map(repr, self.of))}, not of a column.")
+
+
+@dataclass(frozen=True)
 class Text(Field):
     """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
 
@@ -405,4 +444,4 @@ class Time(Field):
         return torch.from_numpy(np.where(missing, self.MISSING, found))
 
 
-KINDS: dict[str, type[Field]] = {kind.kind: kind for kind in (Id, Number, Ids, Text, Time)}
+KINDS: dict[str, type[Field]] = {kind.kind: kind for kind in (Id, Number, Ids, Cross, Text, Time)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.rank.fields import KINDS, Field, Id, Time
+from tigon.rank.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
 
@@ -71,8 +71,8 @@ class Schema:
         is_open: whether a field is still to be fitted on data.
         left_out: why columns are no fields, where the schema was inferred.
 
-    Raises: ValueError if the item has no field, two labels have one name, or a field stands on a side where its role
-        forbids it.
+    Raises: ValueError if the item has no field, two labels have one name, a field stands on a side where its role
+        forbids it, or a cross is of fields that there are not.
     """
 
     def __init__(self, roles: Roles | Mapping[str, Any], fields: Mapping[str, Field]) -> None:
@@ -105,6 +105,23 @@ class Schema:
         for name in self.side("action"):
             if name not in self.roles.action:
                 raise ValueError(f"Schema: field {name!r} has side 'action', but roles.action does not name it.")
+        for name, field in self.fields.items():
+            if isinstance(field, Cross):
+                self._check_cross(name, field)
+
+    def _check_cross(self, name: str, cross: Cross) -> None:
+        for part in cross.of:
+            field = self.fields.get(part)
+            what = f"Schema: cross {name!r} must be of fields of its schema"
+            if field is None:
+                raise ValueError(f"{what}, got {part!r}; {nearest(part, [one for one in self.fields if one != name])}")
+            if isinstance(field, Cross) or not isinstance(field, (Id, Number)) or field.side == "action":
+                raise ValueError(f"{what} that are an Id or a Number of an impression, got {part!r}, {field.kind}.")
+            if isinstance(field, Number) and field.scale != "quantile":
+                raise ValueError(
+                    f"Schema: cross {name!r} must be of numbers of scale 'quantile', which says where to cut them, got "
+                    f"{part!r} of scale {field.scale!r}."
+                )
 
     def side(self, side: str) -> dict[str, Field]:
         """The fields of a side, by name."""
@@ -236,7 +253,7 @@ def _field(name: str, told: Any) -> Field:
     if kind not in KINDS:
         raise ValueError(f"Schema: field {name!r} must have a kind; got {kind!r}, {nearest(str(kind), KINDS)}")
     options = {key: value for key, value in told.items() if key != "kind"}
-    known = [field.name for field in dataclasses.fields(KINDS[kind])]
+    known = [field.name for field in dataclasses.fields(KINDS[kind]) if field.init]
     for option in options:
         if option not in known:
             raise ValueError(f"Schema: field {name!r}: {kind} has no option {option!r}; {nearest(option, known)}")
