@@ -1,6 +1,8 @@
 """The study of clicks: splits and metrics by hand, fits of all parts that go on, the floor of a step, and the page."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,8 +148,8 @@ def test_fits_are_recorded_shown_and_gone_on_with(folder, tmp_path, monkeypatch,
     none, layer, *_ = (row["measures"] for row in new if row["part"] == "calibration")
     assert none["auc"] == new[0]["measures"]["auc"]
     assert layer["log_loss"] < none["log_loss"]  # one epoch leaves logits near 0
-    for part in page.PARTS:
-        assert bool(page.page(tmp_path, part).startswith("|")) == (part != "speed")
+    for part in page.PARTS:  # one of the methods has one seed: nothing is said of it
+        assert page.page(tmp_path, part).startswith("|") == (part not in ("speed", "verdict"))
     assert "2 |" in page.page(tmp_path, "quality")
     with pytest.raises(SystemExit, match="--methods must be of lirank-residual"):
         run("--methods", "residual")
@@ -215,6 +217,35 @@ def test_a_step_of_the_study_is_that_of_fit():
     step()
     for one, other in zip(timed.parameters(), fitted.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_page_says_whether_the_attention_pays(tmp_path, monkeypatch):
+    import docs_pages
+
+    def recorded(**methods):
+        setting, rest = {"parameters": 1000}, {"log_loss": 0.3, "ece": 0.1}
+        rows = [
+            page.Row("quality", "frappe", seed, method.replace("_", "-"), setting, rest | {"auc": auc}, {}, 1.0)
+            for method, aucs in methods.items()
+            for seed, auc in enumerate(aucs)
+        ]
+        report.save(tmp_path / "cpu-rank-clicks.json", report.result("rank-clicks", rows, device=CPU))
+        text = (Path(__file__).parents[2] / "docs" / "rank" / "clicks-study.md").read_text()
+        about = SimpleNamespace(file=SimpleNamespace(src_uri="rank/clicks-study.md"))
+        return docs_pages.on_page_markdown(text, about)
+
+    monkeypatch.setattr(docs_pages, "RESULTS", tmp_path)
+    low, high = [0.91, 0.92, 0.93, 0.94, 0.95], [0.96, 0.961, 0.962, 0.963, 0.964]
+    shown = recorded(lirank_residual=low, lirank_dcn=low, fuxictr_dcnv2=high)
+    assert "does not pay" in shown
+    assert "Beside FuxiCTR's DCN-V2, the attention's AUC is significantly higher (p < 0.05) on none and " in shown
+    assert "significantly lower on frappe, of frappe." in shown
+    assert "| frappe | LiRank, residual − FuxiCTR DCN-V2 | −320.0 | 0.008 |" in shown
+    assert "| frappe | **LiRank, residual** | 5 | 0.9300 ± 0.0158 |" in shown
+    assert "<!--" not in shown
+    shown = recorded(lirank_residual=high, lirank_dcn=low)
+    assert "does not pay" not in shown
+    assert "significantly higher (p < 0.05) on frappe" in shown
 
 
 def test_differences_have_the_exact_p_of_all_ways_to_deal_them():

