@@ -1,6 +1,7 @@
 """The study of clicks: splits and metrics by hand, fits of all parts that go on, the floor of a step, and the page."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,13 +165,52 @@ def test_a_budget_that_is_spent_begins_no_fit(folder, tmp_path, monkeypatch, cap
     assert "left out, since the budget was spent: 2 fits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name, kind in methods.METHODS.items() if kind.package == "lightgbm"])
-def test_trees_learn_what_two_fields_say(name, folder):
+def test_what_a_method_lacks_is_said():
+    assert methods.lacks("lirank-residual", None) is None
+    assert re.search("is installed|is not installed|names no folder", methods.lacks("fuxictr-dcnv2", None))
+
+
+def test_trees_learn_what_two_fields_say(folder):
     pytest.importorskip("lightgbm")
-    table = data.read(folder, "frappe")
+    table, kind = data.read(folder, "frappe"), methods.METHODS["lightgbm"]
     fit = methods.Fit(4, (16,), 1, 4, 128, 1, 1, 60.0, None, 1)
-    found = methods.METHODS[name].run(table, 0, methods.METHODS[name].grid[0], fit, CPU)
+    found = kind.run(table, 0, kind.grid[0], fit, CPU)
     assert metrics.auc(found.test, table.labels[table.rows(data.TEST)].double().numpy()) > 0.6
+
+
+# In the place of FuxiCTR's sources: a model in the form of theirs, of its own layers.
+ZOO = """
+import torch
+from fuxictr.pytorch.layers import FeatureEmbedding
+from fuxictr.pytorch.models import BaseModel
+
+class DCNv2(BaseModel):
+    def __init__(self, feature_map, learning_rate, embedding_dim, **options):
+        super().__init__(feature_map, **options)
+        self.embedding_layer = FeatureEmbedding(feature_map, embedding_dim)
+        self.fc = torch.nn.Linear(feature_map.sum_emb_out_dim(), 1)
+        self.compile(options["optimizer"], options["loss"], learning_rate)
+        self.reset_parameters()
+        self.model_to_device()
+
+    def forward(self, inputs):
+        x = self.embedding_layer(self.get_inputs(inputs), flatten_emb=True)
+        return {"y_pred": self.output_activation(self.fc(x))}
+"""
+
+
+def test_a_model_of_fuxictr_is_trained_by_its_own_loop(folder, tmp_path):
+    pytest.importorskip("fuxictr")
+    (tmp_path / "DCNv2" / "src").mkdir(parents=True)
+    (tmp_path / "DCNv2" / "src" / "DCNv2.py").write_text(ZOO)
+    if why := methods.lacks("fuxictr-dcnv2", tmp_path):
+        pytest.skip(why)
+    table, kind = data.read(folder, "adult"), methods.METHODS["fuxictr-dcnv2"]
+    fit = methods.Fit(4, (8,), 1, 4, 16, 3, 2, 60.0, tmp_path, 1)
+    found = kind.run(table, 0, kind.grid[0] | {"lr": 0.01}, fit, CPU)
+    assert (len(found.validation), len(found.test)) == (10, 20)
+    assert 1 <= found.best <= found.epochs <= 3
+    assert found.parameters == 4 * (sum(table.fields.values()) + len(table.number_names)) + 4 * 20 + 1
 
 
 def test_the_bytes_of_a_step_are_counted_by_hand():

@@ -91,9 +91,9 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     ranker.isotonic.requires_grad_(False)
     train, validation, test = (Rows(data, part, device, ranker.schema) for part in (TRAIN, VALIDATION, TEST))
     options = rank.FitOptions(
-        lr=setting["lr"], table_optimizer=setting.get("tables", "adamw"), table_lr=0.05, epochs=min(setting["schedule"], fit.epochs),
-        max_minutes=fit.seconds / 60,
-        batch_size=fit.batch_size, metric="auc", patience=fit.patience, precision="fp32", seed=seed,
+        lr=setting["lr"], table_optimizer=setting.get("tables", "adamw"), table_lr=0.05,
+        epochs=min(setting["schedule"], fit.epochs), max_minutes=fit.seconds / 60, batch_size=fit.batch_size,
+        metric="auc", patience=fit.patience, precision="fp32", seed=seed,
     )  # fmt: skip
     fitted = rank.fit(ranker, train, validation, options)
     drawing = rank.Drawing(8192, precision="fp32")

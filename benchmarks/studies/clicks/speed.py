@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
         return self.fields * self.width
 
 
-TINY = Sizes(64, 3, 4, 10, 4, 3, (8, 8))
+TINY = Sizes(16, 3, 4, 10, 4, 3, (8, 8))
 
 
 def products(sizes: Sizes) -> list[tuple[int, int]]:
@@ -78,8 +78,8 @@ def moved(sizes: Sizes) -> dict[str, int]:
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median milliseconds."""
-    for _ in range(3):
+    """Median milliseconds, behind warm-ups."""
+    for _ in range(min(3, repeats)):
         run()
     found = []
     for _ in range(repeats):
@@ -177,7 +177,7 @@ def lirank_step(
 
 def fitted_ms(sizes: Sizes, rows: Rows, device: torch.device, repeats: int) -> float:
     """Mean milliseconds of a step of `rank.fit` itself, with what draws its batches."""
-    first, marks = 5, list[float]()
+    first, marks = min(5, repeats), list[float]()
 
     def after(progress: rank.Progress) -> bool:
         if progress.step in (first, first + repeats):
