@@ -142,7 +142,7 @@ def test_fits_are_recorded_shown_and_gone_on_with(folder, tmp_path, monkeypatch,
     assert second["rows"][: len(first["rows"])] == first["rows"]
     new = [row for row in second["rows"] if row["seed"] == 1]
     assert {row["part"] for row in new} == {"quality", "calibration", "int8"}
-    assert all(new[0]["setting"][key] == rows[0]["setting"][key] for key in ("dropout", "lr", "schedule"))
+    assert all(new[0]["setting"][key] == rows[0]["setting"][key] for key in ("dropout", "lr", "tables"))
     whole, small = (row["measures"] for row in new if row["part"] == "int8")
     assert small["bytes"] / whole["bytes"] == (4 + 4) / (4 * 4)  # width 4
     assert abs(small["auc"] - whole["auc"]) < 0.01

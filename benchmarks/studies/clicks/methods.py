@@ -91,7 +91,7 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     ranker.isotonic.requires_grad_(False)
     train, validation, test = (Rows(data, part, device, ranker.schema) for part in (TRAIN, VALIDATION, TEST))
     options = rank.FitOptions(
-        lr=setting["lr"], table_optimizer=setting.get("tables", "adamw"), table_lr=0.05,
+        lr=setting["lr"], table_optimizer=setting["tables"], table_lr=0.05,
         epochs=min(setting["schedule"], fit.epochs), max_minutes=fit.seconds / 60, batch_size=fit.batch_size,
         metric="auc", patience=fit.patience, precision="fp32", seed=seed,
     )  # fmt: skip
@@ -283,8 +283,8 @@ class Kind(NamedTuple):
 
 
 def _lirank(**options: Any) -> Kind:
-    # schedule: the epochs over which the rate falls to 0.
-    points = grid(lr=[2e-3], dropout=[0.2, 0.5], schedule=[8, 20])
+    # schedule: the epochs over which the rate falls to 0. tables: what trains them.
+    points = grid(lr=[2e-3], dropout=[0.2, 0.5], tables=["row-adagrad", "adamw"], schedule=[10])
     return Kind(lirank, [{**options, **point} for point in points])
 
 
