@@ -66,7 +66,10 @@ class Inline(Executor):
 
     def submit(self, fn: Any, /, *args: Any, **more: Any) -> Future[Any]:
         found: Future[Any] = Future()
-        found.set_result(fn(*args, **more))
+        try:
+            found.set_result(fn(*args, **more))
+        except Exception as error:
+            found.set_exception(error)
         return found
 
 
@@ -104,13 +107,17 @@ class Fits:
                     self.queue += [(data, method, s, point) for s in range(1, seeds) if (data, method, s) not in done]
 
     def took(self, data: str, method: str, seed: int, rows: list[Row]) -> list[Row]:
-        """What to keep of a fit that ended; the other seeds are queued where it was the grid's last."""
+        """What to keep of a fit that ended; the other seeds are queued where it was the grid's last. rows: [] of one
+        that failed."""
         if seed:
             return rows
         tried = self.tried.setdefault((data, method), [])
         tried.append(rows)
         points = self.grids[method]
         if len(tried) < len(points):
+            return []
+        tried = [rows for rows in tried if rows]
+        if not tried:
             return []
         # By their places in the grid, so that equal ones do not depend on which ended first.
         tried.sort(key=lambda rows: points.index({key: rows[0].setting[key] for key in points[0]}))
@@ -157,9 +164,17 @@ def quality(options: argparse.Namespace, rows: list[Row], keep: Any, began: floa
                 running[pool.submit(fitted, options.data, data, method, seed, point, fit, options.device)] = one
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 data, method, seed, point = running.pop(future)
-                found = future.result()
-                first = found[0]
+                try:
+                    found = future.result()
+                except Exception as error:  # the other fits go on
+                    print(
+                        f"failed: {data}, {method}, seed {seed}, {point}: {type(error).__name__}: {error}", flush=True
+                    )
+                    found = []
                 keep(*fits.took(data, method, seed, found))
+                if not found:
+                    continue
+                first = found[0]
                 print(f"{time.monotonic() - began:5.0f} s  {data}, {method}, seed {seed}, {point}: "
                       f"AUC {first.measures['auc']:.4f}, log loss {first.measures['log_loss']:.4f}; validation "
                       f"{first.validation['auc']:.4f}; epoch {first.setting['best_epoch']:.0f} of "

@@ -156,6 +156,29 @@ def test_fits_are_recorded_shown_and_gone_on_with(folder, tmp_path, monkeypatch,
         run("--methods", "residual")
 
 
+def test_a_fit_that_fails_is_said_and_the_others_go_on(folder, tmp_path, monkeypatch, capsys):
+    run = methods.lirank
+
+    def failing(data, seed, setting, *more):
+        if setting["dropout"] == 0.2 or seed:
+            raise RuntimeError("out of memory")
+        return run(data, seed, setting, *more)
+
+    kind = methods.METHODS["lirank-none"]
+    monkeypatch.setitem(methods.METHODS, "lirank-none", kind._replace(run=failing, grid=kind.grid[1:3]))
+    words = ("--data", folder, "--sets", "adult", "--output", tmp_path, "--device", "cpu", *WORDS, "--epochs", 1)
+    monkeypatch.setattr("sys.argv", ["rank_clicks.py", "--methods", "lirank-none", *map(str, words)])
+    threads = torch.get_num_threads()
+    script.main()
+    torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    assert said.count("failed: adult, lirank-none, seed 0") == said.count("failed: adult, lirank-none, seed 1") == 1
+    assert "RuntimeError: out of memory" in said
+    (path,) = tmp_path.glob("*-rank-clicks.json")
+    (row,) = (row for row in report.load(path)["rows"] if row["part"] == "quality")
+    assert (row["setting"]["dropout"], len(row["setting"]["tried"])) == (0.5, 1)
+
+
 def test_a_budget_that_is_spent_begins_no_fit(folder, tmp_path, monkeypatch, capsys):
     words = ("--data", folder, "--sets", "adult", "--output", tmp_path, "--device", "cpu", *WORDS, "--budget", 0)
     monkeypatch.setattr("sys.argv", ["rank_clicks.py", "--methods", "lirank-none", *map(str, words)])
