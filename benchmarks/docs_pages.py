@@ -24,6 +24,8 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
     <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges, towers,
                                         source or towers-source
+    <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
+                                        int8, speed or source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
@@ -44,6 +46,7 @@ import cards
 import guides
 from families import page as families
 from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
+from studies.clicks import page as clicks
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -163,6 +166,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
+        "clicks": lambda what: clicks.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
     }
