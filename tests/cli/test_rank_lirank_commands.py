@@ -166,16 +166,13 @@ def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, options, tigon
         (("--data", "{test}", "--cross", "dcn"), ("--cross is for --model lirank, got ligr",)),
         (("--heads", "4"), ("--heads is for --model ligr, got lirank",)),
         (("--history", "self"), ("--history is for --model ligr",)),
-        (("--cross", "deep"), ("--cross must be one of 'residual', 'dcn', 'none', got 'deep'",)),
         (("--mlp", "16,x"), ("--mlp must be positive integers, separated by commas, got 16,x",)),
         (("--calibrate", "contry"), ("--calibrate must be", "did you mean 'country'")),
         (("--tower", "click"), ("--tower must be a name and its labels",)),
         (("--tower", "a=clik"), ("--tower must name each of the labels",)),
         (("--table-optimizer", "sgd"), ("--table-optimizer must be one of adamw, row-adagrad, got 'sgd'",)),
-        (("--table-lr", "0"), ("--table-lr must be above 0, got 0",)),
         (("--objective", "next-item"), ("--objective must be impressions for LiRank",)),
         (("--metric", "ndcg@10"), ("must be one of auc, log_loss, ece", "got 'ndcg@10'")),
-        (("--label", "none"), ("none",)),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, folder, tigon, tmp_path):

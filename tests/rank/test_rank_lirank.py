@@ -13,6 +13,7 @@ from tigon.rank.compress_tables import compared, sizes
 from tigon.rank.features.cross import CrossLayers
 from tigon.rank.fields import Id, Ids, Number, Text, Time
 from tigon.rank.schema import Schema
+from tigon.runtime import use_backend
 
 QR = SCHEMA.replace(
     {"hashed": Id(hash_rows=5, hash="qr", side="row"), "wide": Id(hash_rows=7, dim=4, side="context"), "note": Text()}
@@ -164,6 +165,99 @@ def test_gradients_reach_every_part_and_are_those_of_differences():
     assert torch.autograd.gradcheck(loss, given, fast_mode=True)
     grads = torch.autograd.grad(loss(*given).square().sum(), given)
     assert not [name for name, grad in zip(parameters, grads, strict=True) if not grad.any()]
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_kernels_say_what_the_references_say(bits):
+    torch.manual_seed(0)
+    model = made(width=4, norm="layer", calibrate=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p)
+    model = model if bits == 32 else model.compress()
+    requests, found = drawn((2, 1)), {}
+    for backend in ("torch", "triton"):
+        model.zero_grad()
+        if bits == 32:
+            model.table_gradients("rows")
+        with use_backend(backend):
+            z = model(requests)["like"]
+            z.square().sum().backward()
+        found[backend] = (
+            z,
+            [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None],
+        )
+        assert bits == 8 or all(tables.weight.grad.is_sparse for tables in model.tables())
+    torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+def test_in_narrow_products_and_of_one_row_it_is_finite(norm):
+    model, one = made(norm=norm, calibrate=True, dropout=0.1), drawn((1,))
+    model.train()
+    model(one)["click"].sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    wide = model.eval()(drawn())["click"]
+    for ranker in (model, model.compress()):
+        with torch.autocast("cpu", torch.bfloat16):
+            z = ranker(drawn())["click"]
+        assert z.dtype == torch.float32
+        assert 0 < (z - wide).abs().max() < 0.05 * (1 + wide.abs().max())
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_a_step_of_row_adagrad_touches_the_rows_of_its_batch():
+    pytest.importorskip("accelerate")
+    rows = {"a": [f"v{i}" for i in range(8)] * 4, "b": [1, 2] * 16, "y": [0, 1, 1, 0] * 8}
+    schema = Schema({"labels": "y"}, {"a": Id(vocab=[f"v{i}" for i in range(30)]), "b": Id(vocab=(1, 2, 3))})
+    data = rank.Impressions.read(rows, schema=schema)
+    torch.manual_seed(0)
+    model = made(data.schema)
+    (tables,) = model.tables()
+    before = tables.weight.detach().clone()
+    options = rank.FitOptions(epochs=1, batch_size=16, table_optimizer="row-adagrad", lr=1e-3, table_lr=0.1, warmup=0.0)
+    states = []
+    rank.fit(model, data, None, options, after=lambda progress: states.append(progress.state()))
+    moved = (tables.weight != before).any(1)
+    assert moved.nonzero()[:, 0].tolist() == [*range(1, 9), 32, 33]
+    optimizer = states[-1]["optimizer"]
+    assert [group.get("initial_accumulator_value") for group in optimizer["param_groups"]] == [None, None, 0.0]
+    (last,) = optimizer["param_groups"][-1]["params"]
+    assert (optimizer["state"][last]["sum"] > 0).tolist() == moved.tolist()
+    # The same weights by AdamW, whose gradients are dense again.
+    rank.fit(model, data, None, rank.FitOptions(epochs=1))
+    assert not tables.weight.is_sparse
+    assert tables.grad == "dense"
+    with pytest.raises(ValueError, match=r"table_optimizer must be 'adamw' for LiGR, got 'row-adagrad'"):
+        rank.fit(_ligr(), _items(), None, rank.FitOptions(table_optimizer="row-adagrad"))
+
+
+def _items():
+    return rank.Impressions.read({"item_id": [1, 2], "click": [0, 1]})
+
+
+def _ligr():
+    return rank.LiGR(_items().schema, 8, 1, 2)
+
+
+def test_data_of_other_codes_are_refused():
+    pytest.importorskip("accelerate")
+    data, other = (rank.Impressions.read({"a": names, "y": [0, 1, 1]}) for names in (["p", "q", "r"], ["q", "r", "s"]))
+    model = made(data.schema)
+    for call, name in ((lambda: rank.score(model, other), "score"), (lambda: rank.fit(model, other), "fit")):
+        with pytest.raises(
+            ValueError, match=rf"^rank\.{name}: data must be read with .* 'a' has another vocabulary of 3"
+        ):
+            call()
+    less = rank.Impressions.read({"a": ["p", "q", "q"], "y": [0, 1, 1]})
+    with pytest.raises(ValueError, match="'a' has a vocabulary of 2 values, and one of 3 in the ranker's"):
+        rank.score(model, less)
+    with pytest.raises(ValueError, match=r"schema=ranker\.schema: it has no field 'a'\.$"):
+        rank.score(model, rank.Impressions.read({"b": ["p", "q", "r"], "y": [0, 1, 1]}))
+    again = rank.Impressions.read({"a": ["q", "z", "r"], "y": [0, 1, 1]}, schema=data.schema)
+    assert len(rank.score(model, again).score) == 3
 
 
 # -------------------------------------------------------------------------------------------------- hashed in two

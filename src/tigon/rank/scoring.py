@@ -111,10 +111,8 @@ def check_schema(name: str, ranker: Any, data: Any) -> None:
     for field, known in own.items():
         found = other.get(field)
         if found != known:
-            said = "no such field" if found is None else _difference(known, found)
-            raise ValueError(
-                f"{name}: data must be read with the ranker's schema, schema=ranker.schema: field {field!r} has {said}."
-            )
+            said = f"it has no field {field!r}" if found is None else f"field {field!r} has {_difference(known, found)}"
+            raise ValueError(f"{name}: data must be read with the ranker's schema, schema=ranker.schema: {said}.")
 
 
 def _difference(known: Any, found: Any) -> str:

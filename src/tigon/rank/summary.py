@@ -41,17 +41,24 @@ def summary(data: Impressions) -> dict[str, Any]:
 
 def one_valued(data: Impressions) -> list[str]:
     """A sentence for each field that has one value in all rows: nothing can be learned of it."""
-    held, notes = data._held, []
-    for stored in (held.context, held.items):
-        for name, one in stored.items():
-            values: Any = one.values
-            if not isinstance(values, Tensor) or name == data.schema.roles.time:
-                continue
-            if one.places is not None:
-                values = values[one.places]
-            if len(values) > 1 and bool(((values == values[0]) | (values.isnan() & values[0].isnan())).all()):
-                notes.append(f"Field {name!r} has one value in all {len(values):,} rows: nothing can be learned of it.")
-    return notes
+    first: dict[str, Tensor] = {}
+    varies = {data.schema.roles.time}
+    for batch in data.batches(requests=1 << 16, history_max=0):
+        for side in (batch.context, batch.items):
+            for name, values in side.items():
+                if name in varies or not isinstance(values, Tensor) or not len(values):
+                    continue
+                like = first.setdefault(name, values[0])
+                same = (values == like) | ((values != values) & (like != like))  # NaN is missing
+                if not bool(same.all()):
+                    varies.add(name)
+        if varies >= {*batch.context, *batch.items}:
+            break
+    return [
+        f"Field {name!r} has one value in all {data.rows:,} rows: nothing can be learned of it."
+        for name in first
+        if name not in varies and data.rows > 1
+    ]
 
 
 def iso(time: Tensor | int) -> str:

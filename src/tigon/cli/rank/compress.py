@@ -45,7 +45,8 @@ def compress(
                 f"{NAME}: is for --model lirank, whose tables are large, got a {type(opened.ranker).__name__}"
             )
         files = data or opened.options.get("data")
-        table = _read(opened, files) if files else None
+        # Labels are read where there are any.
+        table = opened.read(files, [], [], [], labelled=False) if files else None
     found = _compressed(opened.ranker, table, drawing_of(NAME, opened, batch_size, None, precision), output)
     if json:
         print(encoder.dumps(found))
@@ -63,18 +64,6 @@ def _check_room(output: Path, run: Path, overwrite: bool) -> None:
             raise Problem(f"{NAME}: --output {output} holds files that are no ranker; give another --output")
         if not overwrite:
             raise Problem(f"{NAME}: --output {output} holds a ranker; --overwrite replaces it")
-
-
-def _read(opened: Any, files: list[str]) -> Any:
-    """The rows with labels where they have them."""
-    from tigon.cli.rank.shared import paths_of
-    from tigon.rank.labels import Label
-    from tigon.tables import read
-
-    with sentences(NAME):
-        columns = read(NAME, paths_of(files)).column_names
-    labels = [Label.of(text).column for text in opened.ranker.schema.roles.labels]
-    return opened.read(files, [], [], [], labelled=all(label in columns for label in labels))
 
 
 def _compressed(ranker: Any, table: Any, drawing: Any, output: Path) -> dict[str, Any]:

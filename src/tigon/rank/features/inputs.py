@@ -1,7 +1,7 @@
 """From the fields of a batch to x₀, one row of numbers for each candidate: what cross layers and MLP read.
 
     Id, Ids   a row of a table; the mean of the list's rows, or their attention with Ids(pool="attention")
-    Id(qr)    E_q[⌈i/m⌉] ⊙ E_r[i mod m] of a hash i, two rows of small tables in place of one of a large one
+    Id(qr)    E_q[⌊i/m⌋] ⊙ E_r[i mod m] of a hash i, two rows of small tables in place of one of a large one
     Number    x · slope + shift, and a vector of its own where it is missing
     Time      a row for the hour of the day, and one for the day of the week, in UTC
 
