@@ -29,7 +29,7 @@ WEEK = 7 * 24 * 3600
 LIKED = 4
 DRAWING = rank.Drawing(512)
 # Chosen on the weeks before, as are epochs: see `chosen`.
-RATE, EPOCHS, STRENGTHS = 3e-3, (1, 2, 3), (0.1, 1.0, 10.0, 100.0)
+RATE, COLD_EPOCHS, EPOCHS, STRENGTHS = 3e-3, (1, 2, 3), (2, 4, 8), (10.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def chosen(weeks: list[dict[str, Any]], start: int, end: int, rows: list[Row]) -
         last = cold(weeks[: end + 1], epochs, 0, False)
         return mean([row("choice", "cold", last, end, weeks[end + 1], 0, epochs=epochs)])
 
-    most = max(EPOCHS, key=one_cold)
+    most = max(COLD_EPOCHS, key=one_cold)
     first = cold(weeks[: start + 1], most, 0, True)
 
     def goes_on(setting: tuple[int, float]) -> float:

@@ -121,7 +121,7 @@ def test_calibration_comes_behind_the_draw(data):
 
 def test_choices_count_which_candidate_a_draw_puts_first(ranker, data):
     explorer = rank.Explorer.fit(ranker, data)
-    found = rank.choices(ranker, data, 0.8, label="click", draws=50, seed=2, drawing=rank.Drawing(9))
+    found = rank.choices(ranker, data, 0.8, label="click", draws=50, seed=2)
     phi, _ = features(ranker, data, "click")
     z = (phi @ explorer.draws(0.8, 2).weights("click", 50).T).view(-1, 4, 50)
     expected = torch.nn.functional.one_hot(z.argmax(1), 4).double().mean(1).flatten()

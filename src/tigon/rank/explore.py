@@ -188,9 +188,8 @@ class Draws:
 
 
 def choices(
-    ranker: Any, data: Any, explore: float, *, label: str | None = None, draws: int = 200, seed: int = 0,
-    drawing: Any = None,
-) -> Tensor:  # fmt: skip
+    ranker: Any, data: Any, explore: float, *, label: str | None = None, draws: int = 200, seed: int = 0
+) -> Tensor:
     """How often Thompson sampling puts each candidate first: the probabilities that off-policy estimates ask for.
 
     Args:
@@ -198,13 +197,12 @@ def choices(
         explore: a, as of `rank.score`.
         label: whose logit candidates are ordered by; None: the first one's.
         draws: how many weights are drawn, for all requests together. seed: of them.
-        drawing: `rank.Drawing`, how the table is cut into batches.
     Returns: (n,) fp32 on the CPU, for the rows request by request as `rank.score` has them; of a request they sum to 1.
     Raises: ValueError for a ranker without an explorer, or with one of other weights, and for an unknown label.
     """
     from tigon.rank.scoring import Drawing, device_of, evaluating
 
-    drawing = Drawing() if drawing is None else drawing
+    drawing = Drawing()
     explorer = explorer_of("rank.choices", ranker)
     label = ranker.labels[0] if label is None else label
     if label not in explorer.mean:
