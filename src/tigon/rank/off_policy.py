@@ -10,6 +10,9 @@
 DR are right in the mean where μ gives every action of π a chance, replay if μ is uniform; DR has the less variance, the
 better q is, and is right whatever q is, as long as q has not seen the row.
 
+Intervals are those of a bootstrap over rows, which knows what the rows show: where the policy's actions have few
+rewards in the log they are too narrow, and of none they have no width.
+
 Source: replay: Li et al. 2011, https://arxiv.org/abs/1003.5956; DR: Dudík et al. 2011,
 https://arxiv.org/abs/1103.4601; SNIPS: Swaminathan and Joachims 2015,
 https://papers.nips.cc/paper/5748-the-self-normalized-estimator-for-counterfactual-learning
