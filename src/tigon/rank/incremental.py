@@ -58,7 +58,7 @@ class Anchor:
             batches: at most so many are read, any of the data's. seed: of labels and of which batches.
             label_weights: of the losses in their sum, as `FitOptions` has them.
         Returns: the anchor.
-        Raises: ValueError for data without requests, and for a ranker without parameters to train.
+        Raises: ValueError for data without requests or with another schema, and for tables of 8 bits.
         """
         if not len(data):
             raise ValueError("Anchor.of: data has no requests.")
