@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.embedding import embedding
 from tigon.rank.features.tables import Bits, Tables
 from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.ragged import Ragged
@@ -153,8 +154,9 @@ class Inputs(nn.Module):
                 x = torch.stack([values[side][name] for name in self.numbers[side]], 1)
                 pieces[side].append(self._scaled(x, slice(first, last)).to(dtype))
             first = last
-        if request is not None:
-            pieces["context"] = [torch.cat(pieces["context"], 1)[request]] if pieces["context"] else []
+        if request is not None and pieces["context"]:
+            # Not by indexing, whose gradient on a GPU is a sort of every number of x₀.
+            pieces["context"] = [embedding(request, torch.cat(pieces["context"], 1))]
         return torch.cat([*pieces["context"], *pieces["rows"]], 1)
 
     def _bags(
