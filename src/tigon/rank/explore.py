@@ -175,7 +175,8 @@ class Draws:
         mean, factor = self.explorer.mean[label], self.explorer.factor[label]
         z = torch.from_numpy(self.streams[label].standard_normal((requests, len(mean))))
         # (L Lᵀ)⁻¹ is the covariance of L⁻ᵀ z.
-        return mean + self.explore * torch.linalg.solve_triangular(factor.T, z.T, upper=True).T
+        spread: Tensor = torch.linalg.solve_triangular(factor.T, z.T, upper=True).T
+        return mean + self.explore * spread
 
     def logits(self, ranker: Any, batch: Any) -> dict[str, Tensor]:
         """label → (C,) logits of a batch's candidates, by weights that are drawn for each request."""

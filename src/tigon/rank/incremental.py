@@ -33,7 +33,7 @@ BATCHES = 256
 class Anchor:
     """Weights that a fit has found, and how sure its data was of each.
 
-    Attributes:
+    Args:
         weights: by the name of a parameter, on the CPU.
         fisher: of the same names and shapes, fp32: the mean square of a row's gradient.
     """
@@ -194,8 +194,9 @@ class Pull:
                         f"rank.fit: anchors must be of this ranker, whose {name} is {tuple(p.shape)}, got "
                         f"{'none' if shape is None else shape}; anchor.onto(old, ranker) fits those of an old one."
                     )
-        self.parameters = [*names.values()]
-        self.fisher, self.center = [], []
+        self.parameters: list[Tensor] = [*names.values()]
+        self.fisher: list[Tensor] = []
+        self.center: list[Tensor] = []
         for name, p in names.items():
             h = torch.stack([anchor.fisher[name] for anchor in anchors])
             w = torch.stack([anchor.weights[name].float() for anchor in anchors])
@@ -208,11 +209,13 @@ class Pull:
     @torch.no_grad()
     def add(self) -> None:
         """Add to the gradients, which a backward has just made."""
+        gradients = []
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            gradients.append(p.grad)
         off = torch._foreach_sub(self.parameters, self.center)
-        torch._foreach_addcmul_([p.grad for p in self.parameters], off, self.fisher)
+        torch._foreach_addcmul_(gradients, off, self.fisher)
 
 
 # ------------------------------------------------------------------------------------------------- rows for new values
