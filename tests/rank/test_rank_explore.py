@@ -136,6 +136,10 @@ def test_it_is_saved_beside_the_ranker(ranker, data, tmp_path):
     ranker.save_pretrained(tmp_path)
     loaded = rank.Ranker.from_pretrained(tmp_path)
     assert torch.equal(rank.score(loaded, data, explore=1.0).score, rank.score(ranker, data, explore=1.0).score)
+    small = ranker.compress()
+    torch.testing.assert_close(
+        rank.score(small, data, explore=1.0).score, rank.score(ranker, data, explore=1.0).score, atol=0.05, rtol=0
+    )
     ranker.explorer = None
     ranker.save_pretrained(tmp_path)
     assert rank.Ranker.from_pretrained(tmp_path).explorer is None
