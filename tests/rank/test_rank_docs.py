@@ -139,7 +139,7 @@ def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
     names = {}
     page = (PAGE.parents[1] / "how-to" / "rank-clicks.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 6
     for block in blocks:
         exec(compile(block, "rank-clicks.md", "exec"), names)
     assert names["data"].schema.roles.item is None
@@ -150,6 +150,9 @@ def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
     tables, small = (sum(one.nbytes for one in of.tables()) for of in (names["ranker"], names["small"]))
     assert 4 * 8 * small == (8 + 4) * tables  # of width 8
     assert type(names["ranker"]) is rank.LiRank
+    assert names["ranker"].explorer is not None
+    assert 0 < float((names["drawn"].score - rank.score(names["ranker"], names["held"]).score).abs().mean()) < 0.3
+    assert names["going"].schema.fields["banner"].rows == 71
     options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
     assert options < set(inspect.signature(rank.LiRank).parameters)
     assert "Measured(value=" in capsys.readouterr().out

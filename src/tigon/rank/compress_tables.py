@@ -40,6 +40,7 @@ def compressed(ranker: LiRank) -> LiRank:
     made.load_state_dict(rest, strict=False)
     for small, large in zip(made.tables(), ranker.tables(), strict=True):
         small.take(large)
+    made.explorer = ranker.explorer  # its last layer is the same
     return made.eval()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -108,9 +109,12 @@ class _Coded(Field):
     vocab: tuple[str | int, ...] | None = None
     hash_rows: int | None = None
     dim: int | None = None
+    grows: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.grows and self.vocab is None:
+            raise ValueError(f"{self.kind}: grows=True is for a vocab that new values are put behind, got none.")
         if self.vocab is not None and self.hash_rows is not None:
             raise ValueError(f"{self.kind}: vocab and hash_rows exclude each other, got both.")
         for name in ("hash_rows", "dim"):
@@ -130,7 +134,7 @@ class _Coded(Field):
 
     @property
     def is_open(self) -> bool:
-        return self.vocab is None and self.hash_rows is None
+        return self.grows or (self.vocab is None and self.hash_rows is None)
 
     @property
     def rows(self) -> int:
@@ -150,9 +154,18 @@ class _Coded(Field):
 
         if not self.is_open:
             return self
-        found = kinds_agree(columns)
-        values = pc.unique(pa.concat_arrays(found)).drop_null() if found else pa.array([], pa.int64())
-        return dataclasses.replace(self, vocab=tuple(values.take(pc.sort_indices(values)).to_pylist()))
+        found = kinds_agree([*columns, self._known])
+        values = pc.unique(pa.concat_arrays(found[:-1])).drop_null() if columns else found[-1].slice(0, 0)
+        values = values.take(pc.sort_indices(values))
+        if self.vocab:
+            if found[-1].type != self._known.type:
+                raise ValueError(
+                    f"vocab holds integers such as {self.vocab[0]}, and a new value must be one, too, got "
+                    f"{next(v for v in values.to_pylist() if not re.fullmatch('-?[0-9]+', v))!r}."
+                )
+            # Codes of values that are known stay, whatever values come.
+            values = values.filter(pc.invert(pc.is_in(values, found[-1])))
+        return dataclasses.replace(self, vocab=(*(self.vocab or ()), *values.to_pylist()), grows=False)
 
     def values(self, column: Any) -> Any:
         """The different keys."""
@@ -193,6 +206,7 @@ class Id(_Coded):
         hash: of hash_rows m. "mod": m codes, a row of a table each. "qr": m² codes, at most 2³¹ − 2, whose embedding is
             the product of two rows, of the quotient by m and of the remainder, in two tables of m rows; `rank.LiRank`
             reads it. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
+        grows: of a vocab: whether the data's other values get the codes behind it, as `Schema.growing` asks for.
         side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
         history: of side "item": whether events have it, too.
     """
@@ -220,7 +234,7 @@ class Ids(_Coded):
     """A list of strings or integers, such as genres, of which the last `max` are kept. A missing list is empty.
 
     Args:
-        vocab, hash_rows, dim: as those of `Id`.
+        vocab, hash_rows, dim, grows: as those of `Id`.
         max: how many values of a list are kept, from its end.
         pool: how a model makes one vector of them, "mean" or "attention".
         side, history: as those of `Id`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tigon.rank import losses
 from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items
+from tigon.rank.incremental import Anchor, Pull, check_anchored
 from tigon.rank.optimizing import TABLE_OPTIMIZERS, Optimizers
 from tigon.rank.scoring import PRECISIONS, Batched, Drawing, check_schema, score
 
@@ -51,6 +52,8 @@ class FitOptions:
             "click:auc" is that of one. None: "auc" for bce, "ndcg@10" for others.
         eval_every: steps between evaluations; 0: at the end of each epoch.
         patience: evaluations without a better one before the run stops.
+        anchor: λ, how much `fit(…, anchors=…)` pulls towards what older data was sure of: n / m to count it as n rows
+            beside the m of now.
         precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
         seed: of orders and dropout.
     Raises: ValueError for a value that is out of range.
@@ -73,6 +76,7 @@ class FitOptions:
     metric: str | None = None
     eval_every: int = 0
     patience: int = 3
+    anchor: float = 0.1
     precision: str = "auto"
     seed: int = 0
 
@@ -87,7 +91,7 @@ class FitOptions:
             value, low = getattr(self, name), int(name not in ("history_max", "eval_every", "seed"))
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ValueError(f"rank.fit: {name} must be an integer of at least {low}, got {value!r}.")
-        for name in ("lr", "table_lr", "max_minutes", "weight_decay", "clip"):
+        for name in ("lr", "table_lr", "max_minutes", "weight_decay", "clip", "anchor"):
             value, above = getattr(self, name), name in ("lr", "table_lr", "max_minutes")
             if value is not None and not (0 <= value < math.inf and (value or not above)):
                 raise ValueError(f"rank.fit: {name} must be {'above 0' if above else 'at least 0'}, got {value}.")
@@ -164,7 +168,8 @@ class Progress:
 
 def fit(
     ranker: Any, train: Batched, val: Batched | None = None, options: FitOptions = FitOptions(), *,
-    state: dict[str, Any] | None = None, after: Callable[[Progress], bool] | None = None,
+    anchors: Sequence[Anchor] = (), state: dict[str, Any] | None = None,
+    after: Callable[[Progress], bool] | None = None,
 ) -> Fitted:  # fmt: skip
     """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
 
@@ -176,13 +181,15 @@ def fit(
         train: `rank.Impressions`.
         val: the same, of other requests. None: all epochs are done.
         options: `rank.FitOptions`.
+        anchors: `rank.Anchor`, of fits on older data that the weights are pulled towards, by `options.anchor`. Losses
+            that are reported are those of the data alone.
         state: what `Progress.state` returned, from which to go on, to the same bits on one device.
         after: called with a `rank.Progress` after each step and each evaluation; it ends the run by returning True.
     Returns: `rank.Fitted`.
-    Raises: ValueError if train has no requests or no labels, or a label or a metric is not there; FloatingPointError if
-        the loss is not finite.
+    Raises: ValueError if train has no requests or no labels, a label or a metric is not there, or anchors do not fit
+        the ranker or the options; FloatingPointError if the loss is not finite.
     """
-    run = _Run(ranker, train, val, options, after)
+    run = _Run(ranker, train, val, options, after, anchors)
     try:
         return run.go(state)
     finally:
@@ -229,11 +236,13 @@ class _Run:
 
     def __init__(
         self, ranker: Any, train: Batched, val: Batched | None, options: FitOptions,
-        after: Callable[[Progress], bool] | None,
+        after: Callable[[Progress], bool] | None, anchors: Sequence[Anchor],
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
         check(ranker, train, val, options)
+        if anchors:
+            check_anchored(options)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
@@ -244,6 +253,7 @@ class _Run:
             ranker, options.table_optimizer, options.lr, options.table_lr, options.weight_decay
         )
         self.clipped = self.optimizers.others(ranker)
+        self.pull = Pull(ranker, anchors, options.anchor) if anchors and options.anchor else None
         self.step, self.epoch, self.batches, self.requests = 0, 0, 0, 0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, Tensor] | None = None
@@ -296,6 +306,8 @@ class _Run:
         rate = self.optimizers.set_share(optimizer, _schedule(done, options.warmup))
         loss = objective_loss(self.ranker, batch, options)
         self.accelerator.backward(loss)
+        if self.pull is not None:
+            self.pull.add()
         norm = self.accelerator.clip_grad_norm_(self.clipped, options.clip or math.inf)
         for one in (optimizer, self.optimizers.rows):
             if one is not None:

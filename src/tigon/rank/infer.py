@@ -46,7 +46,10 @@ def fitted(schema: Schema, tables: Tables) -> Schema:
                     found[table] = field.values(tables.of(table)[name])
                 except BadValue as error:
                     raise tables.bad(table, name, field.kind, error) from None
-        made[name] = field.fit([*found.values()])
+        try:
+            made[name] = field.fit([*found.values()])
+        except ValueError as error:
+            raise ValueError(f"{NAME}: column {name!r} ({field.kind}): {error}") from None
         if isinstance(field, Time):
             _one_unit(name, field, found)
     return schema.replace(made) if made else schema

@@ -161,6 +161,15 @@ class Schema:
         """
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
 
+    def growing(self) -> Schema:
+        """This schema for newer data: new values of its vocabularies get the codes behind those that it has.
+
+        `Impressions.read(…, schema=schema.growing())` then knows the old values and the new ones, and `rank.grown`
+        gives a ranker their rows. Scales of numbers stay as they are.
+        """
+        coded = {name: field for name, field in self.fields.items() if getattr(field, "vocab", None) is not None}
+        return self.replace({name: dataclasses.replace(field, grows=True) for name, field in coded.items()})  # type: ignore[call-arg]
+
     def _because(self, left_out: Mapping[str, str]) -> Schema:
         self.left_out = dict(left_out)
         return self

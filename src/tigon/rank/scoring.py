@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tigon.rank.explore import explorer_of
+
 PRECISIONS = ("auto", "bf16", "fp32")
 
 
@@ -122,14 +124,17 @@ def _difference(known: Any, found: Any) -> str:
     return "other options"
 
 
-def scored_batches(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> Iterator[Scored]:
+def scored_batches(
+    ranker: Any, data: Batched, drawing: Drawing = Drawing(), *, explore: float = 0.0, seed: int = 0
+) -> Iterator[Scored]:
     """`score`, a batch at a time: what does not fit in memory is written as it comes."""
     check_schema("rank.score", ranker, data)
     device = device_of(ranker)
+    draws = explorer_of("rank.score", ranker).draws(explore, seed) if explore else None
     with evaluating(ranker):
         for batch in drawing.batches(data, device):
             with drawing.autocast(device):
-                logits = ranker(batch)
+                logits = ranker(batch) if draws is None else draws.logits(ranker, batch)
             logits = {name: value.float() for name, value in logits.items()}
             weights = None if batch.weights is None else batch.weights.cpu()
             yield Scored(
@@ -138,19 +143,23 @@ def scored_batches(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> 
             )  # fmt: skip
 
 
-def score(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> Scored:
+def score(ranker: Any, data: Batched, drawing: Drawing = Drawing(), *, explore: float = 0.0, seed: int = 0) -> Scored:
     """Score every row of a table, on the device of the ranker.
 
     Args:
         ranker: a `rank.Ranker`; it is in evaluation mode meanwhile.
         data: `rank.Impressions`, with labels or without.
         drawing: `rank.Drawing`, how the table is cut into batches. Scores do not depend on it but for rounding.
+        explore: a, how far the weights of the last layer are drawn from where they are, for each request: 1 as far as
+            the data leaves open, 0 not at all. It needs `rank.Explorer.fit(ranker, data)` once.
+        seed: of the draws.
     Returns: `rank.Scored`.
-    Raises: ValueError if there are no requests.
+    Raises: ValueError if there are no requests; to explore, for a ranker without an explorer, or with one of other
+        weights.
     """
     if not len(data):
         raise ValueError("rank.score: data has no requests.")
-    return joined(list(scored_batches(ranker, data, drawing)))
+    return joined(list(scored_batches(ranker, data, drawing, explore=explore, seed=seed)))
 
 
 def joined(parts: list[Scored]) -> Scored:

@@ -11,6 +11,7 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs
+from tigon.cli.rank.going_on import WEIGHTS, folder_of, take
 from tigon.cli.rank.models import arguments_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 
@@ -37,6 +38,7 @@ def fit(
     action: Annotated[list[str] | None, within(_DATA, "Column of the history that says what happened, once for each.")] = None,
     weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: sample_weight.")] = None,
     output: Annotated[Path, within(_RUN, "Folder for checkpoints, the ranker and results.", "--output", "-o")] = Path("rank-run"),
+    from_run: Annotated[Path | None, within(_RUN, "Folder of a run, or of a ranker, to go on from on newer data; new values get rows of their own.", "--from")] = None,
     resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
@@ -65,6 +67,7 @@ def fit(
     weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
     warmup: Annotated[float, within(_STEP, "Share of the run in which the rate rises; then it falls by a cosine.")] = 0.05,
     clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
+    anchor: Annotated[float, within(_STEP, "With --from: how much what older data was sure of is held; n / m counts it as n rows beside the m of now.", min=0)] = 0.1,
     epochs: Annotated[int, within(_STEP, "Most passes over the requests.", min=1)] = 10,
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
     batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
@@ -100,6 +103,10 @@ def fit(
     else:
         if not data:
             raise Problem(f"{NAME}: --data must name the impressions to train on")
+        if from_run is not None:
+            place_of = folder_of(from_run, output)
+            take(given, place_of)
+            given["from_run"] = str(place_of)
         check_room(NAME, output, overwrite)
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
@@ -111,9 +118,11 @@ def fit(
 
     tables = read_tables(NAME, given)
     files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
+    if given.get("from_run"):
+        files.append(str(Path(given["from_run"], WEIGHTS)))
     found = digest([path for path in files if Path(path).exists()])
     if resume and record["data"] != found:
-        raise Problem(f"{NAME}: the data is not what the run in {output} was trained on")
+        raise Problem(f"{NAME}: the data, or the ranker of --from, is not what the run in {output} was trained on")
     record = record or {"kind": NAME, "options": given, "data": found}
     run = Run(output, record, tables, options, place)
     output.mkdir(parents=True, exist_ok=True)

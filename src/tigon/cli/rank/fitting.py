@@ -14,6 +14,7 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
+from tigon.cli.rank.going_on import leave, ranker_of, schema_of
 from tigon.cli.rank.models import made
 from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
 
@@ -39,7 +40,11 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
     roles |= {plural: given[name] for plural, name in (("labels", "label"), ("action", "action")) if given[name]}
     with sentences(command):
         schema = None if given["schema"] is None else Schema.load(given["schema"])
-        if schema is not None and roles:
+        if schema is None and given.get("from_run"):
+            if roles:
+                raise Problem(f"{command}: --from has the columns already, got --{next(iter(roles))} besides")
+            schema = schema_of(Path(given["from_run"]))
+        elif schema is not None and roles:
             raise Problem(f"{command}: --schema has the columns already, got --{next(iter(roles))} besides")
         sides: dict[str, Any] = {name: given[name] or None for name in ("items", "users")}
         history = history_of(given["history"])
@@ -81,8 +86,14 @@ class Run:
         self.saved = time.monotonic()
         self.marked, self.shown = time.perf_counter(), 0
         torch.manual_seed(self.given["seed"])
+        self.anchors: list[Any] = []
         with sentences(NAME):
-            self.ranker = made(NAME, self.given, tables.train.schema).to(device)
+            if self.given.get("from_run"):
+                place = Path(self.given["from_run"])
+                self.ranker, self.anchors = ranker_of(place, tables.train.schema, options)
+            else:
+                self.ranker = made(NAME, self.given, tables.train.schema)
+            self.ranker.to(device)
             check(self.ranker, tables.train, tables.val, options)
             if tables.val is not None and getattr(self.ranker, "isotonic", None) is not None:
                 from tigon.rank.features.calibrate import check_classes
@@ -148,7 +159,7 @@ class Run:
             return bool(interrupts.signal)
 
         with interrupts, sentences(NAME):
-            fitted = rank.fit(ranker, train, val, self.options, state=state, after=after)
+            fitted = rank.fit(ranker, train, val, self.options, anchors=self.anchors, state=state, after=after)
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
@@ -209,6 +220,8 @@ class Run:
         staged = self.output / STAGING / MODEL
         shutil.rmtree(staged, ignore_errors=True)
         ranker.save_pretrained(staged)
+        with self.console.status("keeping what exploring and later fits need"), sentences(NAME):
+            leave(staged, ranker, self.tables.train, self.options, self.anchors)
         seal(staged)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
         publish(staged, self.output / MODEL)

@@ -137,6 +137,15 @@ class LiRank(Ranker):
             raise ValueError(f"LiRank.features: label must be one of {', '.join(self.labels)}, got {label!r}.")
         return self.towers.features(self.hidden(batch), label)
 
+    def features_of(self, batch: Batch) -> dict[str, Tensor]:
+        """label → `features`, computed together."""
+        return self.towers.features_of(self.hidden(batch))
+
+    def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """label → (width,) weights and the bias by which its logit, before calibration, is made of its features."""
+        found = self.towers.last_layer()
+        return {label: found[label] for label in self.labels}
+
     def segments_of(self, batch: Batch) -> Tensor | None:
         """(C,) codes of the field that calibration goes by; None without one."""
         if self.segment is None:

@@ -93,6 +93,18 @@ class Towers(nn.Module):
         found: Tensor = self.hidden[number](x)
         return found
 
+    def features_of(self, x: Tensor) -> dict[str, Tensor]:
+        """label → `features`, each tower computed once."""
+        found = [hidden(x) for hidden in self.hidden]
+        return {label: x for of, x in zip(self.labels, found, strict=True) for label in of}
+
+    def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """label → (width,) weights and the bias of its logit."""
+        heads = [
+            (label, n, head) for of, head in zip(self.labels, self.heads, strict=True) for n, label in enumerate(of)
+        ]
+        return {label: (head.weight[n], head.bias[n]) for label, n, head in heads if isinstance(head, nn.Linear)}
+
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """label → (C,) logits."""
         found: dict[str, Tensor] = {}
