@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,8 @@ WEEK = 7 * 24 * 3600
 LIKED = 4
 DRAWING = rank.Drawing(512)
 # Chosen on the weeks before, as are epochs: see `chosen`.
-RATE, COLD_EPOCHS, EPOCHS, STRENGTHS = 3e-3, (1, 2, 3), (2, 4, 8), (10.0, 100.0, 1000.0)
+RATE, COLD_EPOCHS = 3e-3, (1, 2, 3)
+RATES, EPOCHS, STRENGTHS = (3e-4, 1e-3), (1, 2), (1.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class Fit:
     seconds: float
 
 
-def options(epochs: int, seed: int, strength: float = 0.0) -> rank.FitOptions:
-    return rank.FitOptions(lr=RATE, epochs=epochs, batch_size=DRAWING.requests, seed=seed, anchor=strength)
+def options(rate: float, epochs: int, seed: int, strength: float = 0.0) -> rank.FitOptions:
+    return rank.FitOptions(lr=rate, epochs=epochs, batch_size=DRAWING.requests, seed=seed, anchor=strength)
 
 
 def cold(weeks: Sequence[dict[str, Any]], epochs: int, seed: int, anchor: bool) -> Fit:
@@ -116,19 +118,19 @@ def cold(weeks: Sequence[dict[str, Any]], epochs: int, seed: int, anchor: bool) 
     torch.manual_seed(seed)
     began = time.process_time()
     ranker = rank.LiRank(data.schema, width=16, layers=2, rank=32, mlp=(128, 64), dropout=0.1)
-    rank.fit(ranker, data, None, options(epochs, seed))
+    rank.fit(ranker, data, None, options(RATE, epochs, seed))
     anchors = [rank.Anchor.of(ranker, data, DRAWING, seed=seed)] if anchor else []
     return Fit(ranker, anchors, data.rows, time.process_time() - began)
 
 
-def further(before: Fit, week: dict[str, Any], epochs: int, seed: int, strength: float) -> Fit:
+def further(before: Fit, week: dict[str, Any], rate: float, epochs: int, strength: float, seed: int) -> Fit:
     """A fit on one more week, held to the first and the last by `strength`; 0: by nothing."""
     data = table([week], before.ranker.schema.growing())
     torch.manual_seed(seed)
     began = time.process_time()
     ranker = rank.grown(before.ranker, data.schema)
     anchors = [anchor.onto(before.ranker, ranker) for anchor in before.anchors]
-    rank.fit(ranker, data, None, options(epochs, seed, strength), anchors=anchors if strength else [])
+    rank.fit(ranker, data, None, options(rate, epochs, seed, strength), anchors=anchors if strength else [])
     if strength:
         anchors = [*anchors[:1], rank.Anchor.of(ranker, data, DRAWING, seed=seed)]
     return Fit(ranker, anchors, data.rows, time.process_time() - began)
@@ -141,8 +143,8 @@ def row(part: str, method: str, fit: Fit, number: int, week: dict[str, Any], see
                fit.seconds, setting)  # fmt: skip
 
 
-def chosen(weeks: list[dict[str, Any]], start: int, end: int, rows: list[Row]) -> tuple[int, int, float]:
-    """Epochs of a cold start, epochs of a week's fit and the anchor's strength, by the mean AUC of some weeks."""
+def chosen(weeks: list[dict[str, Any]], start: int, end: int, rows: list[Row]) -> tuple[int, tuple[float, int, float]]:
+    """Epochs of a cold start, and of a week's fit the rate, epochs and strength, by the mean AUC of some weeks."""
 
     def mean(of: list[Row]) -> float:
         rows.extend(of)
@@ -155,32 +157,32 @@ def chosen(weeks: list[dict[str, Any]], start: int, end: int, rows: list[Row]) -
     most = max(COLD_EPOCHS, key=one_cold)
     first = cold(weeks[: start + 1], most, 0, True)
 
-    def goes_on(setting: tuple[int, float]) -> float:
+    def goes_on(setting: tuple[float, int, float]) -> float:
         fit, found = first, []
         for number in range(start + 1, end + 1):
-            fit = further(fit, weeks[number], setting[0], 0, setting[1])
-            found.append(row("choice", "anchored", fit, number, weeks[number + 1], 0, epochs=setting[0],
-                             strength=setting[1]))  # fmt: skip
+            fit = further(fit, weeks[number], *setting, 0)
+            of = dict(zip(("rate", "epochs", "strength"), setting, strict=True))
+            found.append(row("choice", "anchored", fit, number, weeks[number + 1], 0, **of))
         return mean(found)
 
-    epochs, strength = max(((e, s) for e in EPOCHS for s in STRENGTHS), key=goes_on)
-    return most, epochs, strength
+    return most, max(itertools.product(RATES, EPOCHS, STRENGTHS), key=goes_on)
 
 
 def study(weeks: list[dict[str, Any]], chosen_from: int, start: int, seeds: int) -> list[Row]:
     rows: list[Row] = []
-    most, epochs, strength = chosen(weeks, chosen_from, start - 1, rows)
-    print(f"epochs {most} of all, {epochs} of a week, strength {strength}", flush=True)
+    most, (rate, epochs, strength) = chosen(weeks, chosen_from, start - 1, rows)
+    print(f"epochs {most} of all; of a week {epochs}, rate {rate}, strength {strength}", flush=True)
     for seed in range(seeds):
         first = cold(weeks[: start + 1], most, seed, True)
         anchored = free = first
         for number in range(start + 1, len(weeks) - 1):
             after = weeks[number + 1]
-            anchored = further(anchored, weeks[number], epochs, seed, strength)
-            free = further(free, weeks[number], epochs, seed, 0.0)
+            anchored = further(anchored, weeks[number], rate, epochs, strength, seed)
+            free = further(free, weeks[number], rate, epochs, 0.0, seed)
             again = cold(weeks[: number + 1], most, seed, False)
             for method, fit in (("cold", again), ("anchored", anchored), ("free", free), ("stale", first)):
-                setting = {"epochs": most if method in ("cold", "stale") else epochs}
+                of_all = method in ("cold", "stale")
+                setting = {"epochs": most, "rate": RATE} if of_all else {"epochs": epochs, "rate": rate}
                 if method == "anchored":
                     setting["strength"] = strength
                 rows.append(row("weeks", method, fit, number, after, seed, **setting))

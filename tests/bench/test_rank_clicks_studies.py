@@ -88,7 +88,7 @@ def films(tmp_path_factory):
 
 
 def test_weeks_are_fitted_both_ways(films, tmp_path, monkeypatch, capsys):
-    for name, few in (("COLD_EPOCHS", (1,)), ("EPOCHS", (1,)), ("STRENGTHS", (1.0,))):
+    for name, few in (("COLD_EPOCHS", (1,)), ("EPOCHS", (1,)), ("RATES", (1e-3,)), ("STRENGTHS", (1.0,))):
         monkeypatch.setattr(rank_incremental, name, few)
     words = ("rank_incremental.py", "--data", films, "--output", tmp_path, "--seeds", 1, "--choose-from", 1,
              "--start", 3)  # fmt: skip
