@@ -364,7 +364,7 @@ class Cross(Id):
             "action".
         hash_rows: how many codes the combinations are spread over.
         dim, hash: as those of `Id`.
-        vocab: None; combinations are hashed.
+        vocab, grows: None and False; combinations are hashed.
         side, history: "row" and False, whatever those of its features: events have no crosses.
     """
 
@@ -372,6 +372,7 @@ class Cross(Id):
     of: tuple[str, ...] = ()
     # A dataclass has the fields of its base first; by keywords alone, `of` is what comes by place.
     vocab: None = dataclasses.field(default=None, init=False, repr=False)
+    grows: bool = dataclasses.field(default=False, init=False, repr=False)
     hash_rows: int | None = dataclasses.field(default=100_000, kw_only=True)
     dim: int | None = dataclasses.field(default=None, kw_only=True)
     hash: Hash = dataclasses.field(default="mod", kw_only=True)

@@ -42,7 +42,8 @@ class LiRank(Ranker):
         gate: whether these layers gate themselves. norm: of these layers, "batch", "layer" or "none".
         dropout: of these layers, in training.
         calibrate: True for an isotonic layer a label; the name of an `Id` for one a label and value.
-        towers: name → labels that share hidden layers of their own, of the widths `tower_mlp`; None: one for all.
+        towers: name → labels that share hidden layers of their own; None: one for all.
+        tower_mlp: the widths of these layers; () for a linear function of what all labels share.
         temperature: τ of the attention.
         weights: of each label in the score; None for 1 each.
         bits: of the tables: 32, or 8 as `compress` makes them.
