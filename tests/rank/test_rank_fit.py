@@ -96,6 +96,23 @@ def test_the_ranker_stays_on_its_device(monkeypatch):
         rank.fit(ranker, TRAIN)
 
 
+def test_the_precision_is_that_of_the_options(monkeypatch):
+    """Accelerate keeps the precision of a process's first Accelerator, such as a Trainer's in bf16."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def losses():
+        seen = []
+        options = rank.FitOptions(epochs=1, batch_size=20)
+        rank.fit(Linear(dropout=0.0), TRAIN, options=options, after=lambda progress: seen.extend(progress.rows()))
+        return [row["loss"] for row in seen]
+
+    Accelerator()
+    found = losses()
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "bf16")
+    assert losses() == found
+
+
 def test_early_stopping_keeps_the_best_weights():
     kept = {}
 

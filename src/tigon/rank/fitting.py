@@ -265,7 +265,8 @@ class _Run:
     def go(self, state: dict[str, Any] | None) -> Fitted:
         if state is not None:
             self._take(state)
-        _, optimizer = self.accelerator.prepare(self.ranker, self.optimizers.adamw)
+        # Not the ranker, whose forward would run in the precision of the process's first Accelerator.
+        optimizer = self.accelerator.prepare(self.optimizers.adamw)
         stopped = False
         while self.epoch < self.options.epochs and not stopped and not self._over():
             stopped = self._epoch(optimizer)
