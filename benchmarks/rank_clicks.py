@@ -30,7 +30,7 @@ import torch
 from studies.clicks import metrics, page, speed
 from studies.clicks.data import PARTS, TEST, VALIDATION, read
 from studies.clicks.methods import METHODS, Fit, Setting, lacks
-from studies.clicks.page import Row
+from studies.rows import Row
 
 from tigon.bench import report
 

@@ -32,7 +32,6 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from studies import rank_peers
+from studies.rows import Row
 from torch import Tensor, nn
 
 import tigon
@@ -51,24 +51,6 @@ CUTS = (5, 10, 20)
 PACKAGES = ("torch", "triton")
 SETTINGS = ("width", "layers", "heads", "weight_decay", "warmup", "batch_size", "epochs", "every", "patience")
 CHOSEN = ("dropout", "lr")  # of seed 0, by validation
-
-
-@dataclass
-class Row:
-    """One fit, or one timing. measures: of the test; those with `_new` leave out what the user had."""
-
-    part: str  # quality | speed
-    data: str
-    seed: int
-    method: str
-    setting: dict[str, Any]
-    measures: dict[str, float]
-    validation: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # -------------------------------------------------------------------------------------------------------- the sequences
@@ -323,6 +305,7 @@ def ranks(side: Side | rank_peers.Peer, data: Sequences, left_out: int, new: boo
 
 
 def measures(places: Tensor, suffix: str = "") -> dict[str, float]:
+    """Hit rate and NDCG of places. suffix: "_new" where a user's own items are left out."""
     gain = 1 / torch.log2(places.double() + 1)
     found = {}
     for k in CUTS:

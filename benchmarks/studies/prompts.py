@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from studies.retrieve import Rows, _table, _text, mean, sides, spread
+from studies.retrieve import Rows, _table, mean, sides, spread
+from studies.rows import columns
 from tigon.bench import report
 
 
@@ -32,13 +33,7 @@ class Row:
         return asdict(self)
 
 
-report.COLUMNS["rank-prompts"] = {
-    "part": lambda r: r["part"],
-    "seed": lambda r: str(r["seed"]),
-    "by": lambda r: r["method"],
-    "setting": lambda r: _text(r["setting"]) or "–",
-    "measures": lambda r: _text(r["measures"]),
-}
+report.COLUMNS["rank-prompts"] = columns("part", "seed")
 
 # The order of the tables; what was not run is left out.
 FILMS = (

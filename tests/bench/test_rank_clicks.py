@@ -10,6 +10,7 @@ import pytest
 import rank_clicks as script
 import torch
 from studies.clicks import calibration, data, methods, metrics, page, speed
+from studies.rows import Row
 
 from tigon import rank
 from tigon.bench import report
@@ -288,7 +289,7 @@ def test_the_page_says_whether_the_attention_pays(tmp_path, monkeypatch):
     def recorded(**methods):
         setting, rest = {"parameters": 1000}, {"log_loss": 0.3, "ece": 0.1}
         rows = [
-            page.Row("quality", "frappe", seed, method.replace("_", "-"), setting, rest | {"auc": auc}, {}, 1.0)
+            Row("quality", "frappe", seed, method.replace("_", "-"), setting, rest | {"auc": auc}, {}, 1.0)
             for method, aucs in methods.items()
             for seed, auc in enumerate(aucs)
         ]

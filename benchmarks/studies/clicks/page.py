@@ -1,14 +1,18 @@
-"""The study of clicks as tables: AUC beside the peers', what the attention adds, calibration, int8, and a step."""
+"""The study of clicks as tables: AUC beside the peers', what the attention adds, calibration, int8, and a step.
+
+Rows are of quality, calibration, int8 or speed. setting["of"] names the method whose scores those of calibration and
+int8 are made of.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from studies.rows import columns
 from tigon.bench import report
 
 NAMES = {
@@ -29,40 +33,7 @@ PAIRS = (
 LEVEL = 0.05
 
 
-@dataclass
-class Row:
-    """One fit, what was done with its scores, or one timing.
-
-    part: quality, calibration, int8 or speed. method: of calibration and int8, what was done; setting["of"] says to
-    which method's scores. measures: of the test. validation: what stopped the fit and chose the setting.
-    """
-
-    part: str
-    data: str
-    seed: int
-    method: str
-    setting: dict[str, Any]
-    measures: dict[str, float]
-    validation: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _text(values: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if k != "tried")
-
-
-report.COLUMNS["rank-clicks"] = {
-    "part": lambda r: r["part"],
-    "data": lambda r: r["data"],
-    "seed": lambda r: str(r["seed"]),
-    "by": lambda r: r["method"],
-    "setting": lambda r: _text(r["setting"]) or "–",
-    "measures": lambda r: _text(r["measures"]),
-}
+report.COLUMNS["rank-clicks"] = columns("part", "data", "seed")
 
 Rows = list[dict[str, Any]]
 
