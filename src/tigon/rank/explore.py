@@ -216,7 +216,6 @@ def choices(
             with drawing.autocast(device):
                 phi = ranker.features_of(batch)[label]
             z = _with_one(phi) @ w.T.to(phi.device)
-            counts = torch.zeros(len(z), device=device)
             sizes = batch.offsets.diff().to(device)
             request = torch.repeat_interleave(sizes)[:, None].expand_as(z)
             best = z.new_full((batch.requests, draws), -torch.inf).scatter_reduce(0, request, z, "amax")
@@ -225,8 +224,8 @@ def choices(
                 torch.arange(len(z), device=device)[:, None].expand_as(z).where(z == best.gather(0, request), len(z))
             )
             first = place.new_full(best.shape, len(z)).scatter_reduce(0, request, place, "amin")
-            counts.index_add_(0, first.flatten(), counts.new_full((first.numel(),), 1 / draws))
-            yield counts.cpu()
+            # Counted in integers: the same bits on every run.
+            yield torch.bincount(first.flatten(), minlength=len(z)).cpu() / draws
 
     with evaluating(ranker):
         return torch.cat([*parts()])
