@@ -95,6 +95,13 @@ def test_sentences(folder, first, tigon, tmp_path):
     (first / "model" / "anchors.safetensors").rename(tmp_path / "kept")
     refused("--anchor needs anchors.safetensors")
     (tmp_path / "kept").rename(first / "model" / "anchors.safetensors")
+    softmax = ("-o", tmp_path / "out", *TINY, *MODEL, "--loss", "softmax")
+    fit = ("rank", "fit", "--data", folder / "first.csv")
+    tigon(*fit, *softmax, "--anchors").problem("--anchors needs --loss bce of impressions, got softmax")
+    for name, more in (("without", ("--no-anchors",)), ("rows", ("--table-optimizer", "row-adagrad"))):
+        tigon(*fit, "-o", tmp_path / name, *TINY, *MODEL, *more).ok()
+        assert (tmp_path / name / "model" / "explorer.safetensors").is_file()
+        assert not (tmp_path / name / "model" / "anchors.safetensors").exists()
     (first / "model" / "explorer.safetensors").unlink()
     said = tigon("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / "s.csv", "--explore", 1)
     said.problem("--explore needs explorer.safetensors")

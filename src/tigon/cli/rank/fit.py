@@ -11,7 +11,7 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs
-from tigon.cli.rank.going_on import WEIGHTS, folder_of, take
+from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
 from tigon.cli.rank.models import arguments_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 
@@ -41,6 +41,7 @@ def fit(
     from_run: Annotated[Path | None, within(_RUN, "Folder of a run, or of a ranker, to go on from on newer data; new values get rows of their own.", "--from")] = None,
     resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
+    anchors: Annotated[bool | None, within(_RUN, "Whether to leave what --from needs, twice the size of the ranker, for which the data is read once more; default: with bce and without row-adagrad.", "--anchors/--no-anchors")] = None,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
     model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
@@ -146,4 +147,6 @@ def _options(given: dict[str, Any]) -> Any:
     chosen = {name: value for name, value in given.items() if name in names}
     chosen["label_weights"] = weights_of(NAME, "--label-weight", given["label_weight"] or [])
     with sentences(NAME):
-        return FitOptions(**chosen)
+        options = FitOptions(**chosen)
+    anchored(given.get("anchors"), options)
+    return options

@@ -14,7 +14,7 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
-from tigon.cli.rank.going_on import leave, ranker_of, schema_of
+from tigon.cli.rank.going_on import anchored, leave, ranker_of, schema_of
 from tigon.cli.rank.models import made
 from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
 
@@ -220,8 +220,9 @@ class Run:
         staged = self.output / STAGING / MODEL
         shutil.rmtree(staged, ignore_errors=True)
         ranker.save_pretrained(staged)
+        anchors = self.anchors if anchored(self.given.get("anchors"), self.options) else None
         with self.console.status("keeping what exploring and later fits need"), sentences(NAME):
-            leave(staged, ranker, self.tables.train, self.options, self.anchors)
+            leave(staged, ranker, self.tables.train, self.options, anchors)
         seal(staged)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
         publish(staged, self.output / MODEL)

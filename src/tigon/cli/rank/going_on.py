@@ -64,21 +64,41 @@ def ranker_of(place: Path, schema: Any, options: Any) -> tuple[Any, list[Any]]:
     check_anchored(options)
     if not (place / FILE).is_file():
         raise Problem(
-            f"{NAME}: --anchor needs {FILE} in {place}, which a fit by --loss bce leaves there; --anchor 0 goes "
-            "on without"
+            f"{NAME}: --anchor needs {FILE} in {place}, which a fit by --loss bce --anchors leaves there; --anchor 0 "
+            "goes on without"
         )
     return ranker, [anchor.onto(old, ranker) for anchor in rank.load_anchors(place)]
 
 
-def leave(folder: Path, ranker: Any, train: Any, options: Any, anchors: list[Any]) -> None:
-    """Write what `--from` and `score --explore` need of a run, for which `train` is read once more.
+def anchored(asked: bool | None, options: Any) -> bool:
+    """Whether a run leaves anchors. asked: by --anchors or --no-anchors; None for neither.
 
-    Both go by the probabilities of labels: a run by another loss leaves nothing.
+    They go by the probabilities of labels, which bce alone learns. They are twice as large as the ranker, with a
+    gradient of each row of its tables, and row-wise Adagrad is for tables that this is too much for.
+
+    Raises: Problem for anchors that are asked for where there are none.
+    """
+    if asked and not _by_labels(options):
+        raise Problem(f"{NAME}: --anchors needs --loss bce of impressions, got {options.loss} of {options.objective}")
+    return _by_labels(options) and options.table_optimizer == "adamw" if asked is None else asked
+
+
+def _by_labels(options: Any) -> bool:
+    return (options.objective, options.loss) == ("impressions", "bce")
+
+
+def leave(folder: Path, ranker: Any, train: Any, options: Any, anchors: list[Any] | None) -> None:
+    """Write what `score --explore` needs of a run, and with anchors what `--from` does: `train` is read once for each.
+
+    Both go by the probabilities of labels: a run by another loss leaves nothing. anchors: of the run that this one
+    went on from, or [].
     """
     from tigon.rank import Anchor, Explorer, save_anchors
 
-    if (options.objective, options.loss) != ("impressions", "bce"):
+    if not _by_labels(options):
         return
     Explorer.fit(ranker, train, options.drawing, seed=options.seed).save(folder)
+    if anchors is None:
+        return
     own = Anchor.of(ranker, train, options.drawing, seed=options.seed, label_weights=options.label_weights)
     save_anchors(folder, [*anchors[:1], own])
