@@ -25,7 +25,7 @@ def shape_of(row: dict[str, Any]) -> str:
 
 def model_of(row: dict[str, Any]) -> str:
     """The model's name, and how many layers were built where that is not all of them."""
-    return row["model"] + (f", {row['layers']} layers" if row.get("layers") else "")
+    return str(row["model"]) + (f", {row['layers']} layers" if row.get("layers") else "")
 
 
 def _total(row: dict[str, Any]) -> str:
