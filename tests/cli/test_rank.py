@@ -270,7 +270,8 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_p
     out = tmp_path / "run"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = (*TINY, "--layers", 1, "--epochs", 1, "--val-split", "request", "--val-fraction", 0.5, "--draws", 5)
-    tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    said = tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    assert "it reads of an event item_id\n" in said.err  # nothing of the request, which comes after them
     metrics = results(out)["validation"]["metrics"]["next item"]
     assert {"mrr", "ndcg@10", "hr@10"} <= set(metrics)
     assert 0 < metrics["mrr"]["value"] < 1

@@ -112,16 +112,7 @@ class Run:
             f"{self.given['model']} of {count:,} parameters on {self.device}; {len(train):,} requests{held}; "
             f"labels {', '.join(train.schema.labels) or 'none'}"
         )
-        sides = {
-            "context": "of a request",
-            "item": "of an item",
-            "row": "of an impression",
-            "action": "of events alone",
-        }
-        fields = {name: field.side for name, field in train.schema.fields.items() if field.kind != "Text"}
-        read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
-                if side in fields.values()]  # fmt: skip
-        self.console.print(f"it reads {'; '.join(read)}")
+        self.console.print(f"it reads {self._read_fields(train.schema)}")
         for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
         repair(self.output / METRICS)
@@ -129,6 +120,21 @@ class Run:
         if getattr(ranker, "isotonic", None) is not None:
             self._calibrate(ranker, val)
         self._conclude(ranker, fitted)
+
+    def _read_fields(self, schema: Any) -> str:
+        """Which fields the ranker reads, by what they are of, in words."""
+        if self.options.objective == "next-item":  # by events alone: what a request says comes after all of them
+            return f"of an event {', '.join(n for n, field in schema.history.items() if field.kind != 'Text')}"
+        sides = {
+            "context": "of a request",
+            "item": "of an item",
+            "row": "of an impression",
+            "action": "of events alone",
+        }
+        fields = {name: field.side for name, field in schema.fields.items() if field.kind != "Text"}
+        read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
+                if side in fields.values()]  # fmt: skip
+        return "; ".join(read)
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
