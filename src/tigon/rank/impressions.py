@@ -11,7 +11,7 @@ from torch import Tensor
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
 from tigon.rank.infer import fitted
-from tigon.rank.leaks import Shown, telling
+from tigon.rank.leaks import Shown, check_apart
 from tigon.rank.opening import opened
 from tigon.rank.ragged import ends_of, spans
 from tigon.rank.reading import hold
@@ -184,7 +184,8 @@ class Impressions:
         latest = None
         if by == "request":
             held[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:many]] = True
-            self._check_apart(held)
+            parts = (self._shown(self._which[part]) for part in (~held, held))
+            check_apart(self._source.tables, self.schema, *parts)
         elif many:
             assert time is not None
             own = time.cpu()[self._which]
@@ -197,22 +198,6 @@ class Impressions:
             if schema != self.schema:
                 trained = hold(self._source.tables, schema, self._source.labelled).to(self.device)
         return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
-
-    def _check_apart(self, held: Tensor) -> None:
-        """Raise if histories to train on tell of held-out requests."""
-        source = self._source
-        found = telling(source.tables, self.schema, *(self._shown(self._which[part]) for part in (~held, held)))
-        if len(found):
-            row = int(found[0])
-            roles = self.schema.roles
-            event = ", ".join(
-                f"{n} {source.tables.of('history')[n][row]}" for n in (roles.user, roles.item, roles.time)
-            )
-            some = "1 event is" if len(found) == 1 else f"{len(found):,} events are"
-            raise ValueError(
-                f"Impressions.split: by must be 'time' where histories to train on tell of held-out requests: {some} of "
-                f"the same user and item, not before the request, such as row {row} of the history ({event})."
-            )
 
     def _shown(self, which: Tensor) -> Shown:
         """The rows of requests, and the time of each."""

@@ -21,6 +21,20 @@ class Shown(NamedTuple):
     time: NDArray[np.int64]
 
 
+def check_apart(tables: Tables, schema: Schema, train: Shown, held: Shown) -> None:
+    """Raise if histories to train on tell of held-out requests."""
+    found = telling(tables, schema, train, held)
+    if not len(found):
+        return
+    row, roles, events = int(found[0]), schema.roles, tables.of("history")
+    event = ", ".join(f"{name} {events[name][row]}" for name in (roles.user, roles.item, roles.time) if name)
+    some = "1 event is" if len(found) == 1 else f"{len(found):,} events are"
+    raise ValueError(
+        f"Impressions.split: by must be 'time' where histories to train on tell of held-out requests: {some} of the "
+        f"same user and item, not before the request, such as row {row} of the history ({event})."
+    )
+
+
 def telling(tables: Tables, schema: Schema, train: Shown, held: Shown) -> Tensor:
     """The rows of the history that tell of a held-out request, and that a request to train on reads.
 
