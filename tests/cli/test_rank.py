@@ -236,6 +236,53 @@ def ends_as(out, run):
     assert all(results(out)[name] == results(run[0])[name] for name in ("history", "best_step", "validation", "test"))
 
 
+def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
+    from tigon.cli.kept_runs import make_room
+    from tigon.cli.problem import Problem, seeds_of
+    from tigon.cli.rank.opened import Opened
+    from tigon.cli.rank.seeds import folders_of
+
+    out = tmp_path / "runs"
+    data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
+    options = ("--test", folder / "test.parquet", "--epochs", 1, "--draws", 0, "--val-split", "request",
+               "--val-fraction", 0.5, *TINY, "--no-anchors", "--layers", 1)  # fmt: skip
+    said = tigon("rank", "fit", *data, *options, "--seed", "3,1,3", "-o", out).ok()
+    found = results(out)
+    assert [row["seed"] for row in found["seeds"]] == [3, 1]
+    own = [results(out / f"seed-{seed}")["test"]["metrics"]["click"]["auc"]["value"] for seed in (3, 1)]
+    assert own[0] != own[1]
+    told = found["summary"]["test"]["click"]["auc"]
+    assert told["mean"] == pytest.approx(np.mean(own))
+    assert told["sd"] == pytest.approx(abs(own[0] - own[1]) / np.sqrt(2))
+    assert "sd" in said.out
+    # The other has the split of the first, and so its schema.
+    assert (out / "seed-1" / "schema.json").read_bytes() == (out / "seed-3" / "schema.json").read_bytes()
+    assert [results(out / f"seed-{seed}", "run.json")["options"]["split_seed"] for seed in (3, 1)] == [3, 3]
+
+    same = ("--data", folder / "test.parquet", "--draws", 0, "--device", "cpu", "--json")
+    shown = json.loads(tigon("rank", "eval", out, *same).ok().out)
+    assert shown["summary"] == found["summary"]["test"]
+    assert [row["seed"] for row in shown["seeds"]] == [3, 1]
+    assert (out / "eval.png").stat().st_size > 1000
+    tigon("rank", "eval", out, *same, "--by", "position").problem("--by is for one run; name one", "seed-3")
+    with pytest.raises(Problem, match=r"rank score: .* holds runs of the seeds 3, 1; name one of them, .*seed-3"):
+        Opened("rank score", out, torch.device("cpu"))
+    with pytest.raises(Problem, match=r"--seed must be integers from 0 to 10\*\*9, separated by commas, got 1,x"):
+        seeds_of("rank fit", "1,x")
+
+    # A seed that was cut goes on, and what is done stays.
+    record = results(out, "run.json")
+    del record["results"]
+    (out / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(out / "seed-1")
+    kept = (out / "seed-3" / "results.json").stat().st_mtime_ns
+    tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
+    assert results(out)["summary"] == found["summary"]
+    assert (out / "seed-3" / "results.json").stat().st_mtime_ns == kept
+    make_room("rank fit", out, tuple(folder.name for folder in folders_of(out).values()), overwrite=True)
+    assert not list(out.glob("seed-*"))
+
+
 @pytest.mark.parametrize("cut", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, data, options, tigon, start, tmp_path):
     out = tmp_path / "run"

@@ -55,7 +55,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         if not given["val"] and given["val_fraction"]:
             timed = train.schema.roles.time in train.schema.fields
             by: Any = given["val_split"] or ("time" if timed else "request")
-            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given["seed"])
+            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given.get("split_seed", given["seed"]))
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])
         val, test = (
@@ -72,16 +72,20 @@ class Run:
     """Fits, writes checkpoints and metrics meanwhile, and at the end the ranker and its results.
 
     Making one writes nothing, and raises what is wrong with the options, before another run is replaced.
+
+    again: the folder that --resume goes on with; None: the run's own.
     """
 
-    def __init__(self, output: Path, record: dict[str, Any], tables: Tables, options: Any, device: Any) -> None:
+    def __init__(
+        self, output: Path, record: dict[str, Any], tables: Tables, options: Any, device: Any, again: Path | None = None
+    ) -> None:
         import torch
 
         from tigon.cli.screen import screen
         from tigon.rank.fitting import check
 
         self.output, self.record, self.tables, self.options, self.device = output, record, tables, options, device
-        self.given = record["options"]
+        self.given, self.again = record["options"], output if again is None else again
         self.console = screen(stderr=True, soft_wrap=True)
         self.saved = time.monotonic()
         self.marked, self.shown = time.perf_counter(), 0
@@ -169,7 +173,7 @@ class Run:
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
-            command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
+            command = f"tigon {NAME} --resume --output {shlex.quote(str(self.again))}"
             raise Problem(
                 f"stopped after step {fitted.steps:,}, with a checkpoint; go on by: {command}",
                 code=128 + interrupts.signal,
