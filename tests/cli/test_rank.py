@@ -264,7 +264,6 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     assert shown["summary"] == found["summary"]["test"]
     assert [row["seed"] for row in shown["seeds"]] == [3, 1]
     assert (out / "eval.png").stat().st_size > 1000
-    tigon("rank", "eval", out, *same, "--by", "position").problem("--by is for one run; name one", "seed-3")
     with pytest.raises(Problem, match=r"rank score: .* holds runs of the seeds 3, 1; name one of them, .*seed-3"):
         Opened("rank score", out, torch.device("cpu"))
     with pytest.raises(Problem, match=r"--seed must be integers from 0 to 10\*\*9, separated by commas, got 1,x"):
