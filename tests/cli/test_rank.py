@@ -282,6 +282,31 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     assert not list(out.glob("seed-*"))
 
 
+def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
+    from tigon.cli.rank import streaming
+
+    table = parquet.read_table(folder / "test.parquet")
+    parquet.write_table(table, tmp_path / "shown.parquet", row_group_size=45)  # requests of 20: in the last none begins
+    data = ("--data", tmp_path / "shown.parquet", "--history", folder / "events.parquet", "--label", "click")
+    options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-anchors", *TINY, "--layers", 1)
+    out = tmp_path / "run"
+    said = tigon("rank", "fit", *data, *options, "-o", out).ok()
+    assert "14 requests, 2 to validate on" in said.err
+    assert "from 7 row groups, 1 MiB at a time" in said.err
+    assert results(out)["validation"]["rows"] == 2 * SHOWN
+    assert results(out)["steps"] == 2
+    wrong = ("--data", tmp_path / "shown.parquet", "--history", "self", "--label", "click", "--stream", "-o", out)
+    tigon("rank", "fit", *wrong, "--overwrite").problem("--history must be a table of events, not the impressions")
+
+    given = {"data": [str(tmp_path / "shown.parquet")], "history": [], "stream": None}
+    assert not streaming.streamed(given)
+    monkeypatch.setattr(streaming, "available", lambda: 20_000)
+    assert streaming.streamed(given)
+    assert not streaming.streamed({**given, "stream": False})
+    assert not streaming.streamed({**given, "history": ["self"]})
+    assert not streaming.streamed({**given, "data": [str(tmp_path / "none.csv")]})
+
+
 @pytest.mark.parametrize("cut", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, data, options, tigon, start, tmp_path):
     out = tmp_path / "run"

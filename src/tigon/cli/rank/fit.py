@@ -14,6 +14,7 @@ from tigon.cli.problem import Problem, device_of, integers, needs, seeds_of
 from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
 from tigon.cli.rank.models import arguments_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
+from tigon.cli.rank.streaming import streamed
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
@@ -73,6 +74,8 @@ def fit(
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
     batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
     batch_tokens: Annotated[int | None, within(_STEP, "Events and candidates of a step, instead of so many requests.", min=1)] = None,
+    stream: Annotated[bool | None, within(_DATA, "Read the impressions by row groups of parquet files, or as a whole; default: by row groups where they would take half of the memory.", "--stream/--no-stream")] = None,
+    stream_mib: Annotated[int, within(_DATA, "With --stream: most memory of the impressions, in MiB.", min=1)] = 1024,
     history_max: Annotated[int, within(_DATA, "Newest events of a request that are read.", min=0)] = 200,
     metric: Annotated[str | None, within(_STEP, "What early stopping looks at: auc, gauc, log_loss, ndcg@10, click:auc, …; default: auc for bce, else ndcg@10.")] = None,
     eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
@@ -112,6 +115,7 @@ def fit(
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
         given["schema"] = None if schema is None else str(schema.expanduser().resolve())
+        given["stream"] = streamed(given)  # so that a run that goes on reads them as it did
     place = device_of(device, NAME)
     seeds = seeds_of(NAME, str(given["seed"]))
     given["seed"] = seeds[0] if len(seeds) == 1 else ",".join(map(str, seeds))

@@ -17,6 +17,7 @@ from tigon.cli.problem import Problem, integers
 from tigon.cli.rank.going_on import anchored, leave, ranker_of, schema_of
 from tigon.cli.rank.models import made
 from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
+from tigon.cli.rank.streaming import read_train
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -48,7 +49,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
             raise Problem(f"{command}: --schema has the columns already, got --{next(iter(roles))} besides")
         sides: dict[str, Any] = {name: given[name] or None for name in ("items", "users")}
         history = history_of(given["history"])
-        train = Impressions.read(given["data"], history=history, schema=schema, **sides, **roles)
+        train = read_train(given, history, schema, sides, roles)
         if not train.schema.labels and given["objective"] == "impressions":
             raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
         val = None
@@ -117,6 +118,8 @@ class Run:
             f"labels {', '.join(train.schema.labels) or 'none'}"
         )
         self.console.print(f"it reads {self._read_fields(train.schema)}")
+        if self.given.get("stream"):
+            self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
         for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
         repair(self.output / METRICS)
@@ -193,7 +196,8 @@ class Run:
         """The table on the device, or on the host where the device has too little room for it beside the training."""
         import torch
 
-        if data is None or self.device.type == "cpu":
+        # A stream brings each buffer to the device by itself.
+        if data is None or self.device.type == "cpu" or not hasattr(data, "to"):
             return data
         try:
             near = data.to(self.device)
