@@ -26,6 +26,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         source or towers-source
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
+    <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
     <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
@@ -46,7 +47,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, scaling, sft, sharpness
+from studies import adapters, convergence, interactions, prompts, retrieve, scaling, sequences, sft, sharpness
 from studies.clicks import page as clicks
 
 import tigon
@@ -171,6 +172,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
         "clicks": lambda what: clicks.page(RESULTS, what),
+        "sequences": lambda what: sequences.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
     }

@@ -394,6 +394,8 @@ def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: 
     validation = measures(ranks(side, data, 1, False))
     test = measures(ranks(side, data, 0, False)) | measures(ranks(side, data, 0, True), "_new")
     own = {**setting, **options, "best_epoch": best_epoch, "epochs_run": epoch}
+    over = epoch < setting["epochs"] and wait < setting["patience"]
+    own["ended"] = "seconds" if over else "patience" if wait >= setting["patience"] else "epochs"
     own["parameters"] = sum(p.numel() for p in side.parameters())
     own["losses"] = [round(x, 4) for x in losses]
     return Row("quality", data.name, seed, name, own, test, validation, seconds)
