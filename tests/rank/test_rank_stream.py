@@ -80,13 +80,15 @@ def by_request(batches):
     return found
 
 
-def test_it_has_the_batches_of_a_table_in_memory(both):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_has_the_batches_of_a_table_in_memory(both, device):
     whole, stream = both
     assert stream.schema == whole.schema
     assert (len(stream), stream.rows) == (len(whole), whole.rows)
     expected = whole.batch(torch.arange(len(whole)))
-    found = list(stream.batches(requests=64))
-    assert torch.equal(torch.cat([batch.rows for batch in found]), expected.rows)
+    found = list(stream.batches(requests=64, device=device))
+    assert {batch.age.device.type for batch in found} == {batch.rows.device.type for batch in found} == {device}
+    assert torch.equal(torch.cat([batch.rows.cpu() for batch in found]), expected.rows)
     assert by_request(found) == by_request([expected])
     assert all(batch.requests <= 64 for batch in found)
     one = next(iter(stream.batches(requests=7)))
@@ -170,6 +172,28 @@ def test_a_fit_goes_on_to_the_same_bits(both):
     rank.fit(again, train, held, options, state=states[3])
     for name, value in ranker.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_rows_of_features_alone_are_streamed(tmp_path):
+    """Each row is a request of its own, without users, items and times; texts count, too."""
+    rows = {
+        "color": ["red", "blue", "red"] * 40, "size": [0.5 * n for n in range(120)],
+        "click": [n % 2 for n in range(120)],
+        "said": ["some words of one who bought it"] * 119 + ["and of another one"],
+    }  # fmt: skip
+    parquet.write_table(pa.table(rows), tmp_path / "rows.parquet", row_group_size=17)
+    stream = rank.Stream.read(tmp_path / "rows.parquet", mebibytes=0.02)
+    whole = rank.Impressions.read(rows)
+    assert (stream.schema, len(stream)) == (whole.schema, 120)
+    expected = whole.batch(torch.arange(120))
+    found = list(stream.batches(requests=50, device="cpu"))
+    assert torch.equal(torch.cat([batch.rows for batch in found]), expected.rows)
+    for name in ("color", "size"):
+        assert torch.equal(torch.cat([batch.items[name] for batch in found]), expected.items[name])
+    assert size_of(whole._held) > 119 * len(rows["said"][0])
+    ranker = rank.LiRank(stream.schema, 4, layers=1, rank=4, mlp=(8,))
+    fitted = rank.fit(ranker, stream, options=rank.FitOptions(epochs=1, batch_size=40))
+    assert fitted.steps == sum(1 for _ in stream.batches(requests=40))
 
 
 def test_what_cannot_be_streamed_gets_a_sentence(folder, tmp_path):

@@ -9,6 +9,7 @@ memory, and its batches are gathers there, as those of `Impressions` are. Events
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -286,13 +287,15 @@ class Stream:
 
 
 def size_of(held: Held) -> int:
-    """The bytes of all tensors."""
+    """The bytes of all tensors, and of texts."""
 
     def of(value: Any) -> int:
         if isinstance(value, Tensor):
             return value.nbytes
         if isinstance(value, dict):
             return sum(map(of, value.values()))
+        if isinstance(value, list):
+            return sum(map(sys.getsizeof, value))
         return sum(map(of, value)) if isinstance(value, tuple) else 0
 
     return sum(of(getattr(held, field.name)) for field in dataclasses.fields(held) if field.name != "schema")
