@@ -27,6 +27,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
     <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
+    <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
@@ -46,7 +47,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, sequences, sft, sharpness
+from studies import adapters, convergence, interactions, prompts, retrieve, scaling, sequences, sft, sharpness
 from studies.clicks import page as clicks
 
 import tigon
@@ -130,6 +131,8 @@ def charts() -> dict[str, Callable[[], str]]:
                 found[name.removesuffix(".png")] = functools.partial(plots.inline, draw)
         if content["kind"] == "sft":
             found[path.stem] = functools.partial(plots.inline, functools.partial(sft.plot, content))
+        if content["kind"] == scaling.KIND:
+            found[path.stem] = functools.partial(plots.inline, functools.partial(scaling.plot, content))
         if content["kind"] == "sam":
             found[path.stem] = functools.partial(plots.inline, functools.partial(sharpness.plot, content))
     return found
@@ -164,6 +167,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "adapters": lambda _: adapters.page(RESULTS),
         "converge": lambda _: convergence.page(RESULTS, f"{up}charts"),
         "sft": lambda _: sft.page(RESULTS, f"{up}charts"),
+        "scaling": lambda _: scaling.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),

@@ -44,7 +44,7 @@ def test_the_code_of_the_page_on_tables_runs(capsys, tmp_path, monkeypatch):
     assert [len(part) for part in (names["train"], names["held"], names["later"])] == [1, 1, 2]
     assert names["later"].schema == names["data"].schema
     assert names["schema"] != names["data"].schema
-    assert capsys.readouterr().out.endswith("\n2 5 2\n1\n")
+    assert capsys.readouterr().out.endswith("\n2 5 2\n2\n1\n")
 
 
 def test_the_page_on_tables_lists_fields_and_endings():

@@ -39,3 +39,4 @@ from tigon.rank.scoring import Scored as Scored
 from tigon.rank.scoring import score as score
 from tigon.rank.sequence.cache import Cache as Cache
 from tigon.rank.sequence.model import LiGR as LiGR
+from tigon.rank.stream import Stream as Stream

@@ -30,13 +30,13 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     Raises: ValueError for columns that are wanting and values that do not fit.
     """
     roles, notes = schema.roles, list[str]()
-    group, requests = _requests(tables, roles)
+    group, requests = requests_of(tables, roles)
     order = torch.from_numpy(np.argsort(group, kind="stable"))
     sizes = torch.from_numpy(np.bincount(group))
     offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
     time = None
     if roles.time is not None and roles.time in tables.rows:
-        time = _earliest(_times(tables, "rows", schema)[order], offsets)
+        time = earliest(times_of(tables, "rows", schema)[order], offsets)
 
     places = Places(tables, schema, order, offsets)
     context = {
@@ -66,7 +66,7 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     return held
 
 
-def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
+def requests_of(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     """The request of each row, numbered in the order in which they come, and what names each."""
     import pyarrow as pa
 
@@ -89,7 +89,7 @@ def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     return np.array(coded.indices.cast("int64")), None
 
 
-def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
+def times_of(tables: Tables, table: str, schema: Schema) -> Tensor:
     """(n,) int64 of a table's rows.
 
     Raises: ValueError if there is no such column, or a time is missing.
@@ -118,7 +118,7 @@ def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
     return found
 
 
-def _earliest(time: Tensor, offsets: Tensor) -> Tensor:
+def earliest(time: Tensor, offsets: Tensor) -> Tensor:
     """(R,) the earliest of each request's rows; what is earlier than it is no news to any of them."""
     return torch.from_numpy(np.minimum.reduceat(time.numpy(), offsets[:-1].numpy())) if len(time) else time
 
@@ -191,9 +191,9 @@ class Places:
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
-            _times(tables, "rows", self.schema)
+            times_of(tables, "rows", self.schema)
         assert time is not None
-        when = _times(tables, "history", self.schema)
+        when = times_of(tables, "history", self.schema)
         users = kinds_agree([tables.keys(table, roles.user, "the user") for table in ("rows", "history")])
         user, actor = _codes(users)
         self._one_user(user)

@@ -10,6 +10,7 @@ from typing import Any
 from tigon.cli.checkpoint import RECORD
 from tigon.cli.problem import Problem
 from tigon.cli.rank.fitting import MODEL
+from tigon.cli.rank.seeds import one_of
 from tigon.cli.rank.shared import after_own, history_of, paths_of, sentences
 
 PROMPT, CONFIG = "prompt.yaml", "config.json"
@@ -26,6 +27,7 @@ class Opened:
         self.command, self.folder, self.device = command, folder, device
         self.options: dict[str, Any] = {}
         place = folder
+        one_of(command, folder)
         if (folder / RECORD).is_file() and not (folder / PROMPT).is_file():
             self.options = _options(command, folder)
             place = folder / MODEL

@@ -59,7 +59,10 @@ OPTIONS = {
                  "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
                  "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
                  "table_optimizer", "table_lr", "anchor", "explore")
-} | {"label_weights": "label-weight", "weights": "score-weight", "towers": "tower"}  # fmt: skip
+} | {
+    "mebibytes": "stream-mib", "history": "history", "label_weights": "label-weight", "weights": "score-weight",
+    "towers": "tower",
+}  # fmt: skip
 
 
 def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] | None:
