@@ -1,8 +1,8 @@
 """Which graph is tried next: at first any; then a mutant of one of those that survive, as a guide picks it.
 
 Of what was tried the newest `AGE` are young enough. Of these the `POPULATION` survive whose rank by loss, with a tenth
-of their rank by FLOPs, is the lowest. A parent is drawn by 1 / its place among them, and of `MUTANTS` graphs that differ
-from it in one token, and were not tried, the guide picks one.
+of their rank by FLOPs, is the lowest. A parent is drawn by 1 / its place among them, and of `MUTANTS` graphs that
+differ from it in one token, and were not tried, the guide picks one.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
 evolution, https://arxiv.org/abs/1802.01548
