@@ -26,6 +26,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         source or towers-source
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
+    <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
@@ -45,7 +46,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
+from studies import adapters, convergence, interactions, prompts, rank_search, retrieve, sft, sharpness
 from studies.clicks import page as clicks
 
 import tigon
@@ -167,6 +168,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
         "clicks": lambda what: clicks.page(RESULTS, what),
+        "searched": lambda what: rank_search.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
     }

@@ -91,8 +91,8 @@ def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any,
 
     interrupts = Interrupts()
     train, val = (near(part, place) for part in tables[:2])
-    console.print(f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}")
-    with interrupts, sentences(NAME), Bar(console, options, interrupts) as bar:
+    said = f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}"
+    with interrupts, sentences(NAME), Bar(console, options, interrupts, said) as bar:
         found = rank.search(train, val, options, folder=output, test=tables.test, device=place, after=bar)
     tables.train.schema.save(output / SCHEMA)
     if plot and found.trials:

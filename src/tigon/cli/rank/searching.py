@@ -78,12 +78,15 @@ def near(data: Any, device: Any) -> Any:
 
 
 class Bar:
-    """A bar of trials with the best so far, and then of fits on all rows; called with each `rank.SearchProgress`."""
+    """A bar of trials with the best so far, and then of fits on all rows; called with each `rank.SearchProgress`.
 
-    def __init__(self, console: Any, options: Any, interrupts: Interrupts) -> None:
+    said: about the data, printed when the search begins.
+    """
+
+    def __init__(self, console: Any, options: Any, interrupts: Interrupts, said: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.console, self.options, self.interrupts = console, options, interrupts
+        self.console, self.options, self.interrupts, self.said = console, options, interrupts, said
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.trials = self.bar.add_task("trials", total=options.trials)
@@ -99,6 +102,9 @@ class Bar:
 
     def __call__(self, progress: Any) -> bool:
         best, found = progress.best, progress.found
+        if self.said:  # by now nothing was wrong
+            self.console.print(self.said)
+            self.said = ""
         if best is not None and best.number != self.told:
             self.told = best.number
             self.console.print(
