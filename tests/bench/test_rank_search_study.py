@@ -80,7 +80,7 @@ def test_searches_are_compared_seed_by_seed():
         for seed, value in enumerate(values)
     ]
     a, b, both = study.compared(rows, ("trials", "evolution"), ("trials", "random"), "validation")
-    # −0.01, −0.005 and 0.005; of 8 ways to turn signs 4 have a mean as far from 0: ±(1, 0.5, −0.5) and ±(1, 0.5, 0.5).
+    # −0.01, −0.005 and 0.005: of 8 ways to turn the signs, all but two, whose mean is 0, are as far from 0 or farther.
     assert a == ["a", "3", "0.5100", "0.5133", "−33.3", "2 of 3", "0.750"]
     assert b[1:] == a[1:]
     assert both[:2] == ["all, %", "6"]

@@ -80,6 +80,21 @@ def test_each_block_is_its_formula():
     assert graph(x).shape[1] == graph.width == 14
 
 
+def test_products_in_bf16_say_nearly_the_same():
+    torch.manual_seed(0)
+    model = made(EVERY)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    with torch.autocast("cpu", torch.bfloat16):
+        sum(z.sum() for z in model(drawn()).values()).backward()
+        narrow = model.eval()(drawn())
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for label, z in model(drawn()).items():
+        assert narrow[label].dtype == torch.float32
+        torch.testing.assert_close(narrow[label], z, rtol=0.05, atol=0.05)
+
+
 def test_flops_are_those_of_the_products():
     counted = flops(made([Block("fm", 7, (0,)), Block("dot", 9, (0, 1)), Block("gate", 3, (2,))]).blocks)
     inputs = made([Block("mlp", 1, (0,))]).inputs

@@ -181,7 +181,7 @@ class Wide(nn.Module):
         if self.attention:
             h = outer_softmax(h, self.temperature, residual=True)
         x = sum((reads[at] for at in self.wide[1:]), reads[self.wide[0]]) / len(self.wide) if self.wide else x0
-        up = self.up(h)
+        up: Tensor = self.up(h)
         if self.kind == "gate":
             return 2 * x * up.sigmoid().to(x.dtype)
         return torch.addcmul(x, x0, up.to(x.dtype))

@@ -35,7 +35,7 @@ class Tried(NamedTuple):
 def survivors(tried: Sequence[Tried]) -> list[Tried]:
     """Those that may be parents, the best first."""
     young = sorted(tried, key=lambda one: one.number)[-AGE:]
-    losses, flops = (ranks([value(one) for one in young]) for value in (lambda one: one.loss, lambda one: one.flops))
+    losses, flops = ranks([one.loss for one in young]), ranks([one.flops for one in young])
     score = {one.number: a + FLOPS_SHARE * b for one, a, b in zip(young, losses, flops, strict=True)}
     return sorted(young, key=lambda one: (score[one.number], one.number))[:POPULATION]
 
@@ -58,7 +58,7 @@ def chosen(space: Space, sampler: Sampler, tried: Sequence[Tried], seen: set[str
         return unseen(space, random, seen)
     living = survivors(tried)
     parent = random.choices(living, [1 / (1 + place) for place in range(len(living))])[0].graph
-    mutants = {}
+    mutants: dict[str, Graph] = {}
     for _ in range(2 * MUTANTS):  # a small graph has fewer
         found = space.mutant(parent, random)
         if key(found) not in seen:
