@@ -28,6 +28,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         int8, speed or source
     <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
     <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
+    <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
@@ -47,7 +48,18 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, scaling, sequences, sft, sharpness
+from studies import (
+    adapters,
+    convergence,
+    interactions,
+    prompts,
+    rank_search,
+    retrieve,
+    scaling,
+    sequences,
+    sft,
+    sharpness,
+)
 from studies.clicks import page as clicks
 
 import tigon
@@ -173,6 +185,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "study": lambda what: retrieve.page(RESULTS, what),
         "clicks": lambda what: clicks.page(RESULTS, what),
         "sequences": lambda what: sequences.page(RESULTS, what),
+        "searched": lambda what: rank_search.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
     }

@@ -158,6 +158,25 @@ def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
     assert "Measured(value=" in capsys.readouterr().out
 
 
+def test_the_code_of_the_page_on_searches_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "safetensors", "accelerate", "optuna", "lightgbm"):
+        pytest.importorskip(package)
+    from tigon.rank.features.blocks import KINDS
+    from tigon.rank.searching.space import WIDTHS
+
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    page = (PAGE.parent / "search.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "search.md", "exec"), names)
+    assert len(names["found"].trials) == 4
+    assert names["ranker"].config()["blocks"][0]["kind"] == names["first"].graph[0].kind
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| .* \| (?:rank )?([\d, ]+) \|$", page, re.MULTILINE))
+    assert {kind: tuple(map(int, widths.split(", "))) for kind, widths in rows.items()} == WIDTHS
+    assert set(rows) == set(KINDS)
+    assert "'auc': " in capsys.readouterr().out
+
+
 def test_the_public_names_are_the_modules():
     assert set(homes_of("tigon.rank")) == set(rank.__all__) >= {"losses", "metrics"}
     public = {name for module in (rank.losses, rank.metrics) for name, value in vars(module).items()

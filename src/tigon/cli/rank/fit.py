@@ -12,7 +12,7 @@ from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs, seeds_of
 from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
-from tigon.cli.rank.models import arguments_of
+from tigon.cli.rank.models import arguments_of, blocks_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 from tigon.cli.rank.streaming import streamed
 
@@ -56,6 +56,7 @@ def fit(
     norm: Annotated[str | None, within(_MODEL, "lirank: of these layers, batch, layer or none; default: batch.")] = None,
     tower: Annotated[list[str] | None, within(_MODEL, "lirank: labels that share layers of their own, such as click=click,long_dwell, once for each tower; default: all are one.")] = None,
     tower_mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers of each tower; default: none.")] = None,
+    blocks: Annotated[Path | None, within(_MODEL, "lirank: a blocks.json of `tigon rank search`, in place of --cross, --layers, --rank and --mlp.")] = None,
     calibrate: Annotated[str | None, within(_MODEL, "lirank: an isotonic layer for each label (label), or for each value of a column, too; none. Fitted on the held-out rows at the end.")] = None,
     gate: Annotated[bool, within(_MODEL, "Whether layers are gated.", "--gate/--no-gate")] = True,
     dropout: Annotated[float, within(_MODEL, "Dropout.", min=0, max=0.9)] = 0.0,
@@ -114,6 +115,7 @@ def fit(
         check_room(NAME, output, overwrite)
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
+        given["blocks"] = None if blocks is None else blocks_of(NAME, blocks.expanduser())
         given["schema"] = None if schema is None else str(schema.expanduser().resolve())
         given["stream"] = streamed(given)  # so that a run that goes on reads them as it did
     place = device_of(device, NAME)
