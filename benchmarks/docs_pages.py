@@ -27,6 +27,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
+    <!-- graphs: accuracy -->           likewise of embeddings of graphs: accuracy, costs, rate or source
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
+from studies import adapters, convergence, graphs, interactions, prompts, retrieve, sft, sharpness
 from studies.clicks import page as clicks
 
 import tigon
@@ -169,6 +170,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "clicks": lambda what: clicks.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
+        "graphs": lambda what: graphs.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path, help="folder of the result file")
     parser.add_argument("--sets", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--rate", type=int, default=0, metavar="ROUNDS", help="time the coding rate so often")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -226,7 +226,7 @@ def main() -> None:
         graph = Graph(**{field.name: getattr(graph, field.name).to(device) for field in fields(Graph)})
         if data == "cora" and options.rate and not any(row.part == "rate" for row in rows):
             keep(rate_row(graph, options.rate))
-        for seed in range(options.seeds):
+        for seed in options.seeds:
             for method in options.methods:
                 if any((row.data, row.seed, row.method) == (data, seed, method) for row in rows):
                     continue

@@ -110,6 +110,11 @@ def _dense(rows: Any) -> npt.NDArray[np.float32]:
     return dense
 
 
+def _bytes(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes for Python 2; of the encodings there is this one."""
+    return text.encode("latin1")
+
+
 # What pickles of an array and of a number of it call, wherever this numpy has it.
 _ARRAY, _NUMBER = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 # By module and name, in all the places that they have had.
@@ -120,6 +125,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): np.dtype,
     **{(f"scipy.sparse.{module}", "csr_matrix"): _Rows for module in ("csr", "_csr")},
     **{(builtins, "list"): list for builtins in ("__builtin__", "builtins")},
+    ("_codecs", "encode"): _bytes,
     ("collections", "defaultdict"): collections.defaultdict,
 }
 

@@ -86,6 +86,7 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
         if given[name] is not None and not 0 < given[name] < float("inf"):
             raise Problem(f"{NAME}: --{name} must be positive, got {given[name]}")
     chosen = DATASETS.get(given["data"], DATASETS["cora"])
-    data = given["data"] if given["data"] in DATASETS else str(Path(given["data"]).expanduser().resolve())
+    place = Path(given["data"]).expanduser()
+    data = str(place.resolve()) if given["data"] not in DATASETS and place.exists() else given["data"]
     root = None if given["root"] is None else str(given["root"].expanduser().resolve())
     return {**given, **{k: v for k, v in chosen.items() if given[k] is None}, "data": data, "root": root}
