@@ -108,15 +108,16 @@ class Grace(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.act(self.second(self.act(self.first(x, edge_index)), edge_index))
 
-    def loss(self, z1: Tensor, z2: Tensor, tau: float) -> Tensor:
-        """InfoNCE both ways: a node's other view against all nodes of both views."""
-        h1, h2 = (nn.functional.normalize(self.project(z)) for z in (z1, z2))
-        own, between, other = ((a @ b.T) / tau for a, b in ((h1, h1), (h1, h2), (h2, h2)))
-        right = between.diagonal()
-        self_free = [m.clone().fill_diagonal_(-torch.inf) for m in (own, other)]
-        one = torch.cat([self_free[0], between], 1).logsumexp(1) - right
-        two = torch.cat([self_free[1], between.T], 1).logsumexp(1) - right
-        return (one + two).mean() / 2
+
+def info_nce(h1: Tensor, h2: Tensor, tau: float) -> Tensor:
+    """A node of one view tells its own in the other from all nodes of both, itself left out; both ways, the mean."""
+    h1, h2 = nn.functional.normalize(h1), nn.functional.normalize(h2)
+    between = h1 @ h2.T / tau
+    found = between.new_zeros(())
+    for own, across in ((h1 @ h1.T / tau, between), (h2 @ h2.T / tau, between.T)):
+        others = own.masked_fill(torch.eye(len(own), dtype=torch.bool, device=own.device), -torch.inf)
+        found = found + (torch.cat([others, across], 1).logsumexp(1) - between.diagonal()).mean() / 2
+    return found
 
 
 def by_grace(graph: Graph, data: str, seed: int, watch: Watch) -> dict[str, Any]:
@@ -130,7 +131,8 @@ def by_grace(graph: Graph, data: str, seed: int, watch: Watch) -> dict[str, Any]
         return model(x * columns, edges[:, kept])
 
     for epoch in range(1, of["epochs"] + 1):
-        loss = model.loss(*(view(*drop) for drop in zip(of["edges"], of["features"], strict=True)), of["tau"])
+        views = [view(*drop) for drop in zip(of["edges"], of["features"], strict=True)]
+        loss = info_nce(*map(model.project, views), of["tau"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -214,7 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     empty = report.result("graphs", [], device=device)
-    file = options.output / report.file_name(empty, "graphs" if device.type == "cuda" else None)
+    file = options.output / (report.file_name(empty) if device.type == "cuda" else "cpu-graphs.json")
     rows = [Row(**row) for row in report.load(file)["rows"]] if file.exists() else []
 
     def keep(row: Row) -> None:
