@@ -30,6 +30,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
     <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
+    <!-- graphs: accuracy -->           likewise of embeddings of graphs: accuracy, costs, rate or source
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from families import page as families
 from studies import (
     adapters,
     convergence,
+    graphs,
     interactions,
     prompts,
     rank_search,
@@ -188,6 +190,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "searched": lambda what: rank_search.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
+        "graphs": lambda what: graphs.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

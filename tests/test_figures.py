@@ -2,10 +2,10 @@
 
 import re
 from pathlib import Path
-from statistics import stdev
+from statistics import mean, stdev
 
 import pytest
-from studies import interactions, retrieve
+from studies import graphs, interactions, retrieve
 
 from tigon.bench import report
 
@@ -268,3 +268,31 @@ def test_one_power_of_persistence_is_nid_in_the_record():
         for measure in ("auc", "top_pairs"):
             ours, nid = (interactions.mean(by[l1, name], measure) for name in ("persistence, q = 1", "NID"))
             assert ours == pytest.approx(nid, abs=1e-3)
+
+
+def test_embeddings_of_citation_graphs():
+    rows = report.load(RESULTS / "cpu-graphs.json")["rows"]
+    text = " ".join((ROOT / "docs" / "graph.md").read_text().split())
+    sets = ("cora", "citeseer")
+
+    def means(method, measure="best"):
+        found = [graphs.of(rows, data, method, measure) for data in sets]
+        assert {len(values) for values in found} == ({1} if method == "features" else {10})
+        return [mean(values) for values in found]
+
+    ours, code, before, alone = map(means, ("g2r, rows", "g2r, columns", "untrained", "features"))
+    for data, value in zip(sets, ours, strict=True):
+        assert value >= graphs.PAPER[data] - 0.5 - 1e-9
+    assert "give {:.1f} on Cora and {:.1f} on CiteSeer, within half a point".format(*ours) in text
+    assert "of the authors' code it is {:.1f} and {:.1f}.".format(*code) in text
+    assert (
+        "already have {:.1f} and {:.1f}, where the features alone have {:.1f} and {:.1f}".format(*before, *alone)
+        in text
+    )
+    assert [round(a - b) for a, b in zip(ours, before, strict=True)] == [6, 5]
+    epochs = [row["validation"]["epoch"] for row in rows if (row["data"], row["method"]) == ("citeseer", "g2r, rows")]
+    assert 6 <= mean(epochs) < 7
+    for method, best in (("g2r, rows", ours), ("g2r, columns", code)):
+        assert 2.5 < best[1] - means(method, "last")[1] < 4
+    assert [round(value) for value in means("g2r, rows", "angle")] == [72, 54]
+    assert "are {} before the fit".format(*{f"{value:.0f}°" for value in means("untrained", "angle")}) in text
