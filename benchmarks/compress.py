@@ -126,7 +126,8 @@ def relu_model(data: tuple[list[str], list[str]], calibration: int, held: int, s
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=256, hidden_size=128, ffn_dim=512, num_hidden_layers=4, num_attention_heads=4,
-        word_embed_proj_dim=128, max_position_embeddings=LENGTH, dropout=0.0, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        word_embed_proj_dim=128, max_position_embeddings=LENGTH, dropout=0.0, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
     model = OPTForCausalLM(config)
     train, other = (list("\n".join(half).encode()) for half in data)

@@ -68,6 +68,8 @@ def feed_forward(
         for place, row in enumerate(methods):
             if row.chosen and recover and before:
                 methods[place] = replace(row, distance=pass_.whole.distance())
+    for child, old in before.items():
+        model.get_submodule(child).train(old.training)  # the mode that `_resting` has given back
     describe(model)
     unit = "nats a token" if pass_.whole.nats else "of the mean square of its answers"
     return Report(rows, methods, left, tokens, unit, pass_.notes, model, before)
@@ -224,7 +226,7 @@ class _Pass:
         """New layers trained or frozen, and in the mode, as those whose places they take."""
         for name, layer in layers.items():
             old: Any = self.model.get_submodule(name)
-            layer.train(old.training)
+            layer.eval()
             layer.requires_grad_(old.weight.requires_grad)
             # What `widen` reads: where weights stood transposed, and how many neurons there were. A pruned layer is
             # plain, so that it fuses.
