@@ -40,7 +40,7 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import adapters, convergence, retrieve, sft, sharpness
+from studies import adapters, compression, convergence, retrieve, sft, sharpness
 
 import tigon
 from tigon.bench import plots, report, verdicts
