@@ -5,7 +5,6 @@ from __future__ import annotations
 from tigon.bench import report
 from tigon.bench.columns import number
 
-
 report.COLUMNS["compress"] = {
     "model": lambda row: row["model"],
     "stored as": lambda row: row["method"] if row["status"] == "ok" else f"{row['method']} (failed)",
