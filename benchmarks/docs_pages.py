@@ -40,7 +40,8 @@ from typing import Any
 
 import guides
 from families import page as families
-from studies import adapters, compression, convergence, retrieve, sft, sharpness
+from studies import adapters, convergence, retrieve, sft, sharpness
+from studies import compression as compression  # its columns
 
 import tigon
 from tigon.bench import plots, report, verdicts

@@ -179,8 +179,8 @@ def _of_part(part: Any) -> list[Any] | None:
 
 def built(layout: dict[str, Any]) -> SplitLinear:
     """An empty layer of this layout, on the current default device and in the current default dtype."""
-    parts = [None if row is None else _part(row) for row in layout["parts"]]
-    layer = SplitLinear(layout["axis"], *parts, halves=layout["halves"])
+    heavy, rest = (None if row is None else _part(row) for row in layout["parts"])
+    layer = SplitLinear(layout["axis"], heavy, rest, halves=layout["halves"])
     if layout["bias"]:
         layer.bias = nn.Parameter(torch.empty(layer.out_features))
     return layer
@@ -190,5 +190,7 @@ def _part(row: list[Any]) -> Part:
     kind, *sizes = row
     if kind == "stacked":
         return Stacked(*map(_part, sizes))
-    makers: dict[str, Any] = {"bits": Packed, "rank": LowRank}
-    return makers[kind](*sizes) if kind in makers else nn.Linear(*sizes, bias=False)  # type: ignore[no-any-return]
+    if kind == "dense":
+        return nn.Linear(sizes[0], sizes[1], bias=False)
+    made: Part = {"bits": Packed, "rank": LowRank}[kind](*sizes)
+    return made

@@ -90,7 +90,8 @@ def _table(plane: int, device: torch.device) -> Tensor:
     byte = torch.arange(256, device=device)[:, None]
     parts = (byte >> (torch.arange(per, device=device) * plane)) & (2**plane - 1)
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[per]
-    return parts.to(torch.uint8).view(kind).flatten()
+    table: Tensor = parts.to(torch.uint8).view(kind).flatten()
+    return table
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
