@@ -62,6 +62,7 @@ class Layer:
         self, model: nn.Module, found: FeedForward, x: Tensor, *, bits: bool = False, seed: int | None = None
     ) -> None:  # fmt: skip
         self.found = found
+        self._rounded_at: dict[int, tuple[Tensor, Tensor]] = {}
         up, down = model.get_submodule(found.up), model.get_submodule(found.down)
         self.gate: Tensor | None = None
         self.gate_bias: Tensor | None = None
@@ -143,11 +144,13 @@ class Layer:
 
     # ------------------------------------------------------------------------------------------------------- by bits
 
-    @functools.cache  # noqa: B019  a layer lives for one pass
     def _at(self, bits: int) -> tuple[Tensor, Tensor]:
-        """h of the held inputs, and down, with all weights at so many bits."""
-        gate = None if self.gate is None else _rounded(self.gate, bits)
-        return self.inner(self.held, _rounded(self.up, bits), gate), _rounded(self.down, bits)
+        """h of the held inputs, and down, with all weights at so many bits. Kept as long as the layer lives."""
+        if bits not in self._rounded_at:
+            gate = None if self.gate is None else _rounded(self.gate, bits)
+            h = self.inner(self.held, _rounded(self.up, bits), gate)
+            self._rounded_at[bits] = h, _rounded(self.down, bits)
+        return self._rounded_at[bits]
 
     def split_by_bits(self, heavy: int, bits: tuple[int, int]) -> Candidate:
         (h, down), (h_rest, down_rest) = (self._at(b) for b in bits)
